@@ -1,0 +1,59 @@
+# Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
+#
+#   make test     the tests, 8 minutes at most on 2 cores
+#   make lint     ruff and mypy
+#   make demo     train a small GPT, kill it, resume it on other layouts
+#   make bench    the figures that the README quotes
+#   make clean    remove what the above have made
+
+PYTHON ?= python3
+# A plain `pip install torch` may pull gigabytes of CUDA, so this one version is installed first and alone. With
+# TORCH="torch" or another version on the command line that one is taken.
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+DEMO_FOLDER := demo-out
+
+.DELETE_ON_ERROR:
+.PHONY: test lint demo bench clean
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/demo.py --out $(DEMO_FOLDER)
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/manifest.py
+
+clean:
+	rm -rf $(VENV) build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: one for the venv, one for torch, one for each set of extras; only the last kind is redone when
+# pyproject.toml changes, and finds nearly everything in place then.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bytecheckpoint needs Python 3.11 or newer, and $(PYTHON) is %d.%d: name another with make PYTHON=..." % sys.version_info[:2])'
+	@echo "making a virtual environment in $(VENV)"
+	@rm -rf $(VENV)
+	@# Some distributions ship a venv module that cannot put pip into what it makes.
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
+	@touch $@
+
+$(VENV)/.installed-torch: | $(VENV)/.created
+	@echo "installing $(TORCH)"
+	@$(PIP) install "$(TORCH)"
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.installed-torch
+	@echo "installing bytecheckpoint with what '$*' needs"
+	@$(PIP) install --editable ".[$*]"
+	@touch $@

@@ -1,0 +1,195 @@
+"""Modules: their parameters, persistent buffers and extra state, under names that wrappers do not change.
+
+Takes plain modules, DistributedDataParallel, `fully_shard`, tensor-parallel and compiled ones, and lists of modules
+that are stages of a pipeline, whose FQNs are then those of the whole model. Tied tensors are stored once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Scope, Stored, placeholder
+from bytecheckpoint.adapters.tensors import LocalShard, local_shards, unsupported
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+_EXTRA_STATE = "_extra_state"
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class ModuleEntry:
+    """One module, or the stages of a pipeline that this rank holds."""
+
+    def __init__(self, fqn: str, modules: Sequence[torch.nn.Module]) -> None:
+        self.fqn = fqn
+        self._modules = [_unwrapped(fqn, module) for module in modules]
+        self._extra: dict[str, torch.Tensor] = {}
+        self._detached: dict[str, torch.Tensor] = {}
+        """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
+
+    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """Every parameter with its name in the model; a tied one once, under its first name."""
+        for module in self._modules:
+            for name, parameter in module.named_parameters():
+                yield parameter, plain_name(name)
+
+    def tied_names(self) -> dict[str, str]:
+        """The other names of tied tensors -> their first name, without the entry's own."""
+        _, aliases = self._tensors_and_aliases()
+        prefix = len(self.fqn) + 1
+        return {alias[prefix:]: fqn[prefix:] for alias, fqn in aliases.items()}
+
+    def collect(self) -> Contents:
+        tensors, aliases = self._tensors_and_aliases()
+        shards = [shard for fqn, tensor in tensors.items() for shard in local_shards(fqn, tensor)]
+        extra = self._extra_states()
+
+        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef:
+            shards.extend(local_shards(fqn, tensor))
+            return TensorRef(fqn)
+
+        plain = {join_fqn(self.fqn, name): value for name, value in extra.items()}
+        encoded: dict[str, tuple[Scope, bytes]] = {
+            fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in plain.items()
+        }
+        return Contents(shards, {*tensors, *aliases, *plain}, encoded, aliases)
+
+    def expect(self, stored: Stored) -> Expectation:
+        tensors, aliases = self._tensors_and_aliases()
+        other_names: dict[str, list[str]] = {}
+        for alias, fqn in aliases.items():
+            other_names.setdefault(fqn, []).append(alias)
+        shards: list[LocalShard] = []
+        for fqn, tensor in tensors.items():
+            names = [fqn, *other_names.get(fqn, ())]
+            shards += local_shards(next((name for name in names if name in stored.tensors), fqn), tensor)
+        claims = {*tensors, *aliases}
+        problems: list[Problem] = []
+        for fqn in self._extra_fqns():
+            found = stored.plain.get(fqn)
+            if fqn not in stored.plain:
+                problems.append(Problem("missing_key", fqn, f"{fqn}: not in the checkpoint"))
+            elif isinstance(found, TensorRef) and fqn in stored.tensors:
+                shards += local_shards(fqn, self._extra.get(fqn, placeholder(stored.tensors[fqn])))
+            claims.add(fqn)
+        return Expectation(shards, claims, problems)
+
+    def prepare(self, stored: Stored) -> None:
+        for fqn in self._extra_fqns():
+            if fqn in stored.tensors:
+                self._extra[fqn] = torch.empty_like(placeholder(stored.tensors[fqn]), device="cpu")
+        for module in self._modules:
+            materialise(self.fqn, module)
+
+    def finish(self, stored: Stored) -> None:
+        for module in self._modules:
+            detached: dict[str, torch.Tensor] = {}
+            for name in module.state_dict(keep_vars=True):
+                fqn = join_fqn(self.fqn, plain_name(name))
+                if fqn in self._detached:
+                    detached[name] = self._detached[fqn]
+                if _is_extra_state(name) and fqn in stored.plain:
+                    owner = module.get_submodule(name.rpartition(".")[0])
+                    owner.set_extra_state(self._extra.get(fqn, stored.plain[fqn]))
+            if detached:
+                module.load_state_dict(detached, strict=False)
+
+    def _tensors_and_aliases(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        tensors: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        owners: dict[object, str] = {}
+        for module in self._modules:
+            live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                fqn = join_fqn(self.fqn, plain_name(name))
+                if not isinstance(tensor, torch.Tensor) or _is_extra_state(name):
+                    continue
+                if id(tensor) not in live:
+                    tensor = self._detached.setdefault(fqn, tensor)
+                if fqn in tensors and tensors[fqn] is not tensor:
+                    advice = "give the stages of a pipeline the names that their layers have in the whole model"
+                    raise unsupported(fqn, "the name of tensors in two modules of one list", advice)
+                owner = owners.setdefault(_memory(tensor), fqn)
+                if owner == fqn:
+                    tensors[fqn] = tensor
+                else:
+                    aliases[fqn] = owner
+        return tensors, aliases
+
+    def _extra_states(self) -> Mapping[str, Any]:
+        return {
+            plain_name(name): value
+            for module in self._modules
+            for name, value in module.state_dict(keep_vars=True).items()
+            if _is_extra_state(name)
+        }
+
+
+    def _extra_fqns(self) -> list[str]:
+        return [join_fqn(self.fqn, name) for name in self._extra_states()]
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _unwrapped(fqn: str, module: torch.nn.Module) -> torch.nn.Module:
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
+    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+        raise unsupported(fqn, "an FSDP1 module", "use fully_shard (FSDP2); FSDP1 is not yet supported")
+    return module
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """What two tied tensors share: the same object, or the same elements of the same storage."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
+        return id(tensor)
+    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
+
+
+def materialise(fqn: str, module: torch.nn.Module) -> None:
+    """Gives memory to what is on the meta device, keeping parameters the objects that they are.
+
+    Buffers that are not persistent are in no checkpoint: they stay on the meta device, where using them fails, and a
+    warning names them.
+    """
+    named = list(module.state_dict(keep_vars=True).values())
+    if not any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in named):
+        return
+    wanted = {id(tensor) for tensor in named}
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta or id(tensor) not in wanted:
+            return tensor
+        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else torch.get_default_device()
+        return torch.empty_like(tensor, device=device)
+
+    # Swapping keeps identity: optimizers that were built on meta parameters, and ties, stay valid.
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module._apply(allocate)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if left:
+        warnings.warn(
+            f"{fqn}: buffers {left} are not persistent, so no checkpoint holds them; they are still on the meta "
+            "device: compute them again before using the model",
+            stacklevel=2,
+        )

@@ -1,0 +1,226 @@
+"""Plain data written down without pickle: None, bool, int, float, complex, str, bytes, list, tuple, dict with str or
+int keys, torch.Size, torch.dtype, numpy arrays and scalars, small tensors. What comes back has the same types.
+
+The encoding is msgpack; what msgpack lacks is an extension type, documented in docs/format.md. Tensors that lie in
+data files stand in the tree as a `TensorRef`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.tensors import dtype_name, torch_dtype, unsupported
+from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
+
+MAX_DEPTH = 64
+SMALL_TENSOR_BYTES = 64 << 10
+
+_TUPLE, _PAIRS, _COMPLEX, _SIZE, _DTYPE, _TENSOR, _ARRAY, _SCALAR, _REF, _BIG_INT, _ORDERED, _COUNTER = range(1, 13)
+_NUMPY_KINDS = "biufcSU"
+_INT64 = range(-(1 << 63), 1 << 64)
+
+TensorHook = Callable[[str, torch.Tensor], Any]
+
+
+class TensorRef(NamedTuple):
+    """Stands in a tree for a tensor whose bytes lie in data files."""
+
+    fqn: str
+
+
+def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
+    """The tree below `fqn` as bytes. `on_tensor(fqn, tensor)` gives a TensorRef, or the tensor to write it in place.
+
+    Raises CheckpointSaveError (unsupported_value), naming the FQN, for what is no plain data.
+    """
+    return msgspec.msgpack.encode(_to_wire(value, fqn, on_tensor, MAX_DEPTH))
+
+
+def join_fqn(fqn: str, key: object) -> str:
+    return f"{fqn}.{key}" if fqn else str(key)
+
+
+def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
+    if depth == 0:
+        raise unsupported(fqn, f"nested more than {MAX_DEPTH} deep", "flatten it")
+    kind = type(value)
+    if value is None or kind in (bool, float, str, bytes):
+        return value
+    if kind is int:
+        return value if value in _INT64 else _ext(_BIG_INT, str(value))
+    if isinstance(value, torch.Tensor):
+        found = on_tensor(fqn, value)
+        return _ext(_REF, found.fqn) if isinstance(found, TensorRef) else _tensor_to_wire(fqn, found)
+    if kind is TensorRef:
+        return _ext(_REF, value.fqn)
+    if kind in (list, tuple):
+        items = [_to_wire(item, join_fqn(fqn, index), on_tensor, depth - 1) for index, item in enumerate(value)]
+        return items if kind is list else _ext(_TUPLE, items)
+    if isinstance(value, dict):
+        return _dict_to_wire(value, fqn, on_tensor, depth)
+    return _leaf_to_wire(value, fqn)
+
+
+def _dict_to_wire(value: Mapping[Any, Any], fqn: str, on_tensor: TensorHook, depth: int) -> Any:
+    for key in value:
+        if type(key) not in (str, int):
+            raise unsupported(fqn, f"a dict with a key of type {type(key).__name__}, {key!r}", "use str or int keys")
+    pairs = [(key, _to_wire(item, join_fqn(fqn, key), on_tensor, depth - 1)) for key, item in value.items()]
+    if isinstance(value, OrderedDict | Counter):
+        return _ext(_ORDERED if isinstance(value, OrderedDict) else _COUNTER, pairs)
+    return dict(pairs) if all(type(key) is str for key in value) else _ext(_PAIRS, pairs)
+
+
+def _leaf_to_wire(value: Any, fqn: str) -> Any:
+    if type(value) is complex:
+        return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+    if isinstance(value, torch.Size):
+        return _ext(_SIZE, list(value))
+    if isinstance(value, torch.dtype):
+        return _ext(_DTYPE, dtype_name(value))
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMPY_KINDS:
+        code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+        return _ext(code, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise unsupported(
+        fqn,
+        f"an object of type {name}",
+        "save plain data (numbers, strings, bytes, lists, tuples, dicts, arrays, tensors), or give the object "
+        "state_dict() and load_state_dict()",
+    )
+
+
+def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Any:
+    if dtype_name(tensor.dtype) not in DTYPE_ITEMSIZES:
+        raise unsupported(fqn, f"a tensor of dtype {tensor.dtype}", "save its integer values and scales")
+    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    content = host.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _ext(_TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), content])
+
+
+def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
+
+
+def decode_plain(data: bytes) -> Any:
+    """The tree in these bytes, with TensorRefs where tensors lie in data files. Runs no code of the checkpoint's.
+
+    Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (limits_exceeded).
+    """
+    try:
+        return _decode(data, MAX_DEPTH)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, TypeError, struct.error) as error:
+        if isinstance(error, CheckpointCorruptError | UnsafeCheckpointError):
+            raise
+        raise CheckpointCorruptError(
+            f"the manifest is damaged: plain data cannot be decoded: {error}", kind="bad_manifest"
+        ) from error
+
+
+def _decode(data: bytes | memoryview, depth: int) -> Any:
+    if depth == 0:
+        raise UnsafeCheckpointError(f"plain data is nested more than {MAX_DEPTH} deep", kind="limits_exceeded")
+
+    def from_ext(code: int, content: memoryview) -> Any:
+        return _from_ext(code, content, depth - 1)
+
+    return msgspec.msgpack.decode(data, ext_hook=from_ext)
+
+
+def _from_ext(code: int, content: memoryview, depth: int) -> Any:
+    if code == _COMPLEX:
+        return complex(*struct.unpack("<dd", content))
+    value = _decode(content, depth)
+    if code not in _DECODERS:
+        raise ValueError(f"extension type {code} is not known")
+    return _DECODERS[code](value)
+
+
+def _tensor_from_wire(value: Any) -> torch.Tensor:
+    name, shape, content = value
+    if name not in DTYPE_ITEMSIZES or len(content) != prod(shape) * DTYPE_ITEMSIZES[name]:
+        raise ValueError(f"{len(content)} bytes are no {name}{shape} tensor")
+    if not content:
+        return torch.empty(shape, dtype=torch_dtype(name))
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(torch_dtype(name)).reshape(shape)
+
+
+def _array_from_wire(value: Any) -> np.ndarray:
+    name, shape, content = value
+    dtype = np.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"numpy dtype {name} is not plain data")
+    return np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+
+
+_DECODERS: dict[int, Callable[[Any], Any]] = {
+    _TUPLE: tuple,
+    _PAIRS: dict,
+    _SIZE: torch.Size,
+    _DTYPE: torch_dtype,
+    _TENSOR: _tensor_from_wire,
+    _ARRAY: _array_from_wire,
+    _SCALAR: lambda value: _array_from_wire(value)[()],
+    _REF: TensorRef,
+    _BIG_INT: int,
+    _ORDERED: OrderedDict,
+    _COUNTER: lambda pairs: Counter(dict(pairs)),
+}
+
+
+def leaves(value: Any, fqn: str) -> dict[str, Any]:
+    """The leaves of a tree by FQN: what is loaded, compared and renamed one by one.
+
+    Dicts are taken apart down to their last key, lists and tuples only where they hold tensors; an empty container
+    is a leaf. Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN.
+    """
+    found: dict[str, Any] = {}
+    _add_leaves(value, fqn, found)
+    return found
+
+
+def _add_leaves(value: Any, fqn: str, found: dict[str, Any]) -> None:
+    for key, item in _children(value):
+        _add_leaves(item, join_fqn(fqn, key), found)
+    if not _children(value):
+        if fqn in found:
+            raise unsupported(fqn, "the name of two values", "rename a key that contains a dot, or mixes int and str")
+        found[fqn] = value
+
+
+def _children(value: Any) -> list[tuple[object, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    if type(value) in (list, tuple) and _holds_tensor(value):
+        return list(enumerate(value))
+    return []
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | TensorRef):
+        return True
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    return type(value) in (list, tuple) and any(map(_holds_tensor, value))
+
+
+def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
+    """The tree with new leaves: dicts and lists are changed in place, tuples made anew. Leaves not in `new` stay."""
+    children = _children(value)
+    if not children:
+        return new.get(fqn, value)
+    filled = [(key, with_leaves(item, join_fqn(fqn, key), new)) for key, item in children]
+    if type(value) is tuple:
+        return tuple(item for _, item in filled)
+    for key, item in filled:
+        value[key] = item
+    return value

@@ -1,0 +1,125 @@
+"""The user's state taken apart: what in it is a module, an optimizer, a stateful object, rank-local, and what is
+tensors and plain data. Each part becomes an entry that saves and loads as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from bytecheckpoint.adapters.containers import PlainEntry
+from bytecheckpoint.adapters.modules import ModuleEntry
+from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.plain_data import join_fqn
+from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
+from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
+from bytecheckpoint.adapters.tensors import unsupported
+
+
+FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor")
+"""What `framework` may be. They share one adapter, because all of them are torch tensors that say how they lie; FSDP1's
+flat parameters, Megatron, DeepSpeed and veScale are not read yet."""
+
+
+class Entry(Protocol):
+    """A part of the state that saves and loads as one."""
+
+    fqn: str
+
+    def collect(self) -> Contents:
+        """What to save, as views of live memory."""
+
+    def expect(self, stored: Stored) -> Expectation:
+        """What to load, with meta tensors for memory that `prepare` will create. Changes nothing."""
+
+    def prepare(self, stored: Stored) -> None:
+        """Creates that memory. Called once, after every check has passed on every rank."""
+
+    def finish(self, stored: Stored) -> None:
+        """Puts plain data in place, once the tensors are loaded."""
+
+
+def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
+    """The entries of a state, modules first: optimizers are named after their modules' parameters.
+
+    Raises CheckpointSaveError (unsupported_value) for a state that is no dict with names as keys, and for a framework
+    that is none of FRAMEWORKS.
+    """
+    if framework not in FRAMEWORKS:
+        raise unsupported(f"framework={framework!r}", "none of the frameworks known", f"pass one of {FRAMEWORKS}")
+    if not isinstance(state, dict):
+        raise unsupported("the state", f"a {type(state).__name__}", 'pass a dict, as in {"model": model}')
+    entries = list(_walk(state, ""))
+    modules = [entry for entry in entries if isinstance(entry, ModuleEntry)]
+    for entry in entries:
+        if isinstance(entry, OptimizerEntry):
+            entry.name_parameters(modules)
+    return sorted(entries, key=lambda entry: (not isinstance(entry, ModuleEntry), not isinstance(entry, OptimizerEntry)))
+
+
+def collect_all(entries: list[Entry]) -> list[Contents]:
+    """What every entry gives to a save.
+
+    Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
+    """
+    owners: dict[str, str] = {}
+    collected = []
+    for entry in entries:
+        contents = entry.collect()
+        for name in contents.names:
+            if owners.setdefault(name, entry.fqn) != entry.fqn:
+                advice = f"rename one: {owners[name]!r} and {entry.fqn!r} in the state both come to it"
+                raise unsupported(name, "the name of two values", advice)
+        collected.append(contents)
+    return collected
+
+
+def _walk(container: Any, fqn: str) -> Iterator[Entry]:
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        if type(key) not in (str, int):
+            raise unsupported(fqn or "the state", f"a dict with the key {key!r}", "use str or int keys")
+        child = join_fqn(fqn, key)
+        if _is_special(value):
+            yield _special_entry(value, child)
+        elif _holds_special(value):
+            yield from _walk(value, child)
+        else:
+            yield PlainEntry(child, value, _assigner(container, key, child))
+
+
+def _assigner(container: Any, key: Any, fqn: str) -> Callable[[Any], None]:
+    def assign(value: Any) -> None:
+        if type(container) is not tuple:
+            container[key] = value
+        elif container[key] is not value:
+            raise unsupported(fqn, "plain data in a tuple beside modules", "use a list or a dict")
+
+    return assign
+
+
+def _is_special(value: Any) -> bool:
+    if isinstance(value, list | tuple) and value:
+        return _all_are(value, torch.nn.Module) or _all_are(value, torch.optim.Optimizer)
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal) or is_stateful(value)
+
+
+def _all_are(values: Any, cls: type) -> bool:
+    return all(isinstance(value, cls) for value in values)
+
+
+def _holds_special(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    return any(_is_special(item) or _holds_special(item) for item in items)
+
+
+def _special_entry(value: Any, fqn: str) -> Entry:
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if isinstance(items[0], torch.nn.Module):
+        return ModuleEntry(fqn, items)
+    if isinstance(items[0], torch.optim.Optimizer):
+        return OptimizerEntry(fqn, items)
+    if isinstance(value, RankLocal):
+        return RankLocalEntry(fqn, value)
+    return StatefulEntry(fqn, value)

@@ -1,0 +1,199 @@
+"""Objects that bring their own state_dict and load_state_dict (schedulers, data loaders, wrappers), and `RankLocal`.
+
+Their state is a tree of plain data and tensors whose structure the checkpoint defines: a fresh object may not have
+any of it yet. Tensors that the object shows are loaded in place, others are created on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from bytecheckpoint.adapters.plain_data import SMALL_TENSOR_BYTES, TensorRef, encode_plain, leaves, with_leaves
+from bytecheckpoint.adapters.stored import (
+    Contents,
+    Expectation,
+    Problem,
+    RankMissing,
+    Stored,
+    placeholder,
+    rank_missing,
+)
+from bytecheckpoint.adapters.tensors import LocalShard, local_shards
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives out its state and takes it back."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether an object, which is no tensor or container, brings its own state_dict and load_state_dict."""
+    return isinstance(value, Stateful) and not isinstance(value, type | dict | torch.Tensor)
+
+
+class RankLocal:
+    """Marks state that differs from rank to rank, as that of random number generators and data loaders does.
+
+    `value` is plain data, tensors, or an object with state_dict() and load_state_dict(); every rank's is kept. `load`
+    puts back, as `value` or through load_state_dict(), what the rank of the same number saved. On a larger number of
+    ranks those without a saved value are an error that says so (`strict=False` leaves them as they are); on a smaller
+    one the values of the other ranks can be had from `bcp.open(path).rank_values(fqn)`.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"RankLocal({self.value!r})"
+
+
+class TreeTarget:
+    """The tensors of a stored tree on their way to an object: the object's own where it has them, else new ones."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, torch.Tensor] = {}
+
+    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
+        """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
+        shards: list[LocalShard] = []
+        for name, found in _refs(tree, fqn, stored):
+            own = current.get(name)
+            target = own if isinstance(own, torch.Tensor) else self._new.get(name)
+            shards += local_shards(name, placeholder(found) if target is None else target)
+        return shards
+
+    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> None:
+        for name, found in _refs(tree, fqn, stored):
+            if not isinstance(current.get(name), torch.Tensor):
+                self._new[name] = torch.empty_like(placeholder(found), device="cpu")
+
+    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> Any:
+        """The tree with tensors in place of references; what include and exclude leave out is as in `current`."""
+        new = {}
+        for name, value in leaves(tree, fqn).items():
+            state_name = stored.rename(value.fqn if isinstance(value, TensorRef) else name)
+            if isinstance(value, TensorRef):
+                new[name] = self._new.get(state_name, current.get(state_name))
+            elif not stored.takes(name) or isinstance(value, RankMissing):
+                new[name] = current.get(state_name)
+        return with_leaves(tree, fqn, new)
+
+
+def _refs(tree: Any, fqn: str, stored: Stored) -> list[tuple[str, Any]]:
+    """State FQN and stored tensor of every reference in the tree that the load takes."""
+    names = [stored.rename(value.fqn) for value in leaves(tree, fqn).values() if isinstance(value, TensorRef)]
+    return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
+
+
+class StatefulEntry:
+    """An object with state_dict() and load_state_dict()."""
+
+    def __init__(self, fqn: str, value: Stateful) -> None:
+        self.fqn = fqn
+        self._value = value
+        self._target = TreeTarget()
+        self._current: dict[str, Any] = {}
+        self._is_found = False
+
+    def collect(self) -> Contents:
+        state = self._value.state_dict()
+        shards: list[LocalShard] = []
+
+        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef:
+            shards.extend(local_shards(fqn, tensor))
+            return TensorRef(fqn)
+
+        plain = encode_plain(state, self.fqn, on_tensor)
+        return Contents(shards, set(leaves(state, self.fqn)), {self.fqn: ("shared", plain)})
+
+    def expect(self, stored: Stored) -> Expectation:
+        if not self._current:
+            self._current = leaves(self._value.state_dict(), self.fqn)
+        tree = stored.trees.get(self.fqn)
+        if not stored.takes(self.fqn):
+            return Expectation([], set(), [])
+        if tree is None:
+            text = f"{self.fqn}: the state of this {type(self._value).__name__} is not in the checkpoint"
+            return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
+        self._is_found = True
+        shards = self._target.shards(tree, self.fqn, self._current, stored)
+        known = {shard.fqn for shard in shards}
+        own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
+        problems = [
+            Problem("missing_key", name, f"{name}: not in the checkpoint") for name in own if name not in known
+        ]
+        return Expectation(shards, set(map(stored.rename, leaves(tree, self.fqn))), problems)
+
+    def prepare(self, stored: Stored) -> None:
+        if self._is_found:
+            self._target.prepare(stored.trees[self.fqn], self.fqn, self._current, stored)
+
+    def finish(self, stored: Stored) -> None:
+        if self._is_found:
+            tree = stored.trees[self.fqn]
+            self._value.load_state_dict(self._target.filled(tree, self.fqn, self._current, stored))
+
+
+class RankLocalEntry:
+    """A `RankLocal`: small tensors travel with its plain data, large ones as tensors with the rank in their FQN."""
+
+    def __init__(self, fqn: str, value: RankLocal) -> None:
+        self.fqn = fqn
+        self._holder = value
+        self._target = TreeTarget()
+        self._is_found = False
+
+    def collect(self) -> Contents:
+        shards: list[LocalShard] = []
+        names: set[str] = {self.fqn}
+
+        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
+            if tensor.nbytes <= SMALL_TENSOR_BYTES and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+                return tensor
+            name = f"{fqn}@{self._rank()}"
+            shards.extend(local_shards(name, tensor))
+            return TensorRef(name)
+
+        value = self._holder.value
+        state = value.state_dict() if is_stateful(value) else value
+        plain = encode_plain(state, self.fqn, on_tensor)
+        return Contents(shards, names, {self.fqn: ("rank", plain)})
+
+    @staticmethod
+    def _rank() -> int:
+        is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.get_rank() if is_group else 0
+
+    def expect(self, stored: Stored) -> Expectation:
+        tree = stored.trees.get(self.fqn)
+        if not stored.takes(self.fqn):
+            return Expectation([], set(), [])
+        if self.fqn not in stored.trees:
+            text = f"{self.fqn}: not in the checkpoint"
+            return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
+        claims = set(map(stored.rename, leaves(tree, self.fqn)))
+        missing = [value for value in leaves(tree, self.fqn).values() if isinstance(value, RankMissing)]
+        if missing:
+            return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
+        self._is_found = True
+        return Expectation(self._target.shards(tree, self.fqn, {}, stored), claims, [])
+
+    def prepare(self, stored: Stored) -> None:
+        if self._is_found:
+            self._target.prepare(stored.trees[self.fqn], self.fqn, {}, stored)
+
+    def finish(self, stored: Stored) -> None:
+        if not self._is_found:
+            return
+        value = self._target.filled(stored.trees[self.fqn], self.fqn, {}, stored)
+        if is_stateful(self._holder.value):
+            self._holder.value.load_state_dict(value)
+        else:
+            self._holder.value = value

@@ -1,0 +1,214 @@
+"""What a checkpoint holds, seen under the names that the state uses: filtered by include and exclude, renamed by
+key_map, plain data decoded for one rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.plain_data import decode_plain, leaves
+from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest import Manifest
+
+KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
+
+
+Scope = Literal["shared", "either", "rank"]
+"""Plain data must be the same on all ranks, may differ, or is each rank's own."""
+
+PER_RANK_NAME = "extra_state"
+"""The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    fqn: str
+    """Under which its chunks are stored; another than the user's where it is an alias or renamed."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Contents(NamedTuple):
+    """What an entry of the state gives to a save."""
+
+    shards: list[LocalShard]
+    names: set[str]
+    """The FQNs of its tensors and leaves of plain data, aliases included."""
+    plain: Mapping[str, tuple[Scope, bytes]] = {}
+    """Encoded trees of plain data by FQN, and whether ranks must agree on each."""
+    aliases: Mapping[str, str] = {}
+    """FQN of a tied tensor -> the FQN of the shard that stands for both."""
+
+
+class Problem(NamedTuple):
+    """Why a state and a checkpoint do not fit."""
+
+    kind: str
+    fqn: str
+    text: str
+
+
+class Expectation(NamedTuple):
+    """What an entry of the state wants of a checkpoint."""
+
+    shards: list[LocalShard]
+    claims: set[str]
+    """FQNs of plain data that it will take."""
+    problems: list[Problem]
+
+
+class Stored:
+    """A checkpoint as the state's entries see it."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        rank: int,
+        key_map: KeyMap | None,
+        include: Sequence[str] | None,
+        exclude: Sequence[str] | None,
+    ) -> None:
+        self._manifest = manifest
+        self._rank = rank
+        self._include, self._exclude = include, exclude or ()
+        self.rename = renamer(key_map)
+        """Checkpoint FQN -> state FQN."""
+        self.tensors = self._select_tensors()
+        """By state FQN."""
+
+    def _select_tensors(self) -> dict[str, StoredTensor]:
+        selected: dict[str, StoredTensor] = {}
+        manifest = self._manifest
+        records = {fqn: (fqn, *manifest.describe(fqn)) for fqn in manifest.tensors}
+        records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
+        for fqn, record in records.items():
+            if not self.takes(fqn):
+                continue
+            name = self.rename(fqn)
+            if name in selected:
+                raise CheckpointMismatchError(
+                    f"key_map gives {name} to both {selected[name].fqn} and {fqn}; nothing was loaded. Make the new "
+                    "names differ, or leave one out with exclude",
+                    kind="conflict",
+                )
+            selected[name] = StoredTensor(*record)
+        return selected
+
+    def takes(self, fqn: str) -> bool:
+        """Whether include and exclude let this checkpoint FQN through."""
+        included = self._include is None or _matches(fqn, self._include)
+        return included and not _matches(fqn, self._exclude)
+
+    @cached_property
+    def trees(self) -> dict[str, Any]:
+        """Plain data as it was saved, by the checkpoint FQN of its entry."""
+        trees = {fqn: decode_plain(data) for fqn, data in self._manifest.objects.items()}
+        for fqn, by_rank in self._manifest.rank_objects.items():
+            if self._rank in by_rank:
+                trees[fqn] = decode_plain(by_rank[self._rank])
+            elif fqn.split(".")[0] == PER_RANK_NAME:
+                trees[fqn] = _common_tree([decode_plain(data) for _, data in sorted(by_rank.items())])
+            else:
+                trees[fqn] = RankMissing(len(by_rank))
+        return trees
+
+    @cached_property
+    def plain(self) -> dict[str, Any]:
+        """The leaves of all plain data by state FQN. Those that differ between ranks and were saved by no rank of
+        this number are `RankMissing`."""
+        return {self.rename(fqn): value for fqn, value in self._tree_leaves.items() if self.takes(fqn)}
+
+    def tree_at(self, fqn: str) -> Any:
+        """The part of the plain data at this checkpoint FQN, or None."""
+        for tree_fqn, tree in self.trees.items():
+            if fqn == tree_fqn or fqn.startswith(f"{tree_fqn}."):
+                return _descend(tree, fqn[len(tree_fqn) + 1 :])
+        return None
+
+    def skips(self, fqn: str) -> bool:
+        """Whether include or exclude keep this state FQN from being loaded."""
+        return fqn in self._skipped or (fqn not in self._known and not self.takes(fqn))
+
+    @cached_property
+    def _skipped(self) -> set[str]:
+        names = [*self._manifest.tensors, *self._manifest.aliases, *self._tree_leaves]
+        return {self.rename(fqn) for fqn in names if not self.takes(fqn)}
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return {*self.tensors, *self.plain}
+
+    @cached_property
+    def _tree_leaves(self) -> dict[str, Any]:
+        return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
+
+
+class RankMissing(NamedTuple):
+    """Stands for a value that differed between the ranks of the save, none of which has this rank's number."""
+
+    num_saved: int
+
+
+def _common_tree(trees: Sequence[Any]) -> Any:
+    """The first tree, with what is not the same in all of them marked as missing."""
+    first, *others = (leaves(tree, "") for tree in trees)
+    if all(isinstance(tree, dict) for tree in trees):
+        return {key: _common_tree([tree.get(key) for tree in trees]) for key in trees[0]}
+    same = all(repr(other) == repr(first) for other in others)
+    return trees[0] if same else RankMissing(len(trees))
+
+
+def _descend(tree: Any, path: str) -> Any:
+    if not path:
+        return tree
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if path == str(key) or path.startswith(f"{key}."):
+            return _descend(value, path[len(str(key)) + 1 :])
+    return None
+
+
+def _matches(fqn: str, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(fqn, glob) for glob in globs)
+
+
+def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
+    """A key_map in any of its forms as a function from checkpoint FQN to state FQN."""
+    if key_map is None:
+        return lambda fqn: fqn
+    if callable(key_map):
+        return key_map
+    if isinstance(key_map, Mapping):
+        names = dict(key_map)
+        return lambda fqn: names.get(fqn, fqn)
+    rules = [(re.compile(pattern), replacement) for pattern, replacement in key_map]
+
+    def rename(fqn: str) -> str:
+        for pattern, replacement in rules:
+            fqn = pattern.sub(replacement, fqn)
+        return fqn
+
+    return rename
+
+
+def placeholder(stored: StoredTensor) -> torch.Tensor:
+    """A tensor on the meta device that stands for one that a load will create."""
+    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+
+
+def rank_missing(fqn: str, num_saved: int) -> Problem:
+    return Problem(
+        "missing_key",
+        fqn,
+        f"{fqn}: differed between the {num_saved} ranks that saved it, and none of them had this rank's number; read "
+        "all values with bcp.open(path).rank_values(fqn) and share them out, or load with strict=False to keep the "
+        "state's own",
+    )

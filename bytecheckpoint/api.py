@@ -1,0 +1,270 @@
+"""Saving and loading, as the user calls them: each phase is one block, read from top to bottom, and says in which
+module its work is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch.distributed as dist
+
+from bytecheckpoint.adapters.state import collect_all, entries_of
+from bytecheckpoint.adapters.stored import KeyMap, Stored
+from bytecheckpoint.agreement import agree, check_same, save_request
+from bytecheckpoint.checkpoint import Checkpoint
+from bytecheckpoint.handle import IN_FLIGHT, SaveHandle
+from bytecheckpoint.info import CheckpointInfo, LoadReport
+from bytecheckpoint.location import root_of, save_location
+from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.planner.file_plan import lay_out_files
+from bytecheckpoint.planner.load_plan import wanted_files
+from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
+from bytecheckpoint.reading import Source
+from bytecheckpoint.staging import detach_image, image_of
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.store import Store
+from bytecheckpoint.writing import Clock, Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
+
+logger = logging.getLogger("bytecheckpoint")
+
+_HALF_LOADED = "The state is partly overwritten: load a good checkpoint into it before it is used"
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    framework: str = "auto",
+    *,
+    step: int | None = None,
+    async_save: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    role: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: SaveOptions | None = None,
+) -> SaveHandle:
+    """Saves the state of all ranks as one checkpoint that any layout can load.
+
+    Args:
+        path: A directory or any fsspec URL; with `step` the checkpoint is at `path/step_00001000`.
+        state: A dict of modules, optimizers, objects with state_dict(), tensors and plain data; every rank passes
+            what it holds, and all call `save` together.
+        framework: `auto`, or the name of what sharded the state: see FRAMEWORKS in adapters/state.py.
+        step: The training step, at least 0.
+        async_save: Return as soon as the state may change again, and write in the background.
+        process_group: The ranks that take part; the default group if None, this process alone where there is none.
+        role: Saves to `path/<role>` instead, for jobs that train several models side by side.
+        metadata: Data of your own for the manifest, as msgpack and JSON know it; what the first rank passes counts.
+        storage_options: For the fsspec backend; never written down.
+        options: See SaveOptions.
+
+    Returns:
+        A handle whose `result()` is the CheckpointInfo once the checkpoint is committed; finished already unless
+        `async_save`.
+
+    Raises:
+        CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it).
+        CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target.
+        CheckpointSaveError: A value cannot be saved, or a rank failed; every rank raises it, nothing was committed.
+        StorageError: The store refused or could not be reached.
+    """
+    options = options or SaveOptions()
+    clock = Clock()
+    ranks = join_ranks(process_group, options.timeout_s)
+    about = Subject(showable_url(os.fspath(path)), step, is_save=True)
+    with together(ranks, f"planning the save to {about.path}", about=about):
+        IN_FLIGHT.settle()
+        clock.lap("wait")
+        metadata = check_metadata(metadata)
+        root, folder = save_location(path, step=step, role=role)
+        store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
+        refuse_existing(ranks, store, folder, overwrite=options.overwrite)
+        contents = collect_all(entries_of(state, framework))
+        target = join_name(str(store), folder)
+        request, shards = save_request(
+            target, step, contents, overwrite=options.overwrite, num_ranks=ranks.num_ranks
+        )
+        agreed = agree(ranks, request)
+        warn_of_differing(ranks, agreed.differing_replicas)
+        clock.lap("plan")
+
+    with together(ranks, f"staging the save to {target}", about=about):
+        files = lay_out_files(request.offers, agreed.writes, max_file_bytes=options.max_file_bytes)
+        names = [layout.data_file_name(agreed.save_id, ranks.rank, index) for index in range(len(files))]
+        images = [image_of(name, chunks, shards) for name, chunks in zip(names, files, strict=True)]
+        if async_save:
+            images = [detach_image(image) for image in images]
+        clock.lap("stage")
+
+    handle = SaveHandle(target)
+    saving = Saving(ranks, store, folder, about, options.overwrite, agreed, files, images, metadata, clock)
+    if async_save:
+        handle.mark_staged()
+        clock.end_stall()
+        if ranks.rank == COORDINATOR:
+            logger.info("staged %s in %.2f s", target, clock.seconds["stall"])
+        IN_FLIGHT.start(handle, lambda: write_and_commit(saving))
+    else:
+        handle.finish(lambda: write_and_commit(saving))
+        handle.result()
+    return handle
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    framework: str = "auto",
+    *,
+    step: int | Literal["latest"] | None = "latest",
+    strict: bool = True,
+    key_map: KeyMap | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    role: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> LoadReport:
+    """Fills the state of all ranks, in place, from a checkpoint that any layout may have saved.
+
+    Restores the top-level entries that the state names and leaves the checkpoint's others alone. Nothing is changed
+    before every check that can be made up front has passed on every rank.
+
+    Args:
+        path: As for `save`.
+        state: As for `save`: its tensors are the memory that is filled, its plain data is replaced in its containers.
+            Modules on the meta device get memory, optimizers without state get state.
+        framework: As for `save`.
+        step: A step, `latest` for the checkpoint at `path` itself or its newest committed step, None for `path` only.
+        strict: A key that is missing on either side, a shape or dtype that differs, is one error that lists them all;
+            otherwise what fits is loaded and the report tells the rest.
+        key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
+            order, or a function. Optimizer state follows the parameters of its modules.
+        include: Only checkpoint FQNs that match one of these globs.
+        exclude: No checkpoint FQNs that match one of these globs.
+        cast: Convert where dtypes differ.
+        process_group: As for `save`.
+        role: As for `save`.
+        storage_options: As for `save`.
+        options: See LoadOptions.
+
+    Raises:
+        CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone.
+        CheckpointMismatchError: State and checkpoint do not fit; the state is as it was.
+        CheckpointCorruptError: Damaged bytes; the message says if the state was touched.
+        CheckpointError: A rank failed (`rank_failed`) or did not come (`rank_missing`).
+        StorageError: The store refused or could not be reached.
+    """
+    options = options or LoadOptions()
+    started = time.monotonic()
+    ranks = join_ranks(process_group, options.timeout_s)
+    about = Subject(showable_url(os.fspath(path)), step if isinstance(step, int) else None, is_save=False)
+    with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
+        store = open_store(root_of(path, role), storage_options=storage_options, writer_threads=1)
+        source = _open_together(ranks, store, step, options)
+
+    with together(ranks, f"matching the state with {about.path}", about=about):
+        stored = Stored(
+            source.manifest, rank=ranks.rank, key_map=key_map, include=_globs(include), exclude=_globs(exclude)
+        )
+        entries = entries_of(state, framework)
+        match = match_state(entries, stored, cast=cast)
+        verdict = share_findings(ranks, match, stored, state, strict=strict)
+        fetches = source.plan(match.shards, match.stored_fqns)
+        _wait_for_all(ranks)
+
+    with together(ranks, f"reading {about.path}", about=about._replace(aftermath=_HALF_LOADED)):
+        if any(shard.tensor.is_meta for shard in match.shards):
+            for entry in entries:
+                entry.prepare(stored)
+            match = match_state(entries, stored, cast=cast)
+            fetches = source.plan(match.shards, match.stored_fqns)
+        source.read(fetches, match.shards, match.stored_fqns)
+        for entry in entries:
+            entry.finish(stored)
+        _wait_for_all(ranks)
+    ranks.farewell()
+    report = _report(source, match, verdict, sum(wanted_files(fetches).values()), time.monotonic() - started)
+    if ranks.rank == COORDINATOR:
+        logger.info("loaded %s in %.2f s", report.path, report.seconds)
+    return report
+
+
+def _open_together(
+    ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions
+) -> Source:
+    """The checkpoint, its manifest read by one rank for all."""
+    asked = ranks.gather(msgspec.msgpack.encode((str(store), step)))
+    answer = b""
+    if ranks.rank == COORDINATOR:
+        check_same("load from", list(map(msgspec.msgpack.decode, asked)))
+        folder = layout.find_checkpoint(store, step, location=str(store))
+        answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder)))
+    folder, content = msgspec.msgpack.decode(ranks.broadcast(answer), type=tuple[str, bytes])
+    path = join_name(str(store), folder, layout.MANIFEST_NAME)
+    return Source(store, folder, layout.parse_manifest(content, path=path), options)
+
+
+def _wait_for_all(ranks: Ranks) -> None:
+    ranks.gather(b"")
+    ranks.broadcast(b"")
+
+
+def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:
+    return [globs] if isinstance(globs, str) else globs
+
+
+def _report(source: Source, match: Match, verdict: Verdict, num_bytes: int, seconds: float) -> LoadReport:
+    return LoadReport(
+        path=join_name(str(source.store), source.folder),
+        step=source.manifest.step,
+        save_id=source.manifest.save_id,
+        num_tensors=len({shard.fqn for shard in match.shards}),
+        num_bytes_read=num_bytes,
+        missing=[fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"],
+        unexpected=verdict.unexpected,
+        mismatched=[text for kind, _, text in verdict.problems if kind != "missing_key"],
+        cast=sorted(match.cast),
+        skipped=sorted(match.skipped),
+        seconds=seconds,
+    )
+
+
+def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
+    path: str | os.PathLike[str],
+    step: int | Literal["latest"] | None = "latest",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> Checkpoint:
+    """A committed checkpoint to look into, in one process and without a model. Reads the manifest only.
+
+    Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError.
+    """
+    store = open_store(path, storage_options=storage_options, writer_threads=1)
+    folder = layout.find_checkpoint(store, step, location=str(store))
+    source = Source(store, folder, layout.read_manifest(store, folder), options or LoadOptions())
+    return Checkpoint(source, join_name(str(store), folder))
+
+
+def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:
+    """The newest committed step under a path, or None. Found by manifests, not by names or times."""
+    return layout.latest_step(open_store(path, storage_options=storage_options, writer_threads=1))
+
+
+def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
+    """All committed steps under a path, rising; [] where there is none."""
+    return layout.committed_steps(open_store(path, storage_options=storage_options, writer_threads=1))
+
+
+__all__ = ["CheckpointInfo", "latest", "load", "open", "save", "steps"]

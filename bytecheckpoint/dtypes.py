@@ -1,0 +1,31 @@
+"""The names of torch's dense dtypes and what an element of each takes, so that planner, manifest and storage can count
+bytes. It knows no torch and nothing of what the bits of an element mean.
+"""
+
+from __future__ import annotations
+
+from bytecheckpoint.errors import CheckpointMismatchError
+
+DTYPE_ITEMSIZES: dict[str, int] = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "complex32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
+    **dict.fromkeys(("int8", "uint8", "bool"), 1),
+    **dict.fromkeys((f"{sign}int{num_bits}" for sign in ("", "u") for num_bits in range(1, 8)), 1),
+}
+"""torch's name of a dtype without `torch.` -> bytes of one element. torch gives sub-byte elements a whole byte."""
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element. Raises CheckpointMismatchError (dtype) for a name that is not in DTYPE_ITEMSIZES."""
+    size = DTYPE_ITEMSIZES.get(dtype)
+    if size is None:
+        raise CheckpointMismatchError(
+            f"this release knows no dtype {dtype!r:.80}, only {', '.join(sorted(DTYPE_ITEMSIZES))}; nothing was read "
+            "or written: convert the tensor to one of them, or use a newer release",
+            kind="dtype",
+        )
+    return size

@@ -1,0 +1,90 @@
+"""The error tree. Every failure of this library is one of these classes with a stable `kind`, so that callers can
+react to what happened without reading messages; it knows nothing of how the failures come about.
+
+    CheckpointError
+    ├── CheckpointNotFoundError   (FileNotFoundError)   not_found, not_committed, missing_file
+    ├── CheckpointExistsError     (FileExistsError)     exists
+    ├── CheckpointCorruptError    (ValueError)          checksum, truncated, bad_manifest, unsupported_version
+    ├── CheckpointMismatchError   (ValueError)          missing_key, unexpected_key, shape, dtype, coverage, conflict
+    ├── CheckpointSaveError       (RuntimeError)        no_space, storage, writer_died, rank_failed, rank_missing,
+    │                                                   unsupported_value
+    ├── StorageError              (OSError)             permission, unavailable, unsupported
+    └── UnsafeCheckpointError     (ValueError)          pickle_refused, path_escape, limits_exceeded
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """The root of the tree. A message says what happened, what is still safe and what to do.
+
+    Raised itself only while loading, with the kinds `rank_failed` (a rank raised something that is no
+    CheckpointError) and `rank_missing` (a rank did not answer in time).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str,
+        path: str | None = None,
+        step: int | None = None,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind
+        """One stable word, listed beside the class above."""
+        self.path = path
+        """The checkpoint that the call was about, as the user named it."""
+        self.step = step
+        """The step of that checkpoint, or None."""
+        self.ranks = ranks
+        """The ranks on which it went wrong; empty where no rank can be blamed."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint where one was asked for, or a file of it is gone."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint stands where one was to be saved."""
+
+
+class CheckpointCorruptError(CheckpointError, ValueError):
+    """Bytes are not those that were written, or cannot be understood."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """State and checkpoint, or the states of two ranks, do not fit each other."""
+
+
+class CheckpointSaveError(CheckpointError, RuntimeError):
+    """A save failed; nothing was committed unless the message says so."""
+
+
+class StorageError(CheckpointError, OSError):
+    """A store refused or could not be reached."""
+
+
+class UnsafeCheckpointError(CheckpointError, ValueError):
+    """A checkpoint asks for something that loading must not do."""
+
+
+ERROR_CLASSES: dict[str, type[CheckpointError]] = {
+    error.__name__: error
+    for error in (
+        CheckpointError,
+        CheckpointNotFoundError,
+        CheckpointExistsError,
+        CheckpointCorruptError,
+        CheckpointMismatchError,
+        CheckpointSaveError,
+        StorageError,
+        UnsafeCheckpointError,
+    )
+}
+"""By name, for a failure that travels from one rank to another."""

@@ -1,0 +1,82 @@
+"""What users are told about a checkpoint, a save and a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from bytecheckpoint.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A committed checkpoint."""
+
+    path: str
+    """Where it stands: the path or URL of its folder."""
+    step: int | None
+    save_id: str
+    """New for every save; part of the names of its data files."""
+    num_bytes: int
+    """Of all its data files, headers included."""
+    num_tensors: int
+    world_size: int | None
+    """How many ranks saved it, where it says so."""
+    created_at: datetime | None
+    """When it was committed, by the clock of the committing rank."""
+    metadata: Mapping[str, Any]
+    """What the user gave to `save`."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """From `save` only: how long this rank took for `wait`, `plan`, `stage`, `write`, `commit`, and `stall`, the time
+    for which the call held its thread. In seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did, and with strict=False what it did not."""
+
+    path: str
+    step: int | None
+    save_id: str
+    num_tensors: int
+    """Tensors of which this rank loaded all or a part."""
+    num_bytes_read: int
+    """From storage, by this rank."""
+    missing: Sequence[str] = ()
+    """State FQNs that the checkpoint lacks; left as they were."""
+    unexpected: Sequence[str] = ()
+    """Checkpoint FQNs, renamed by key_map, that the state has no place for."""
+    mismatched: Sequence[str] = ()
+    """State FQNs whose shape or dtype differs, or whose values conflict, each with the reason; left as they were."""
+    cast: Sequence[str] = ()
+    """State FQNs that were loaded into another dtype."""
+    skipped: Sequence[str] = ()
+    """State FQNs that include or exclude kept from being loaded."""
+    seconds: float = 0.0
+
+
+def describe_checkpoint(manifest: Manifest, *, path: str, seconds: Mapping[str, float]) -> CheckpointInfo:
+    """The facts of a manifest, as users see them."""
+    provenance = manifest.provenance
+    created = provenance.get("created_at")
+    world_size = provenance.get("world_size")
+    return CheckpointInfo(
+        path=path,
+        step=manifest.step,
+        save_id=manifest.save_id,
+        num_bytes=sum(file.byte_length for file in manifest.files),
+        num_tensors=len(manifest.tensors),
+        world_size=world_size if isinstance(world_size, int) else None,
+        created_at=_parse_time(created) if isinstance(created, str) else None,
+        metadata=manifest.metadata,
+        seconds=seconds,
+    )
+
+
+def _parse_time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None

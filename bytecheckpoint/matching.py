@@ -1,0 +1,166 @@
+"""Whether a state and a checkpoint fit: what is missing, unexpected or different, found before anything is changed,
+and told by every rank to all, because a key that one rank lacks another one may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.state import Entry
+from bytecheckpoint.adapters.stored import Problem, Stored
+from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.ranks import COORDINATOR, Ranks
+
+_NUM_SHOWN = 10
+_NUM_MATCHED = 200
+_KINDS = ("missing_key", "unexpected_key", "shape", "dtype", "coverage", "conflict")
+
+
+class Match(NamedTuple):
+    """What this rank loads."""
+
+    shards: list[LocalShard]
+    stored_fqns: list[str]
+    """Of each shard: the stored tensor that fills it."""
+    problems: list[Problem]
+    claims: set[str]
+    """Every state FQN that this rank has a place for."""
+    cast: set[str]
+    skipped: set[str]
+
+
+def match_state(entries: Iterable[Entry], stored: Stored, *, cast: bool) -> Match:
+    """Compares a state with a checkpoint. What does not fit is among the problems and not among the shards."""
+    match = Match([], [], [], set(), set(), set())
+    for entry in entries:
+        expectation = entry.expect(stored)
+        match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
+        match.claims.update(expectation.claims)
+        for shard in expectation.shards:
+            match.claims.add(shard.fqn)
+            problem = _problem(shard, stored, cast=cast)
+            if shard.fqn not in stored.tensors and stored.skips(shard.fqn):
+                match.skipped.add(shard.fqn)
+            elif problem is not None:
+                match.problems.append(problem)
+            else:
+                found = stored.tensors[shard.fqn]
+                match.shards.append(shard)
+                match.stored_fqns.append(found.fqn)
+                if found.dtype != shard.dtype:
+                    match.cast.add(shard.fqn)
+    return match
+
+
+def _problem(shard: LocalShard, stored: Stored, *, cast: bool) -> Problem | None:
+    fqn = shard.fqn
+    found = stored.tensors.get(fqn)
+    if found is None:
+        if fqn in stored.plain:
+            return Problem("missing_key", fqn, f"{fqn}: plain data in the checkpoint, a tensor in the state")
+        return Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")
+    if found.shape != shard.global_shape:
+        text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(shard.global_shape)} in the state"
+        return Problem("shape", fqn, text)
+    if found.dtype != shard.dtype and not cast:
+        text = f"{fqn}: dtype {found.dtype} in the checkpoint, {shard.dtype} in the state (cast=True converts)"
+        return Problem("dtype", fqn, text)
+    if _shares_elements(shard.tensor):
+        text = f"{fqn}: the state's tensor is expanded, several of its elements are one in memory; give it a copy"
+        return Problem("conflict", fqn, text)
+    return None
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+class _Findings(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank found."""
+
+    problems: list[tuple[str, str, str]]
+    names: list[str]
+    """Top-level names of its state."""
+    wanted: bytes
+    """A bit for each stored name, in order: this rank has a place for it."""
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What all ranks found, without repetitions."""
+
+    problems: list[tuple[str, str, str]]
+    unexpected: list[str]
+
+
+def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iterable[str], *, strict: bool) -> Verdict:
+    """What does not fit on any rank; with `strict` the one error that lists it all, raised on every rank.
+
+    Keys are unexpected where the checkpoint has them under a top-level name of the state and no rank takes them.
+    """
+    names = sorted({*stored.tensors, *stored.plain})
+    wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
+    findings = _Findings([tuple(problem) for problem in match.problems], list(state_names), np.packbits(wanted).tobytes())
+    payloads = ranks.gather(msgspec.msgpack.encode(findings))
+    if ranks.rank != COORDINATOR:
+        return msgspec.msgpack.decode(ranks.broadcast(b""), type=Verdict)
+    all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
+    verdict = _merge(all_findings, names)
+    if strict and (verdict.problems or verdict.unexpected):
+        raise _mismatch(verdict)
+    ranks.broadcast(msgspec.msgpack.encode(verdict))
+    return verdict
+
+
+def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
+    wanted = np.zeros(len(names), bool)
+    for of_rank in findings:
+        wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(names)).astype(bool)
+    top_level = {name for of_rank in findings for name in of_rank.names}
+    unexpected = [name for name, is_wanted in zip(names, wanted, strict=True) if not is_wanted]
+    unexpected = [name for name in unexpected if _is_under(name, top_level)]
+    problems = {(kind, fqn): text for of_rank in findings for kind, fqn, text in of_rank.problems}
+    return Verdict([(kind, fqn, text) for (kind, fqn), text in problems.items()], unexpected)
+
+
+def _is_under(fqn: str, top_level: set[str]) -> bool:
+    parts = fqn.split(".")
+    return any(".".join(parts[:count]) in top_level for count in range(1, len(parts) + 1))
+
+
+def _mismatch(verdict: Verdict) -> CheckpointMismatchError:
+    missing = [fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"]
+    lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for kind, fqn, text in verdict.problems:
+        near = _near(fqn, verdict.unexpected) if kind == "missing_key" and len(lines[kind]) < _NUM_SHOWN else ""
+        lines[kind].append(text + near)
+    for fqn in verdict.unexpected:
+        near = _near(fqn, missing) if len(lines["unexpected_key"]) < _NUM_SHOWN else ""
+        lines["unexpected_key"].append(f"{fqn}: in the checkpoint, not in the state{near}")
+    found = {kind: of_kind for kind, of_kind in lines.items() if of_kind}
+    counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
+    return CheckpointMismatchError(
+        f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. Rename with "
+        "key_map, choose with include and exclude, or load what fits with strict=False:\n" + _listed(found),
+        kind=next(iter(found)),
+    )
+
+
+def _near(fqn: str, others: Sequence[str]) -> str:
+    matches = get_close_matches(fqn, others[:_NUM_MATCHED], n=1)
+    return f" (near: {matches[0]})" if matches else ""
+
+
+def _listed(found: Mapping[str, Sequence[str]]) -> str:
+    lines = []
+    for kind, of_kind in found.items():
+        lines += [f"  {kind}: {text}" for text in of_kind[:_NUM_SHOWN]]
+        if len(of_kind) > _NUM_SHOWN:
+            lines.append(f"  {kind}: and {len(of_kind) - _NUM_SHOWN} more")
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""Many wanted parts of a file turned into few, large reads, each of whole checksummed extents."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from bytecheckpoint.manifest import Chunk, DataFile
+from bytecheckpoint.region import Region
+
+MIN_DIRECT_BYTES = 1 << 20
+"""What is smaller goes through scratch memory, where it shares a read with its neighbours."""
+
+
+class FlatPart(NamedTuple):
+    """Bytes of a file that are, in this order, bytes of a target's memory."""
+
+    want: int
+    """Index into the wants of the load plan."""
+    byte_offset: int
+    """From the start of the file."""
+    byte_length: int
+    target_byte_offset: int
+    """From the start of the target's memory."""
+
+
+class BoxPart(NamedTuple):
+    """A region of a chunk whose elements do not follow one another in the file or in the target."""
+
+    want: int
+    byte_offset: int
+    byte_length: int
+    """From the region's first element to its last, gaps included."""
+    region: Region
+    chunk: Chunk
+
+
+Part = FlatPart | BoxPart
+
+
+class Fetch(NamedTuple):
+    """One read of a file, and what its bytes are for."""
+
+    file: int
+    byte_offset: int
+    byte_length: int
+    parts: tuple[Part, ...]
+    is_direct: bool
+    """The bytes are exactly those of the one part, a FlatPart, and can be read into its target's memory."""
+
+    @property
+    def end(self) -> int:
+        return self.byte_offset + self.byte_length
+
+
+class ExtentIndex:
+    """Where the extents of a file begin and end. Without checksums every byte is an extent of its own."""
+
+    def __init__(self, file: DataFile, *, verify: bool) -> None:
+        self._bounds = [0, *accumulate(file.extent_lengths)] if verify and file.extent_lengths else None
+
+    def widen(self, start: int, end: int) -> tuple[int, int]:
+        """The smallest run of whole extents that contains the range."""
+        if self._bounds is None or start == end:
+            return start, end
+        return self._bounds[bisect_right(self._bounds, start) - 1], self._bounds[bisect_left(self._bounds, end)]
+
+    def shrink(self, start: int, end: int) -> tuple[int, int]:
+        """The largest run of whole extents inside the range; empty where there is none."""
+        if self._bounds is None:
+            return start, end
+        first = self._bounds[bisect_left(self._bounds, start)]
+        last = self._bounds[bisect_right(self._bounds, end) - 1]
+        return (first, last) if first < last else (start, start)
+
+    def covered(self, start: int, end: int) -> range:
+        """The numbers of the extents in a range that `widen` or `shrink` gave."""
+        if self._bounds is None:
+            return range(0)
+        return range(bisect_left(self._bounds, start), bisect_left(self._bounds, end))
+
+
+def coalesce(
+    file: int, parts: Iterable[Part], extents: ExtentIndex, *, max_gap_bytes: int, max_fetch_bytes: int
+) -> list[Fetch]:
+    """The reads of one file that serve all parts.
+
+    Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
+    share; the rest is merged where gaps are small. A fetch is larger than `max_fetch_bytes` only where one part with
+    its extents is.
+    """
+    fetches: list[Fetch] = []
+    small: list[Part] = []
+    for part in parts:
+        if isinstance(part, FlatPart) and part.byte_length >= MIN_DIRECT_BYTES:
+            direct, ends = _split_direct(file, part, extents, max_fetch_bytes)
+            fetches += direct
+            small += ends
+        else:
+            small.append(part)
+    small.sort(key=lambda part: (part.byte_offset, part.byte_length))
+    return fetches + _merge(file, small, extents, max_gap_bytes, max_fetch_bytes)
+
+
+def _split_direct(
+    file: int, part: FlatPart, extents: ExtentIndex, max_fetch_bytes: int
+) -> tuple[list[Fetch], list[FlatPart]]:
+    start, end = part.byte_offset, part.byte_offset + part.byte_length
+    first, last = extents.shrink(start, end)
+    fetches = []
+    position = first
+    while position < last:
+        stop = extents.shrink(position, min(position + max_fetch_bytes, last))[1]
+        if stop <= position:  # one extent is larger than a fetch
+            stop = extents.widen(position, position + 1)[1]
+        inner = _cut_flat(part, position, stop)
+        fetches.append(Fetch(file, position, stop - position, (inner,), is_direct=True))
+        position = stop
+    ends = [_cut_flat(part, start, first), _cut_flat(part, max(first, last), end)]
+    return fetches, [piece for piece in ends if piece.byte_length]
+
+
+def _cut_flat(part: FlatPart, start: int, end: int) -> FlatPart:
+    return FlatPart(part.want, start, end - start, part.target_byte_offset + start - part.byte_offset)
+
+
+def _merge(
+    file: int, parts: Sequence[Part], extents: ExtentIndex, max_gap_bytes: int, max_fetch_bytes: int
+) -> list[Fetch]:
+    fetches: list[Fetch] = []
+    group: list[Part] = []
+    group_start = group_end = 0
+    for part in parts:
+        start, end = extents.widen(part.byte_offset, part.byte_offset + part.byte_length)
+        joins = group and start <= group_end + max_gap_bytes and max(end, group_end) - group_start <= max_fetch_bytes
+        if group and not joins:
+            fetches.append(Fetch(file, group_start, group_end - group_start, tuple(group), is_direct=False))
+            group = []
+        if not group:
+            group_start, group_end = start, end
+        group.append(part)
+        group_end = max(group_end, end)
+    if group:
+        fetches.append(Fetch(file, group_start, group_end - group_start, tuple(group), is_direct=False))
+    return fetches

@@ -1,0 +1,227 @@
+"""Geometry of regions: boxes of elements in the global coordinates of a tensor. Everything that resharding needs is
+here and nothing else: no tensors, no files, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+
+class Region(NamedTuple):
+    """A box: where it starts and how far it reaches, in elements, one number a dimension."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.lengths)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
+
+
+class TilingFault(NamedTuple):
+    """Why regions do not tile a shape: `hole` is a part that none covers, `overlap` one that two cover."""
+
+    hole: Region | None
+    overlap: Region | None
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """The region that is all of a tensor of this shape."""
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Region, b: Region) -> Region | None:
+    """The part that both cover, or None where they share no element. Two 0-d regions share their one element."""
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    lengths = tuple(min(a_end, b_end) - offset for a_end, b_end, offset in zip(a.ends, b.ends, offsets, strict=True))
+    return Region(offsets, lengths) if all(length > 0 for length in lengths) else None
+
+
+def relative(region: Region, to: Region) -> Region:
+    """The same region in the coordinates of `to`, which contains it."""
+    return Region(tuple(map(int.__sub__, region.offsets, to.offsets)), region.lengths)
+
+
+def split_flat_range(shape: Sequence[int], start: int, length: int) -> list[Region]:
+    """Regions that, one after the other, are elements `start` to `start + length` of the row-major flat tensor.
+
+    At each position the largest block that is aligned to a suffix of the shape is taken, so there are at most
+    2 * len(shape) - 1 regions. A length of 0 gives no region; a range that leaves the tensor raises ValueError.
+    """
+    if start < 0 or length < 0 or start + length > prod(shape):
+        raise ValueError(f"a tensor of shape {tuple(shape)} has no elements {start} to {start + length}")
+    suffix_numels = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    regions: list[Region] = []
+    position, end = start, start + length
+    while position < end:
+        if not shape:
+            return [Region((), ())]
+        index = _unravel(position, suffix_numels)
+        dim = _outermost_dim(position, end, suffix_numels)
+        count = min((end - position) // suffix_numels[dim], shape[dim] - index[dim])
+        lengths = (1,) * dim + (count,) + tuple(shape[dim + 1 :])
+        regions.append(Region(index, lengths))
+        position += count * suffix_numels[dim]
+    return regions
+
+
+def _unravel(position: int, suffix_numels: Sequence[int]) -> tuple[int, ...]:
+    index = []
+    for numel in suffix_numels:
+        coordinate, position = divmod(position, numel)
+        index.append(coordinate)
+    return tuple(index)
+
+
+def _outermost_dim(position: int, end: int, suffix_numels: Sequence[int]) -> int:
+    for dim, numel in enumerate(suffix_numels):
+        if position % numel == 0 and end - position >= numel:
+            return dim
+    raise ValueError("the last dimension always fits")  # its suffix has one element
+
+
+def split_rows(region: Region, max_numel: int) -> list[Region]:
+    """The region cut along its outer dimensions into parts of at most `max_numel` elements, in row-major order.
+
+    A part is a run of rows of the outermost dimension that can be cut; only where one row is too large is the next
+    dimension cut as well. `max_numel` is at least 1.
+    """
+    if region.numel <= max_numel:
+        return [region]
+    dim = next(dim for dim, length in enumerate(region.lengths) if length > 1)
+    row_numel = region.numel // region.lengths[dim]
+    num_rows = max(1, max_numel // row_numel)
+    parts = []
+    for first in range(0, region.lengths[dim], num_rows):
+        part = rows(region, dim, first, min(num_rows, region.lengths[dim] - first))
+        parts += split_rows(part, max_numel) if part.numel > max_numel else [part]
+    return parts
+
+
+def rows(region: Region, dim: int, first: int, count: int) -> Region:
+    """Rows `first` to `first + count` of the region, counted from its own start along `dim`."""
+    offsets, lengths = list(region.offsets), list(region.lengths)
+    offsets[dim] += first
+    lengths[dim] = count
+    return Region(tuple(offsets), tuple(lengths))
+
+
+def is_contiguous_in(inner: Region, outer: Region) -> bool:
+    """Whether the inner region's elements lie without gaps in the row-major memory of the outer one.
+
+    `inner` lies inside `outer` and is not empty.
+    """
+    partial = [inner.lengths[dim] != outer.lengths[dim] for dim in range(len(outer.lengths))]
+    last_partial = max((dim for dim, is_partial in enumerate(partial) if is_partial), default=-1)
+    return all(length == 1 for length in inner.lengths[: max(last_partial, 0)])
+
+
+def flat_span(inner: Region, outer: Region) -> tuple[int, int]:
+    """First element and one past the last element of `inner` in the row-major memory of `outer`, gaps included.
+
+    `inner` lies inside `outer` and is not empty.
+    """
+    start, end, stride = 0, 1, 1
+    for dim in reversed(range(len(outer.lengths))):
+        first = inner.offsets[dim] - outer.offsets[dim]
+        start += first * stride
+        end += (first + inner.lengths[dim] - 1) * stride
+        stride *= outer.lengths[dim]
+    return start, end
+
+
+def find_tiling_fault(shape: Sequence[int], regions: Sequence[Region]) -> TilingFault | None:
+    """None where the regions cover every element of the shape exactly once, else a hole or an overlap to show.
+
+    Empty regions do not matter. A region that reaches out of the shape is given as the overlap.
+    """
+    target = whole(shape)
+    filled = [region for region in regions if region.numel]
+    outside = next((region for region in filled if not _lies_inside(region, target)), None)
+    overlap = outside or _find_overlap(filled)
+    if overlap is not None:
+        return TilingFault(None, overlap)
+    if sum(region.numel for region in filled) == target.numel:
+        return None  # no overlap, and the volumes add up: nothing is left to cover
+    return TilingFault(find_hole(target, filled), None)
+
+
+def _lies_inside(region: Region, outer: Region) -> bool:
+    return all(map(int.__ge__, region.offsets, outer.offsets)) and all(map(int.__le__, region.ends, outer.ends))
+
+
+def _find_overlap(regions: list[Region]) -> Region | None:
+    """Cuts the regions into groups that cannot overlap, again and again: a grid of any kind falls apart into single
+    regions. Only groups that no straight cut separates are compared region by region.
+    """
+    groups = [regions]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        parts = _separate(group)
+        overlap = None if parts else _find_overlap_in_group(group)
+        if overlap is not None:
+            return overlap
+        groups += parts
+    return None
+
+
+def _separate(regions: list[Region]) -> list[list[Region]]:
+    """The regions in two groups or more, with a cut across one dimension between each; none where no cut does that."""
+    for dim in range(len(regions[0].offsets)):
+        parts: list[list[Region]] = []
+        reached = -1
+        for start, end, region in sorted((item.offsets[dim], item.ends[dim], item) for item in regions):
+            if start >= reached:
+                parts.append([])
+            parts[-1].append(region)
+            reached = max(reached, end)
+        if len(parts) > 1:
+            return parts
+    return []
+
+
+def _find_overlap_in_group(regions: list[Region]) -> Region | None:
+    for index, region in enumerate(regions):
+        for other in regions[:index]:
+            overlap = intersect(region, other)
+            if overlap is not None:
+                return overlap
+    return None
+
+
+def find_hole(target: Region, regions: Iterable[Region]) -> Region | None:
+    """A part of `target` that none of the regions covers, or None."""
+    uncovered = [target] if target.numel else []
+    # In this order the uncovered parts stay few: what lies before a region was covered or never will be.
+    for region in sorted(regions):
+        uncovered = [part for hole in uncovered for part in subtract(hole, region)]
+        if not uncovered:
+            return None
+    return uncovered[0] if uncovered else None
+
+
+def subtract(region: Region, taken: Region) -> list[Region]:
+    """Regions that together are what is left of `region` without `taken`; at most two a dimension."""
+    common = intersect(region, taken)
+    if common is None:
+        return [region] if region.numel else []
+    left: list[Region] = []
+    offsets, lengths = list(region.offsets), list(region.lengths)
+    for dim in range(len(offsets)):
+        before = common.offsets[dim] - offsets[dim]
+        after = offsets[dim] + lengths[dim] - (common.offsets[dim] + common.lengths[dim])
+        for start, length in ((offsets[dim], before), (common.offsets[dim] + common.lengths[dim], after)):
+            if length > 0:
+                left.append(
+                    Region((*offsets[:dim], start, *offsets[dim + 1 :]), (*lengths[:dim], length, *lengths[dim + 1 :]))
+                )
+        offsets[dim], lengths[dim] = common.offsets[dim], common.lengths[dim]
+    return left

@@ -1,0 +1,3 @@
+"""Named, immutable byte objects: stores, the layout of a checkpoint in one, and the data files in it. Nothing here
+knows a tensor, a rank or torch.
+"""

@@ -1,0 +1,232 @@
+"""The header of a data file, which makes it a valid safetensors file that every reader of the format opens. Loading a
+checkpoint needs none of it: the manifest says where everything lies. It knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from math import prod
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
+from bytecheckpoint.region import Region, whole
+from bytecheckpoint.storage.store import Store
+
+HEADER_ALIGNMENT = 4096
+"""Tensor data starts at a multiple of this, in bytes."""
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors itself accepts."""
+
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+_MAX_DIMS = 64
+_STORED_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_INTEGERS = {1: "U8", 2: "I16", 4: "I32", 8: "I64", 16: "I64"}
+"""By item size, for every other dtype. Newer names of the format are left out: older readers refuse the whole file."""
+_STORED_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+
+
+class HeaderEntry(NamedTuple):
+    """A chunk that a data file is to hold."""
+
+    name: str
+    dtype: str
+    """torch's name without `torch.`."""
+    shape: Sequence[int]
+    """Of the chunk, in elements."""
+    byte_length: int
+
+
+class StoredEntry(NamedTuple):
+    """A chunk as a data file's header describes it."""
+
+    name: str
+    dtype: str
+    """safetensors' name."""
+    shape: tuple[int, ...]
+    byte_offset: int
+    """From the start of the file."""
+    byte_length: int
+
+
+class Header(NamedTuple):
+    """What a data file says about itself."""
+
+    entries: list[StoredEntry]
+    """In file order."""
+    metadata: dict[str, str]
+    data_offset: int
+    """Where tensor data starts, in bytes from the start of the file."""
+    data_bytes: int
+
+
+def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
+    """`FQN` where the region is the whole tensor, else `FQN[o0:e0,o1:e1]`."""
+    if region == whole(shape) and fqn != _METADATA:  # that name means something else in the format
+        return fqn
+    spans = (f"{offset}:{end}" for offset, end in zip(region.offsets, region.ends, strict=True))
+    return f"{fqn}[{','.join(spans)}]"
+
+
+def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
+    """The start of a data file whose chunks follow one another in this order, padded to HEADER_ALIGNMENT.
+
+    A name that is taken (an FQN may look like the name of another one's chunk) gets underscores appended. Raises
+    ValueError for an entry whose length is not that of its shape and dtype, UnsafeCheckpointError (limits_exceeded)
+    where readers would refuse so long a header.
+    """
+    quote = json.encoder.encode_basestring_ascii
+    fields = [f"{quote(_METADATA)}:{json.dumps(dict(metadata))}"] if metadata else []
+    names = {_METADATA}
+    start = 0
+    for name, dtype, shape, byte_length in entries:
+        unique = name
+        while unique in names:
+            unique += "_"
+        names.add(unique)
+        stored, num_bytes = _describe(dtype, tuple(shape))
+        if num_bytes != byte_length:
+            raise ValueError(f"{name}: shape {tuple(shape)} of {dtype} takes {num_bytes} bytes, not {byte_length}")
+        fields.append(f'{quote(unique)}:{{{stored},"data_offsets":[{start},{start + byte_length}]}}')
+        start += byte_length
+    return _pad(("{" + ",".join(fields) + "}").encode("ascii"))
+
+
+def _describe(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
+    """Dtype and shape as JSON, and the length in bytes."""
+    size = itemsize(dtype)
+    stored = _STORED_DTYPES.get(dtype) or _INTEGERS[size]
+    dims = shape if size < 16 else (*shape, 2)
+    return f'"dtype":"{stored}","shape":[{",".join(map(str, dims))}]', size * prod(shape)
+
+
+def _pad(text: bytes) -> bytes:
+    num_bytes = -(-(_LENGTH.size + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT - _LENGTH.size
+    if num_bytes > MAX_HEADER_BYTES:
+        raise UnsafeCheckpointError(
+            f"the header of a data file would have {num_bytes} bytes, and readers accept {MAX_HEADER_BYTES}; nothing "
+            "was written: lower max_file_bytes, so that a file holds fewer tensors",
+            kind="limits_exceeded",
+        )
+    return _LENGTH.pack(num_bytes) + text.ljust(num_bytes)
+
+
+def read_header(store: Store, name: str) -> Header:
+    """The header of a data file in a store. Raises what `Store.read_into` and `decode_header` raise."""
+    prefix = bytearray(_LENGTH.size)
+    store.read_into(name, 0, memoryview(prefix))
+    num_bytes = _header_bytes(prefix, name)
+    content = bytearray(_LENGTH.size + num_bytes)
+    store.read_into(name, 0, memoryview(content))
+    try:
+        return decode_header(content)
+    except CheckpointError as error:
+        raise type(error)(f"{name}: {error.message}", kind=error.kind, path=name) from error
+
+
+def _header_bytes(prefix: bytes | bytearray, name: str) -> int:
+    (num_bytes,) = _LENGTH.unpack_from(prefix)
+    if num_bytes > MAX_HEADER_BYTES:
+        raise UnsafeCheckpointError(
+            f"{name} says that its header has {num_bytes} bytes; at most {MAX_HEADER_BYTES} are accepted: it is "
+            "damaged or no safetensors file, and was not read",
+            kind="limits_exceeded",
+            path=name,
+        )
+    return int(num_bytes)
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _WireEntry(msgspec.Struct, frozen=True, gc=False):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+@cache
+def _decoders() -> tuple[
+    msgspec.json.Decoder[dict[str, msgspec.Raw]],
+    msgspec.json.Decoder[dict[str, str]],
+    msgspec.json.Decoder[_WireEntry],
+]:
+    """Made at first use: importing this module does nothing."""
+    return (
+        msgspec.json.Decoder(dict[str, msgspec.Raw]),
+        msgspec.json.Decoder(dict[str, str]),
+        msgspec.json.Decoder(_WireEntry),
+    )
+
+
+def decode_header(data: bytes | bytearray) -> Header:
+    """What the header at the start of these bytes says, checked in itself: known dtypes, lengths, no hole, no overlap.
+
+    `data` may go on behind the header. Raises CheckpointCorruptError (truncated, bad_manifest) or
+    UnsafeCheckpointError (limits_exceeded).
+    """
+    if len(data) < _LENGTH.size:
+        raise _bad_header(f"{len(data)} bytes are no data file", kind="truncated")
+    num_bytes = _header_bytes(data, "a data file")
+    text = memoryview(data)[_LENGTH.size : _LENGTH.size + num_bytes]
+    if len(text) < num_bytes:
+        raise _bad_header(f"it ends after {len(text)} of {num_bytes} bytes", kind="truncated")
+    fields, metadata, entry = _decoders()
+    try:
+        raw = fields.decode(text)
+        texts = metadata.decode(raw.pop(_METADATA)) if _METADATA in raw else {}
+        wires = {name: entry.decode(value) for name, value in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad_header(f"it cannot be decoded: {error}") from error
+    return _checked(wires, texts, data_offset=_LENGTH.size + num_bytes)
+
+
+def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_offset: int) -> Header:
+    entries = []
+    end = 0
+    for name, wire in sorted(wires.items(), key=lambda item: item[1].data_offsets):
+        start, stop = wire.data_offsets
+        size = _STORED_BYTES.get(wire.dtype)
+        if size is None:
+            raise _bad_header(f"{name!r:.200} has the dtype {wire.dtype!r:.40}, which is none of the format's")
+        if start != end or stop - start != size * prod(wire.shape):
+            raise _bad_header(
+                f"{name!r:.200} of dtype {wire.dtype} and shape {wire.shape} is said to be at bytes {start} to {stop}, "
+                f"where bytes {end} to {end + size * prod(wire.shape)} were expected"
+            )
+        entries.append(StoredEntry(name, wire.dtype, wire.shape, data_offset + start, stop - start))
+        end = stop
+    return Header(entries, metadata, data_offset, end)
+
+
+def _bad_header(what: str, *, kind: str = "bad_manifest") -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"the header of a data file is damaged: {what}; restore the file or take another step", kind=kind
+    )

@@ -1,0 +1,160 @@
+"""How the bytes of one object reach an fsspec backend so that no reader sees a part of them. What does that differs:
+multipart uploads, a whole object in one call, or a temporary name and a move. It translates no errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, Protocol
+
+import xxhash
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage.blocks import load_pieces
+from bytecheckpoint.storage.names import TEMPORARY_PREFIX
+from bytecheckpoint.storage.store import Block
+
+_WHOLE_BYTES = 32 << 20
+"""Up to this size an object is sent in one call, whatever the backend."""
+_CALL_BYTES = 32 << 20
+"""Handed over, or read back, in one call."""
+_MAX_PARTS = 9000
+"""S3 takes 10,000 parts an object."""
+_MiB = 1 << 20
+
+_MULTIPART = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "tos"})
+"""Their open file is an upload that shows nothing until it is completed."""
+_MULTIPART_CREATE = frozenset({"s3", "s3a"})
+"""Of those, the ones that complete an upload opened as "xb" only where there is no such object."""
+_MOVING = frozenset({"sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs", "file", "local"})
+"""File systems: a half-written file is visible, and a move is atomic."""
+
+
+class Calling(Protocol):
+    """Makes the context in which the backend is called; `may_be_done` where an error may mean a lost answer."""
+
+    def __call__(self, *, may_be_done: bool = False) -> AbstractContextManager[None]: ...
+
+
+class Upload:
+    """One object on its way: where to, and a digest of what was sent, to know it again."""
+
+    def __init__(self, path: str, num_bytes: int, *, replace: bool) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        self.replace = replace
+        self._digest = xxhash.xxh3_128()
+
+    def pieces(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+        for block in blocks:
+            for piece in load_pieces(block):
+                self._digest.update(piece)
+                yield piece
+
+    def is_at(self, fs: Any) -> bool:
+        """Whether the backend has exactly the bytes that were sent. Raises what the backend raises."""
+        fs.invalidate_cache(self.path)
+        if fs.info(self.path)["size"] != self.num_bytes:
+            return False
+        found = xxhash.xxh3_128()
+        for start in range(0, self.num_bytes, _CALL_BYTES):
+            found.update(fs.cat_file(self.path, start=start, end=min(start + _CALL_BYTES, self.num_bytes)))
+        return found.digest() == self._digest.digest()
+
+
+def send(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
+    """Publishes the object, or raises and publishes nothing. What a block's `load` raises passes through."""
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    if protocols & _MOVING:
+        _send_and_move(fs, upload, blocks, calling)
+    elif protocols & _MULTIPART and upload.num_bytes > _WHOLE_BYTES:
+        mode = "xb" if protocols & _MULTIPART_CREATE and not upload.replace else "wb"
+        with calling():
+            file = fs.open(upload.path, mode, block_size=_part_bytes(upload.num_bytes))
+        _fill(file, upload, blocks, calling, closing_publishes=True)
+    else:
+        # Of an unknown backend nothing else is certain to show no part of an object, so memory has to hold it all.
+        data = b"".join(upload.pieces(blocks))
+        with calling(may_be_done=True):
+            _put(fs, upload, data)
+
+
+def _part_bytes(num_bytes: int) -> int:
+    return max(_CALL_BYTES, -(-num_bytes // (_MAX_PARTS * _MiB)) * _MiB)
+
+
+def _fill(file: Any, upload: Upload, blocks: Sequence[Block], calling: Calling, *, closing_publishes: bool) -> None:
+    """Writes and closes an open file; where anything fails, what it has is not published."""
+    try:
+        for piece in upload.pieces(blocks):
+            parts = [piece[start : start + _CALL_BYTES] for start in range(0, piece.nbytes, _CALL_BYTES)]
+            with calling():
+                for part in parts:
+                    file.write(part)
+        with calling(may_be_done=closing_publishes):
+            file.close()
+    except BaseException:
+        _abandon(file, calling)
+        raise
+
+
+def _abandon(file: Any, calling: Calling) -> None:
+    if not isinstance(file, AbstractBufferedFile):
+        with suppress(CheckpointError), calling():
+            file.close()
+        return
+    with suppress(CheckpointError), calling():
+        file.discard()
+    # Hazard: closing it would complete the upload with what there is, and so would its finalizer.
+    file.closed = True
+
+
+def _send_and_move(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
+    folder, _, name = upload.path.rpartition("/")
+    temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{name[:200]}"
+    with calling():
+        fs.makedirs(folder, exist_ok=True)
+        file = fs.open(temporary, "wb")
+    try:
+        _fill(file, upload, blocks, calling, closing_publishes=False)
+        # Hazard: a move replaces. Of two writers that both found the name free the later one wins.
+        with calling(may_be_done=True):
+            fs.mv(temporary, upload.path)
+    except BaseException:
+        with suppress(CheckpointError), calling():
+            fs.rm_file(temporary)
+        raise
+
+
+def _put(fs: Any, upload: Upload, data: bytes) -> None:
+    if upload.replace:
+        fs.pipe_file(upload.path, data)
+    elif type(fs) is MemoryFileSystem:
+        # Its own create-only mode looks first and stores later: of two threads both may succeed.
+        file = MemoryFile(fs, "/" + upload.path.lstrip("/"), data)
+        if fs.store.setdefault(file.path, file) is not file:
+            raise FileExistsError(errno.EEXIST, "another writer was faster", upload.path)
+    elif takes(fs, "pipe_file", "mode"):
+        _put_if_absent(fs, upload.path, data)
+    else:
+        fs.pipe_file(upload.path, data)  # the check before the write is all there is
+
+
+def _put_if_absent(fs: Any, path: str, data: bytes) -> None:
+    try:
+        fs.pipe_file(path, data, mode="create")
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        fs.pipe_file(path, data)  # a server that knows no conditional write: the check before it is all there is
+
+
+def takes(fs: Any, method: str, parameter: str) -> bool:
+    """Whether the method has the parameter; asynchronous backends declare it on the coroutine behind the method."""
+    return parameter in inspect.signature(getattr(fs, f"_{method}", None) or getattr(fs, method)).parameters

@@ -1,0 +1,256 @@
+"""Names inside a checkpoint, and which checkpoints there are. A manifest makes a checkpoint exist: folder names, time
+stamps and data files say nothing. It knows no backend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Literal
+
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
+from bytecheckpoint.manifest import Manifest, decode_manifest
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.store import Block, Store
+
+MANIFEST_NAME = "manifest.bcp"
+DATA_FOLDER = "data"
+MAX_MANIFEST_BYTES = 1 << 30
+
+_STEP_FOLDER = re.compile(r"\Astep_([0-9]{8,})\Z")
+_MAX_NAMED = 10
+_LOOKS_IN_FLIGHT = 16
+
+
+def step_folder(step: int) -> str:
+    """`step_00001000` for 1000; steps are 0 and above."""
+    if step < 0:
+        raise ValueError(f"a step is a number from 0 on, not {step}")
+    return f"step_{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """The step of a folder that `step_folder` named, else None."""
+    match = _STEP_FOLDER.match(name)
+    step = int(match.group(1)) if match and len(name) < 64 else None
+    return step if step is not None and step_folder(step) == name else None
+
+
+def data_file_name(save_id: str, rank: int, index: int) -> str:
+    """The name, inside its checkpoint, of the file number `index` that a rank writes in a save."""
+    return f"{DATA_FOLDER}/{save_id}-{rank:05d}-{index}.safetensors"
+
+
+def committed_steps(store: Store, folder: str = "") -> list[int]:
+    """The steps whose folders hold a manifest, rising."""
+    steps = _step_folders(store.list(folder))
+    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
+        committed = list(pool.map(lambda step: _is_committed(store, join_name(folder, step_folder(step))), steps))
+    return [step for step, is_committed in zip(steps, committed, strict=True) if is_committed]
+
+
+def latest_step(store: Store) -> int | None:
+    """The highest committed step: one listing, and one for each newer folder that turns out not to be committed."""
+    return _latest_of(store, store.list(""))
+
+
+def _latest_of(store: Store, listing: Mapping[str, int | None]) -> int | None:
+    return next((step for step in reversed(_step_folders(listing)) if _is_committed(store, step_folder(step))), None)
+
+
+def _step_folders(listing: Mapping[str, int | None]) -> list[int]:
+    steps = (parse_step(name) for name, num_bytes in listing.items() if num_bytes is None)
+    return sorted(step for step in steps if step is not None)
+
+
+def _is_committed(store: Store, folder: str) -> bool:
+    return has_manifest(store.list(folder))
+
+
+def has_manifest(listing: Mapping[str, int | None]) -> bool:
+    """Whether the folder with this listing is a committed checkpoint."""
+    return listing.get(MANIFEST_NAME) is not None
+
+
+def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, location: str) -> str:
+    """The folder, inside the store, of the checkpoint that is asked for: "" is the store's root.
+
+    None means the root itself, "latest" the root if it is a checkpoint, else its newest committed step. `location` is
+    the root as messages show it. Raises CheckpointNotFoundError (not_found, not_committed).
+    """
+    if isinstance(step, int):
+        return _find_step(store, step, location=location)
+    listing = store.list("")
+    if has_manifest(listing):
+        return ""
+    newest = _latest_of(store, listing) if step == "latest" else None
+    if newest is not None:
+        return step_folder(newest)
+    raise _nothing_at_root(store, listing, location=location)
+
+
+def _find_step(store: Store, step: int, *, location: str) -> str:
+    folder = step_folder(step)
+    listing = store.list(folder)
+    if has_manifest(listing):
+        return folder
+    others = _name_steps(committed_steps(store))
+    if listing:
+        raise CheckpointNotFoundError(
+            f"step {step} in {location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not "
+            f"finish; {others}",
+            kind="not_committed",
+            path=location,
+            step=step,
+        )
+    raise CheckpointNotFoundError(
+        f"there is no step {step} in {location}; {others}", kind="not_found", path=location, step=step
+    )
+
+
+def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, location: str) -> CheckpointNotFoundError:
+    if not listing:
+        return CheckpointNotFoundError(
+            f"there is nothing at {location}: it does not exist, or is empty; check the path",
+            kind="not_found",
+            path=location,
+        )
+    steps = committed_steps(store)
+    if DATA_FOLDER in listing or (_step_folders(listing) and not steps):
+        return CheckpointNotFoundError(
+            f"{location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not finish; "
+            f"{_name_steps(steps)}",
+            kind="not_committed",
+            path=location,
+        )
+    return CheckpointNotFoundError(
+        f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {_name_some(sorted(listing))}); "
+        f"{_name_steps(steps)}",
+        kind="not_found",
+        path=location,
+    )
+
+
+def _name_steps(steps: list[int]) -> str:
+    if not steps:
+        return "no step there is committed: load from another path, or save again"
+    shown = _name_some([str(step) for step in reversed(steps)])
+    return f"committed, and safe to load with step=..., are, newest first: {shown}"
+
+
+def _name_some(names: list[str]) -> str:
+    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + rest
+
+
+def read_manifest(store: Store, folder: str) -> Manifest:
+    """The manifest of the checkpoint in a folder of the store.
+
+    Raises CheckpointNotFoundError (not_committed) and what `decode_manifest` raises, with the path.
+    """
+    return parse_manifest(read_manifest_bytes(store, folder), path=join_name(str(store), folder, MANIFEST_NAME))
+
+
+def read_manifest_bytes(store: Store, folder: str) -> bytes:
+    """The manifest file, not yet decoded: one rank reads it for all."""
+    name = join_name(folder, MANIFEST_NAME)
+    path = join_name(str(store), name)
+    num_bytes = store.list(folder).get(MANIFEST_NAME)
+    if num_bytes is None:
+        raise CheckpointNotFoundError(
+            f"there is no {path}, so no checkpoint is committed there", kind="not_committed", path=path
+        )
+    if num_bytes > MAX_MANIFEST_BYTES:
+        raise UnsafeCheckpointError(
+            f"{path} has {num_bytes} bytes; a manifest may have {MAX_MANIFEST_BYTES}: it was not read",
+            kind="limits_exceeded",
+            path=path,
+        )
+    content = bytearray(num_bytes)
+    store.read_into(name, 0, memoryview(content))
+    return bytes(content)
+
+
+def parse_manifest(content: bytes, *, path: str) -> Manifest:
+    """`decode_manifest` with the path in its errors."""
+    try:
+        return decode_manifest(content)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error.message}", kind=error.kind, path=path) from error
+
+
+def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indices: Iterable[int]) -> None:
+    """Makes sure that the wanted data files are there with their sizes, before anything is read from one.
+
+    Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated), which name all that are wrong.
+    """
+    wanted = [manifest.files[index] for index in sorted(set(wanted_file_indices))]
+    parents = {file.name.rpartition("/")[0] for file in wanted}
+    listings = {parent: store.list(join_name(folder, parent)) for parent in parents}
+    missing, wrong = [], []
+    for file in wanted:
+        parent, _, last = file.name.rpartition("/")
+        found_bytes = listings[parent].get(last)
+        if found_bytes is None:
+            missing.append(file.name)
+        elif found_bytes != file.byte_length:
+            wrong.append(f"{file.name} ({found_bytes} bytes, {file.byte_length} expected)")
+    path = join_name(str(store), folder)
+    if missing:
+        also = f"; of the wrong size: {_name_some(wrong)}" if wrong else ""
+        raise CheckpointNotFoundError(
+            f"{path} misses {len(missing)} of {len(wanted)} data files: {_name_some(missing)}{also}; nothing was "
+            "loaded: restore them or take another step",
+            kind="missing_file",
+            path=path,
+        )
+    if wrong:
+        raise CheckpointCorruptError(
+            f"{path} has {len(wrong)} of {len(wanted)} data files of the wrong size: {_name_some(wrong)}; nothing was "
+            "loaded: restore them or take another step",
+            kind="truncated",
+            path=path,
+        )
+
+
+def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
+    """Creates the (encoded) manifest: from here on the checkpoint exists.
+
+    Raises CheckpointExistsError (exists) where one stands, unless `replace`, and what `Store.write` raises.
+    """
+    content = memoryview(manifest)
+    block = Block(0, content.nbytes, lambda: [content])
+    try:
+        store.write(join_name(folder, MANIFEST_NAME), [block], replace=replace)
+    except CheckpointExistsError as error:
+        raise exists_error(join_name(str(store), folder)) from error
+
+
+def exists_error(path: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"a committed checkpoint stands at {path} and was left as it is: save to another path or step, or replace it "
+        "with SaveOptions(overwrite=True)",
+        kind="exists",
+        path=path,
+    )
+
+
+def data_files_of(store: Store, folder: str, save_id: str) -> list[str]:
+    """The names, inside a checkpoint's folder, of the data files that one save has written so far."""
+    names = store.list(join_name(folder, DATA_FOLDER))
+    return [f"{DATA_FOLDER}/{name}" for name in names if name.startswith(f"{save_id}-")]
+
+
+def discard(store: Store, folder: str, names: Iterable[str]) -> None:
+    """Removes data files that no manifest points to, as far as the store lets it: what stays is only a leftover."""
+    for name in names:
+        with suppress(CheckpointError):
+            store.delete(join_name(folder, name))

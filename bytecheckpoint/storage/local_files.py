@@ -1,0 +1,135 @@
+"""The file system calls that a local store is made of: whole reads and writes, publishing a finished file under its
+name, and making names survive a power cut. It raises OSError and knows nothing of checkpoints.
+"""
+
+# ruff: noqa: PTH102, PTH104, PTH108, PTH112, PTH120, PTH121 - the calls of `os` by name: their order is the promise, and tests record it
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+_MAX_PIECES = 1024
+"""IOV_MAX of Linux and macOS: more pieces in one call are refused."""
+_MAX_CALL_BYTES = 1 << 30
+"""Linux moves at most 2 GiB - 4 KiB a call, macOS refuses more than 2 GiB - 1."""
+
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+
+def write_fully(fd: int, pieces: Sequence[memoryview], byte_offset: int) -> None:
+    """Writes the pieces one after the other, from `byte_offset` on, however many calls that takes."""
+    pending = list(pieces)
+    first = 0
+    while first < len(pending):
+        written = os.pwritev(fd, _next_call(pending, first), byte_offset)
+        if written == 0:
+            raise OSError(errno.EIO, "the file takes no more bytes")
+        byte_offset += written
+        while first < len(pending) and written >= pending[first].nbytes:
+            written -= pending[first].nbytes
+            first += 1
+        if written:
+            pending[first] = pending[first][written:]
+
+
+def _next_call(pending: Sequence[memoryview], first: int) -> list[memoryview]:
+    pieces: list[memoryview] = []
+    room = _MAX_CALL_BYTES
+    for piece in pending[first : first + _MAX_PIECES]:
+        pieces.append(piece[:room])
+        room -= pieces[-1].nbytes
+        if room == 0:
+            break
+    return pieces
+
+
+def read_fully(fd: int, byte_offset: int, buffer: memoryview) -> int:
+    """Fills the buffer from `byte_offset` on. How many bytes it got: fewer than it takes where the file ends early."""
+    filled = 0
+    while filled < buffer.nbytes:
+        count = os.preadv(fd, [buffer[filled : filled + _MAX_CALL_BYTES]], byte_offset + filled)
+        if count == 0:
+            break
+        filled += count
+    return filled
+
+
+def publish(temporary: str, path: str, *, replace: bool) -> None:
+    """Gives the finished temporary file its name, in one step. Raises FileExistsError where it is taken."""
+    if replace:
+        os.rename(temporary, path)
+        return
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # Over NFS a link can succeed and its answer be lost: the repeated request then finds its own link.
+        if not os.path.samefile(temporary, path):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _rename_without_replacing(temporary, path)
+        return
+    remove_quietly(temporary)
+
+
+def _rename_without_replacing(temporary: str, path: str) -> None:
+    if _renameat2(temporary, path):
+        return
+    # Hazard: two writers that both pass this check both succeed, and the later one replaces the earlier. It is left
+    # to file systems that know neither hard links nor RENAME_NOREPLACE, where nothing better exists.
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.rename(temporary, path)
+
+
+def _renameat2(temporary: str, path: str) -> bool:
+    """Whether it was done; False where the C library, the kernel or the file system does not have it."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+        return False
+    raise OSError(number, os.strerror(number), path)
+
+
+def make_folders(folder: str) -> None:
+    """Makes the folder and those above it that are missing. Each one made survives a power cut."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(folder)
+    make_folders(parent)
+    with suppress(FileExistsError):  # another writer was faster, or a file is in the way
+        os.mkdir(folder)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file, where a folder is needed", folder)
+    sync_folder(parent)
+
+
+def sync_folder(folder: str) -> None:
+    """Makes the names in a folder survive a power cut, as far as its file system can do that at all."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(fd)
+
+
+def remove_quietly(path: str) -> None:
+    """Removes a file that no one needs; one that stays is only a leftover."""
+    with suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,40 @@
+"""Names of objects in a store: joining them, and refusing those that could lead out of it. It knows no backend."""
+
+from __future__ import annotations
+
+import re
+
+from bytecheckpoint.errors import UnsafeCheckpointError
+
+TEMPORARY_PREFIX = ".tmp-"
+"""Starts the last part of the name of what is being written; no listing shows it."""
+
+_UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
+
+
+def join_name(*parts: str) -> str:
+    """The parts, joined with one slash each; empty ones vanish. A leading path or URL keeps the slashes it has."""
+    joined = ""
+    for part in parts:
+        separator = "" if not joined or not part or joined.endswith("/") else "/"
+        joined += separator + part
+    return joined
+
+
+def check_name(name: str) -> str:
+    """The name itself, where it is relative and stays below the root as it is spelt.
+
+    Raises UnsafeCheckpointError (path_escape).
+    """
+    if _UNSAFE_NAME.search(name):
+        raise path_escape(name, "names are relative, with forward slashes, without empty parts, '.', '..', ':', NUL")
+    return name
+
+
+def path_escape(name: str, why: str) -> UnsafeCheckpointError:
+    """The error for a name that could reach outside the root."""
+    return UnsafeCheckpointError(
+        f"the name {name!r:.300} was refused: {why}; nothing was read or written: do not trust what asked for it",
+        kind="path_escape",
+        path=name[:300],
+    )

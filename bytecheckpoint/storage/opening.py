@@ -1,0 +1,50 @@
+"""Which store a path or URL means. URLs stay strings throughout: pathlib would collapse their double slash."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from bytecheckpoint.errors import CheckpointMismatchError, StorageError
+from bytecheckpoint.storage.fsspec_store import FsspecStore, is_known_protocol
+from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.store import Store
+
+__all__ = ["join_name", "open_store"]
+
+_LOCAL_URL = re.compile(r"\A(?:file|local)://")
+_COLLAPSED_URL = re.compile(r"\A([a-z][a-z0-9+.-]+):/(?!/)")
+
+
+def open_store(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None, writer_threads: int
+) -> Store:
+    """The store at a folder, a file:// URL or any URL that fsspec knows. Nothing is read, written or made yet.
+
+    Raises CheckpointMismatchError (conflict) for storage options with a local path and StorageError (unsupported) for
+    a URL that no installed backend serves.
+    """
+    location = os.fspath(path)
+    if not location:
+        raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
+    local = _LOCAL_URL.sub("", location)
+    if local == location and ("://" in location or "::" in location):
+        return FsspecStore(location, storage_options)
+    collapsed = _COLLAPSED_URL.match(local)
+    if collapsed and is_known_protocol(collapsed.group(1)):
+        raise StorageError(
+            f"{local!r} looks like a URL that lost a slash, as pathlib makes them; nothing was read or written: pass "
+            "URLs as strings",
+            kind="unsupported",
+            path=local,
+        )
+    if storage_options:
+        raise CheckpointMismatchError(
+            f"storage_options ({', '.join(sorted(storage_options))}) were given for the local path {local}, which "
+            "takes none; nothing was read or written: leave them out, or give a URL",
+            kind="conflict",
+            path=local,
+        )
+    return LocalStore(local, writer_threads=writer_threads)

@@ -1,0 +1,125 @@
+"""What a store raises instead of an OSError: the one place where error numbers become this library's errors. It
+knows neither store; `path` is what a message may show, `reason` is the backend's own words.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    StorageError,
+)
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_PERMISSION = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+def describe(error: BaseException) -> str:
+    """The error's own words: without number and file name where it is an OSError that has both."""
+    words = error.strerror if isinstance(error, OSError) and isinstance(error.strerror, str) else str(error)
+    return words or type(error).__name__
+
+
+def write_error(
+    error: BaseException, path: str, *, reason: str, needed_bytes: int, free_bytes: int | None
+) -> CheckpointError:
+    """For an object that could not be written: CheckpointSaveError (no_space, storage) or StorageError.
+
+    `free_bytes` is what the storage had left before, or None where it cannot be asked.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _NO_SPACE:
+        had = "" if free_bytes is None else f", and {free_bytes} bytes were free when the write began"
+        return CheckpointSaveError(
+            f"cannot write {path}: {reason}; {needed_bytes} bytes are needed{had}; nothing was published and what was "
+            "written of it is removed: free space or raise the quota, or save elsewhere",
+            kind="no_space",
+            path=path,
+        )
+    refused = _refused(error, path, doing="write", reason=reason)
+    return refused or CheckpointSaveError(
+        f"cannot write {path}: {reason}; nothing was published under this name: check the storage, then save again",
+        kind="storage",
+        path=path,
+    )
+
+
+def read_error(error: BaseException, path: str, *, reason: str, doing: str = "read") -> CheckpointError:
+    """For an object that could not be read: CheckpointNotFoundError (missing_file) or StorageError."""
+    if isinstance(error, FileNotFoundError):
+        return missing_file(path)
+    refused = _refused(error, path, doing=doing, reason=reason)
+    return refused or StorageError(
+        f"cannot {doing} {path}: {reason}; nothing stored was changed: check the storage, then try again",
+        kind="unavailable",
+        path=path,
+    )
+
+
+def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> StorageError | None:
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, PermissionError) or number in _NO_PERMISSION:
+        return StorageError(
+            f"not allowed to {doing} {path}: {reason}; nothing stored was changed: check the owner and mode of the "
+            "folder, whether it is mounted read-only, and the credentials of a remote store",
+            kind="permission",
+            path=path,
+        )
+    if number in _NO_DESCRIPTOR:
+        return StorageError(
+            f"cannot {doing} {path}: {reason}; nothing stored was changed: raise the limit of open files "
+            "(`ulimit -n`) or use fewer reader and writer threads",
+            kind="unavailable",
+            path=path,
+        )
+    if isinstance(error, NotImplementedError) or number == errno.ENOSYS:
+        return StorageError(
+            f"this storage cannot {doing} {path}: {reason}; nothing stored was changed: use another storage",
+            kind="unsupported",
+            path=path,
+        )
+    return None
+
+
+def missing_file(path: str) -> CheckpointNotFoundError:
+    """For an object that is not there."""
+    return CheckpointNotFoundError(
+        f"there is no file {path}; nothing else was touched: restore the file or take another step",
+        kind="missing_file",
+        path=path,
+    )
+
+
+def already_exists(path: str) -> CheckpointExistsError:
+    """For a name that is taken."""
+    return CheckpointExistsError(
+        f"{path} exists already and was left as it is: choose another path or step, or ask for it to be replaced",
+        kind="exists",
+        path=path,
+    )
+
+
+def is_a_file(path: str) -> CheckpointNotFoundError:
+    """For a file where a folder was to be listed."""
+    return CheckpointNotFoundError(
+        f"{path} is a file, not a folder, so no checkpoint can be in it; it was not touched: give the folder of a "
+        "checkpoint, or one that holds step_ folders",
+        kind="not_found",
+        path=path,
+    )
+
+
+def truncated(path: str, *, wanted_end: int, found_end: int) -> CheckpointCorruptError:
+    """For an object that ends at byte `found_end` where bytes up to `wanted_end` are wanted."""
+    return CheckpointCorruptError(
+        f"{path} ends at byte {found_end}, but bytes up to {wanted_end} are to be read; it was cut short or replaced: "
+        "restore the file or take another step",
+        kind="truncated",
+        path=path,
+    )

@@ -1,0 +1,117 @@
+"""The reads of a load plan, many in flight, each verified before its bytes are used. It handles bytes; putting them
+into tensors is the business of whoever passes `place`.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from itertools import accumulate
+from typing import NamedTuple
+
+import xxhash
+
+from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.storage.store import Store
+
+
+class Read(NamedTuple):
+    """One range of a file that is wanted."""
+
+    file: DataFile
+    name: str
+    """Of the object in the store."""
+    byte_offset: int
+    byte_length: int
+    target: memoryview | None
+    """Where the bytes go; None where they go through scratch memory and `place` takes them from there."""
+    place: Callable[[memoryview], None]
+    """Called with the verified bytes, from any thread."""
+    wanted_by: Callable[[], str]
+    """Names the tensors, for an error."""
+
+
+def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool) -> None:
+    """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
+
+    Scratch memory is at most `threads` times the largest read that needs it.
+    """
+    scratch = _Scratch(threads, max((read.byte_length for read in reads if read.target is None), default=0))
+    checks = {read.file.name: _Checks(read.file) for read in reads} if verify else {}
+
+    def run(read: Read) -> None:
+        if read.target is not None:
+            _run(store, read, read.target, checks.get(read.file.name))
+            return
+        buffer = scratch.take()
+        try:
+            _run(store, read, buffer[: read.byte_length], checks.get(read.file.name))
+        finally:
+            scratch.give(buffer)
+
+    if threads == 1 or len(reads) == 1:
+        for read in reads:
+            run(read)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="bcp-read") as pool:
+        futures = [pool.submit(run, read) for read in reads]
+        _await_all(futures)
+
+
+def _await_all(futures: Sequence[Future[None]]) -> None:
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    failed = [future for future in done if not future.cancelled() and future.exception() is not None]
+    for future in futures:
+        future.cancel()
+    for future in failed:
+        future.result()
+
+
+def _run(store: Store, read: Read, buffer: memoryview, checks: _Checks | None) -> None:
+    store.read_into(read.name, read.byte_offset, buffer)
+    if checks is not None:
+        checks.check(read, buffer)
+    read.place(buffer)
+
+
+class _Scratch:
+    """Buffers that reads share, made when first needed."""
+
+    def __init__(self, num_buffers: int, byte_length: int) -> None:
+        self._byte_length = byte_length
+        self._free: queue.LifoQueue[memoryview | None] = queue.LifoQueue()
+        for _ in range(num_buffers):
+            self._free.put(None)
+
+    def take(self) -> memoryview:
+        return self._free.get() or memoryview(bytearray(self._byte_length))
+
+    def give(self, buffer: memoryview) -> None:
+        self._free.put(buffer)
+
+
+class _Checks:
+    """The checksums of one file, by byte offset."""
+
+    def __init__(self, file: DataFile) -> None:
+        ends = accumulate(file.extent_lengths)
+        self._extents = {end - length: (length, digest) for end, length, digest in
+                         zip(ends, file.extent_lengths, file.extent_digests, strict=True)}
+
+    def check(self, read: Read, buffer: memoryview) -> None:
+        """Compares every extent in the buffer, which holds whole extents, unless the file has no checksums."""
+        position = 0
+        while self._extents and position < read.byte_length:
+            start = read.byte_offset + position
+            length, expected = self._extents[start]
+            found = xxhash.xxh3_64_intdigest(buffer[position : position + length])
+            if found != expected:
+                raise CheckpointCorruptError(
+                    f"{read.name}: bytes {start} to {start + length} are damaged (checksum {expected:016x} expected, "
+                    f"{found:016x} found); they are part of {read.wanted_by()}. Copy the file again from a good "
+                    "replica, or load another checkpoint; `bcp verify` lists all damage",
+                    kind="checksum",
+                )
+            position += length

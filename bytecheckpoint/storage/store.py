@@ -1,0 +1,50 @@
+"""What a store is: named, immutable byte objects under one root. Backends implement it, the writer, the reader and
+the layout lean on it, and nothing above knows which backend it has.
+
+An object is there whole or not at all. There is no renaming, no appending and no folder to make: object storage is no
+file system, and a file system can do all of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+
+class Block(NamedTuple):
+    """A run of bytes of an object that is being written."""
+
+    byte_offset: int
+    byte_length: int
+    load: Callable[[], Sequence[memoryview]]
+    """Gives the bytes, as one or more pieces; called once, from any thread, when the store is ready to take them."""
+
+
+class Store(Protocol):
+    """Named objects under a root. Names are relative, with forward slashes. Methods may be called from any thread.
+
+    Every method translates what its backend raises: StorageError (permission, unavailable, unsupported),
+    CheckpointSaveError (no_space, storage), and what is said below.
+    """
+
+    def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
+        """Creates an object out of blocks that follow one another from byte 0, durably: when this returns, it
+        survives a power cut. No reader ever sees a part of it, and when a block's `load` raises, nothing appears.
+
+        Raises CheckpointExistsError (exists) where the name is taken, unless `replace`, which switches atomically.
+        """
+
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fills a writable buffer of bytes with the object's bytes from `byte_offset` on.
+
+        Raises CheckpointNotFoundError (missing_file) or, where the object ends too early, CheckpointCorruptError
+        (truncated).
+        """
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        """The names directly in a folder ("" is the root): an object's size in bytes, None for a folder. Always
+        fresh, never from a cache. A folder that does not exist is empty.
+        """
+
+    def delete(self, name: str) -> None:
+        """Removes an object; one that is not there is no error."""

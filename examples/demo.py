@@ -1,0 +1,133 @@
+"""Kills a training run, resumes it on three layouts, and proves that nothing was lost but time. Started by
+`make demo`; everything it writes goes under --out. It compares runs by their logs alone: how a run trains and saves
+is in train_gpt.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from demo_report import Claim, plot_losses, print_claims, print_losses, show_checkpoint
+from demo_runs import Run, RunFailed, Schedule
+from rich.console import Console
+
+import bytecheckpoint as bcp
+
+SCHEDULE = Schedule(steps=60, save_every=20, timeout_s=180)
+KILL_AT = 47
+"""A step after the last save, so that work is lost with the processes."""
+
+LOSS_TOLERANCE = 1e-3
+"""In nats per byte. Another layout adds the same numbers in another order, and training amplifies the difference."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Kill a training run, and resume it on three layouts.")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for all that the demo writes")
+    out = parser.parse_args().out.resolve()
+    console = Console(highlight=False)
+    started = time.monotonic()
+    try:
+        claims = run_demo(out, console)
+    except (RunFailed, bcp.CheckpointError) as error:
+        console.print(f"FAIL: {error}", style="bold red", markup=False)
+        return 1
+    console.rule("Claims")
+    print_claims(console, claims)
+    console.print(f"Took {time.monotonic() - started:.0f} s. Logs, checkpoints and losses.png are in {out}.")
+    return 0 if all(claim.is_true for claim in claims) else 1
+
+
+def run_demo(out: Path, console: Console) -> list[Claim]:
+    reference = Run("reference", "FSDP2 x 4", layout="fsdp", num_processes=4, folder=out / "reference")
+    killed = Run("killed", "FSDP2 x 4", layout="fsdp", num_processes=4, folder=out / "killed")
+    resumed = [
+        Run("(a)", "FSDP2 x 4", layout="fsdp", num_processes=4, folder=out / "resumed-a-fsdp-4"),
+        Run("(b)", "TP x 2", layout="tp", num_processes=2, folder=out / "resumed-b-tp-2"),
+        Run("(c)", "1 process", layout="single", num_processes=1, folder=out / "resumed-c-single"),
+    ]
+    for run in (reference, killed, *resumed):
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+    console.rule("1. The reference: a run that is never killed")
+    console.print(
+        f"A small GPT learns the source text of Python's standard library for {SCHEDULE.steps} steps, with FSDP2 on 4 "
+        f"processes. It saves every {SCHEDULE.save_every} steps, in the background."
+    )
+    reference.finish(SCHEDULE, console)
+
+    console.rule("2. The same run, killed")
+    console.print(f"SIGKILL hits all of its processes at once at step {KILL_AT}, {KILL_AT % SCHEDULE.save_every} steps after a save.")
+    killed.kill_at(KILL_AT, SCHEDULE, console)
+    step = find_newest_step(killed, console)
+
+    for run in resumed:
+        console.rule(f"3. Resumed {run.name}: {run.title}, from step {step}")
+        shutil.copytree(killed.checkpoints, run.checkpoints)
+        run.finish(SCHEDULE, console)
+
+    console.rule("4. Side by side")
+    runs = [reference, killed, *resumed]
+    print_losses(console, runs, resumed_at=step)
+    plot_losses(runs, resumed_at=step, path=out / "losses.png")
+    is_shown = show_checkpoint(console, bcp.open(killed.checkpoints).info.path)
+    return [*judge(reference, killed, resumed, step), Claim("bcp show reads the checkpoint", is_shown, "see above")]
+
+
+def find_newest_step(killed: Run, console: Console) -> int:
+    """The step of the newest committed checkpoint that the killed run left."""
+    step, last = bcp.latest(killed.checkpoints), max(killed.losses)
+    if step is None:
+        raise RunFailed(f"no checkpoint was committed before the kill at step {last}")
+    console.print(
+        f"All dead after step {last}. The newest committed checkpoint is that of step {step}: {last - step} steps must "
+        "be done again, and nobody could tidy up."
+    )
+    return step
+
+
+def judge(reference: Run, killed: Run, resumed: list[Run], step: int) -> list[Claim]:
+    """What the demo claims, each with what was found."""
+    same_layout, *other_layouts = resumed
+    claims = [same_losses("killed run: losses up to the kill are bit-identical", killed, reference, first=1)]
+    for run in resumed:
+        text = f"{run.name} {run.title}: starts from bit-identical parameters and optimizer state"
+        claims.append(same_state(text, run.digests("loaded", step), reference.digests("saving", step)))
+    text = f"{same_layout.name} {same_layout.title}: losses are bit-identical"
+    claims.append(same_losses(text, same_layout, reference, first=step + 1))
+    text = f"{same_layout.name} {same_layout.title}: ends with bit-identical parameters and optimizer state"
+    last = SCHEDULE.steps
+    claims.append(same_state(text, same_layout.digests("saving", last), reference.digests("saving", last)))
+    claims += [close_losses(run, reference, first=step + 1) for run in other_layouts]
+    return claims
+
+
+def same_losses(text: str, run: Run, reference: Run, *, first: int) -> Claim:
+    expected = {step: loss for step, loss in reference.losses.items() if first <= step <= max(run.losses, default=0)}
+    differing = [step for step, loss in expected.items() if run.losses.get(step) != loss]
+    is_true = bool(expected) and not differing and list(run.losses) == list(expected)
+    evidence = f"differs first at step {differing[0]}" if differing else f"all {len(expected)} steps from {first} on"
+    return Claim(text, is_true, evidence)
+
+
+def same_state(text: str, found: dict[str, str], expected: dict[str, str]) -> Claim:
+    differing = sorted(fqn for fqn in found.keys() | expected.keys() if found.get(fqn) != expected.get(fqn))
+    evidence = f"{len(differing)} differ, among them {differing[:3]}" if differing else f"{len(found)} tensors, by sha256"
+    return Claim(text, bool(found) and not differing, evidence)
+
+
+def close_losses(run: Run, reference: Run, *, first: int) -> Claim:
+    expected = {step: loss for step, loss in reference.losses.items() if step >= first}
+    has_all = list(run.losses) == list(expected)
+    largest = max((abs(loss - expected[step]) for step, loss in run.losses.items() if step in expected), default=0.0)
+    text = f"{run.name} {run.title}: losses agree within {LOSS_TOLERANCE} nats per byte"
+    evidence = f"largest difference over {len(run.losses)} steps: {largest:.1e}"
+    return Claim(text, has_all and largest <= LOSS_TOLERANCE, evidence)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

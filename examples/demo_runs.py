@@ -1,0 +1,166 @@
+"""Starts runs of train_gpt.py as processes of their own, watches their logs, and kills them. It knows processes and
+logs, not what the runs are compared for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+SCRIPT = Path(__file__).parent / "train_gpt.py"
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+STEPS_PER_LINE = 10
+
+
+class Schedule(NamedTuple):
+    steps: int
+    save_every: int
+    """In steps."""
+    timeout_s: float
+    """For one run; a run that takes longer is killed and the demo fails."""
+
+
+class RunFailed(Exception):
+    """A run ended otherwise than it should have."""
+
+
+class Run:
+    """One run of the training script, with a folder of its own."""
+
+    def __init__(self, name: str, title: str, *, layout: str, num_processes: int, folder: Path) -> None:
+        self.name = name
+        self.title = title
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self._layout = layout
+        self._num_processes = num_processes
+
+    def finish(self, schedule: Schedule, console: Console) -> None:
+        """Runs to the end. Raises RunFailed where the run fails or takes too long."""
+        with self._started(schedule) as process:
+            for event in self._follow(process, schedule):
+                _show(event, console)
+        if process.returncode != 0:
+            raise RunFailed(f"the run ended with exit code {process.returncode}. {self._output_tail()}")
+
+    def kill_at(self, step: int, schedule: Schedule, console: Console) -> None:
+        """Runs until the step is in the log, then kills every process. Raises RunFailed where it never comes."""
+        with self._started(schedule) as process:
+            for event in self._follow(process, schedule):
+                _show(event, console)
+                if event["event"] == "step" and event["step"] >= step:
+                    self._kill(process)
+                    return
+        raise RunFailed(f"the run ended before step {step}, at which it was to be killed. {self._output_tail()}")
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in map(json.loads, self._lines()) if event["event"] == kind]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step, in nats per byte; exactly the number that the run computed."""
+        return {event["step"]: float.fromhex(event["hex"]) for event in self.events("step")}
+
+    def digests(self, kind: str, step: int) -> dict[str, str]:
+        """FQN -> sha256 of the state as the run had it when it saved ("saving") or had loaded ("loaded") this step."""
+        found = [event["digests"] for event in self.events(kind) if event["step"] == step]
+        return found[0] if found else {}
+
+    @contextmanager
+    def _started(self, schedule: Schedule) -> Iterator[subprocess.Popen[bytes]]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "output.txt").open("wb") as output:
+            process = subprocess.Popen(
+                self._command(schedule), stdout=output, stderr=output, env=_environment(), start_new_session=True
+            )
+            try:
+                yield process
+            finally:
+                self._kill(process)
+
+    def _command(self, schedule: Schedule) -> list[str]:
+        launcher = [sys.executable]
+        if self._num_processes > 1:
+            launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={self._num_processes}"]
+            launcher += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+        arguments = [f"--layout={self._layout}", f"--out={self.folder}", "--digests"]
+        arguments += [f"--steps={schedule.steps}", f"--save-every={schedule.save_every}"]
+        return [*launcher, str(SCRIPT), *arguments]
+
+    def _follow(self, process: subprocess.Popen[bytes], schedule: Schedule) -> Iterator[dict[str, Any]]:
+        """The log's events as they come, until the process has ended."""
+        num_seen, deadline = 0, time.monotonic() + schedule.timeout_s
+        is_running = True
+        while is_running:
+            is_running = process.poll() is None  # asked before the log is read, so that its last lines are not missed
+            lines = self._lines()
+            yield from map(json.loads, lines[num_seen:])
+            num_seen = len(lines)
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the run took more than {schedule.timeout_s:.0f} s. {self._output_tail()}")
+            time.sleep(0.05)
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        """SIGKILL to the launcher, then to its workers, which lead sessions of their own; nobody can clean up."""
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, signal.SIGKILL)
+        for event in self.events("started"):
+            for pid in event["pids"]:
+                _kill_pid(pid)
+        process.wait()
+
+    def _lines(self) -> list[str]:
+        """The complete lines of the log."""
+        log = self.folder / "log.jsonl"
+        return log.read_text().splitlines(keepends=False) if log.exists() else []
+
+    def _output_tail(self) -> str:
+        output = self.folder / "output.txt"
+        tail = output.read_text(errors="replace").splitlines()[-30:] if output.exists() else []
+        return f"The last lines of {output}:\n" + "\n".join(tail)
+
+
+def _show(event: dict[str, Any], console: Console) -> None:
+    step = event.get("step")
+    if event["event"] == "started":
+        console.print(f"  {len(event['pids'])} process(es), {event['layout']}: pids {event['pids']}")
+    elif event["event"] == "loaded":
+        console.print(f"  [cyan]loaded step {step}[/cyan] in {event['load_s']:.2f} s")
+    elif event["event"] == "step" and step % STEPS_PER_LINE == 0:
+        console.print(f"  step {step:3}  loss {event['loss']:.4f}  ({event['step_s']:.2f} s a step)")
+    elif event["event"] == "saving":
+        console.print(f"  [cyan]saving step {step}[/cyan]: training stood still for {event['stall_s']:.2f} s")
+
+
+def _kill_pid(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # gone already: the worker noticed that its launcher had died
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _environment() -> dict[str, str]:
+    """One thread a process, so that sums are added in one order, and gloo on the loopback interface only."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if sys.platform in LOOPBACK:
+        environment["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+    return environment

@@ -1,0 +1,1 @@
+"""Tests that need several processes. They share one pool of workers: see workers.py."""

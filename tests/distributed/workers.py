@@ -1,0 +1,421 @@
+"""A pool of processes for tests that need several ranks. Importing torch costs seconds, so the processes are forked
+from one server that has imported it, are kept for the whole session and are sent work; what a worker does, and what
+it is testing, is none of its business.
+
+    outcome = pool.run(function, argument, world_size=4)      # function(rank, world_size, argument) on each of 4 ranks
+
+Every call gets a process group of its own over gloo on 127.0.0.1. A worker that dies or hangs is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_WORKERS = 8
+_PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.testing",
+]
+_STARTUP_S = 120.0
+_DUMP_S = 5.0
+
+
+class WorkerError(Exception):
+    """At least one rank raised, died or hung. `errors` holds what each such rank raised."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"rank {rank}:\n{describe(error)}" for rank, error in errors.items()))
+
+
+class WorkerDied(Exception):  # noqa: N818  # the name says what happened, as KeyboardInterrupt does
+    """The process of a rank ended. `exit_code` is negative for a signal, as in subprocess."""
+
+    def __init__(self, rank: int, exit_code: int | None) -> None:
+        self.rank = rank
+        self.exit_code = exit_code
+        super().__init__(f"the process of rank {rank} ended with exit code {exit_code}")
+
+
+class WorkerHung(Exception):  # noqa: N818  # as above
+    """A rank was not done in time and was killed. `stacks` is what faulthandler said about each of its threads."""
+
+    def __init__(self, rank: int, timeout_s: float, stacks: str) -> None:
+        self.rank = rank
+        self.stacks = stacks
+        super().__init__(f"rank {rank} was not done after {timeout_s} s; it was here:\n{stacks}")
+
+
+class RemoteError(Exception):
+    """Stands for an exception that cannot be rebuilt here: its type's name, its arguments, its attributes."""
+
+    def __init__(self, type_name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> None:
+        self.type_name = type_name
+        self.remote_args = args
+        self.attributes = attributes
+        super().__init__(f"{type_name}{args!r}")
+
+
+class Outcome(NamedTuple):
+    """What became of a rank: the value that the function returned, or the exception that it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def describe(error: BaseException) -> str:
+    """The error as text, with the traceback from its worker, which travels as a note."""
+    return "".join(traceback.format_exception_only(error))
+
+
+class WorkerPool:
+    """Workers for ranks 0 to `MAX_WORKERS - 1`, each started when a call first needs it. To be closed."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="workers-")
+        self._workers: dict[int, _Worker] = {}
+        self._store: Any = None
+        self._num_calls = 0
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 4,
+        timeout_s: float = 60,
+        process_group: bool = True,
+    ) -> list[Any]:
+        """What `function(rank, world_size, *args)` returned on each rank, by rank; WorkerError where one raised.
+
+        The function stands at the top of a module; arguments and results are pickled. It runs under the warning
+        filters of the caller. `timeout_s` is for all of the call, without the first start of the workers.
+        """
+        outcomes = self.run_each(
+            function, *args, world_size=world_size, timeout_s=timeout_s, process_group=process_group
+        )
+        errors = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
+        if errors:
+            raise WorkerError(errors)
+        return [outcome.value for outcome in outcomes]
+
+    def run_each(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 4,
+        timeout_s: float = 60,
+        process_group: bool = True,
+    ) -> list[Outcome]:
+        """As `run`, but gives each rank's value or exception and raises nothing itself."""
+        if not 1 <= world_size <= MAX_WORKERS:
+            raise ValueError(f"world_size is 1 to {MAX_WORKERS}, not {world_size}")
+        self._ensure_workers(world_size)
+        self._num_calls += 1
+        group = _Group(self._store_port(), f"call{self._num_calls}", world_size) if process_group else None
+        call = _Call(function.__module__, function.__qualname__, args, world_size, group, _filters_to_send())
+        deadline = time.monotonic() + timeout_s
+        for rank in range(world_size):
+            self._workers[rank].send(call)
+        outcomes = self._collect(world_size, deadline, timeout_s)
+        self._release(world_size, deadline=time.monotonic() + timeout_s)
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def pids(self) -> list[int]:
+        """The process of each rank that was started so far."""
+        return [worker.pid for _, worker in sorted(self._workers.items())]
+
+    def close(self) -> None:
+        """Ends the processes that were started here, each by its id."""
+        for worker in self._workers.values():
+            worker.stop()
+        self._workers.clear()
+        self._store = None
+        self._folder.cleanup()
+
+    def _ensure_workers(self, count: int) -> None:
+        for rank in [rank for rank, worker in self._workers.items() if not worker.is_alive()]:
+            self._workers.pop(rank).stop()
+        missing = [rank for rank in range(count) if rank not in self._workers]
+        for rank in missing:
+            self._workers[rank] = _Worker(rank, Path(self._folder.name) / f"stacks-{rank}.txt")
+        for rank in missing:
+            self._workers[rank].wait_until_ready()
+
+    def _store_port(self) -> int:
+        """The one server of all rendezvous. It lives here, so no worker's death takes it along."""
+        from torch.distributed import TCPStore
+
+        if self._store is None:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        return int(self._store.port)
+
+    def _collect(self, world_size: int, deadline: float, timeout_s: float) -> dict[int, Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        waiting = {self._workers[rank].connection: rank for rank in range(world_size)}
+        while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                outcomes[rank] = self._receive(rank)
+        for rank in waiting.values():
+            stacks = self._workers.pop(rank).dump_and_kill()
+            outcomes[rank] = Outcome(error=WorkerHung(rank, timeout_s, stacks))
+        return outcomes
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            return self._workers[rank].receive()
+        except (EOFError, OSError):
+            return Outcome(error=WorkerDied(rank, self._workers.pop(rank).stop()))
+
+    def _release(self, world_size: int, deadline: float) -> None:
+        """Only now may ranks that succeeded leave the group: another may have been in its last collective."""
+        alive = [rank for rank in range(world_size) if rank in self._workers]
+        for rank in alive:
+            self._workers[rank].send(None)
+        for rank in alive:
+            worker = self._workers[rank]
+            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
+                worker.dump_and_kill()
+                del self._workers[rank]
+            elif (outcome := self._receive(rank)).error is not None:
+                raise WorkerError({rank: outcome.error})
+
+
+class _Worker:
+    """One process, as seen from the pool."""
+
+    def __init__(self, rank: int, stacks: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self._stacks = stacks
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(rank, theirs, str(stacks)), name=f"rank {rank}")
+        with _environment_of_workers():
+            self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid or 0)
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive() and not self.connection.poll()  # readable with nothing asked: it is closed
+
+    def wait_until_ready(self) -> None:
+        if not self.connection.poll(_STARTUP_S):
+            raise TimeoutError(f"worker {self._process.name} did not start: {self.dump_and_kill()}")
+        self.connection.recv_bytes()
+
+    def send(self, call: _Call | None) -> None:
+        # A worker that has died is noticed when its answer is awaited.
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(pickle.dumps(call))
+
+    def receive(self) -> Outcome:
+        value, error = pickle.loads(self.connection.recv_bytes())
+        return Outcome(value, error.rebuild() if error is not None else None)
+
+    def dump_and_kill(self) -> str:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        give_up = time.monotonic() + _DUMP_S
+        # The dump ends with the main thread, which is the first to have started.
+        while "Current thread" not in self._read_stacks() and time.monotonic() < give_up:
+            time.sleep(0.02)
+        time.sleep(0.05)
+        self._process.kill()
+        self.stop()
+        return self._read_stacks()
+
+    def stop(self) -> int | None:
+        """Kills the process unless it has ended, and gives its exit code."""
+        self.connection.close()
+        self._process.join(0.5)
+        self._process.kill()
+        self._process.join(_DUMP_S)
+        exit_code = self._process.exitcode
+        self._process.close()
+        return exit_code
+
+    def _read_stacks(self) -> str:
+        return self._stacks.read_text() if self._stacks.exists() else ""
+
+
+@contextlib.contextmanager
+def _environment_of_workers() -> Iterator[None]:
+    """What the libraries under torch read before any argument can reach them. Two cores have no room for eight
+    workers with a thread pool each, and gloo would look up the host's name.
+    """
+    changed = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _filters_to_send() -> list[Any]:
+    """The warning filters that hold here now, but for pytest's own categories: workers know no pytest."""
+    return [entry for entry in warnings.filters if not entry[2].__module__.startswith(("_pytest", "pytest"))]
+
+
+class _Group(NamedTuple):
+    """Where the ranks of a call meet."""
+
+    port: int
+    prefix: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a worker is asked to do."""
+
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    world_size: int
+    group: _Group | None
+    filters: Sequence[Any] = field(repr=False)
+
+    def function(self) -> Callable[..., Any]:
+        found: Any = importlib.import_module(self.module)
+        for name in self.qualname.split("."):
+            found = getattr(found, name)
+        return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _SentError:
+    """An exception on its way. Rebuilt without calling `__init__`, which may want more than `args`."""
+
+    pickled_type: bytes | None
+    type_name: str
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+    cause: _SentError | None
+
+    def rebuild(self) -> BaseException:
+        if self.pickled_type is None:
+            error: BaseException = RemoteError(self.type_name, self.args, self.attributes)
+        else:
+            cls = pickle.loads(self.pickled_type)
+            error = cls.__new__(cls, *self.args)
+            error.args = self.args
+            error.__dict__.update(self.attributes)
+        error.__cause__ = self.cause.rebuild() if self.cause else None
+        return error
+
+
+def _pack(error: BaseException) -> _SentError:
+    cls = type(error)
+    args = tuple(value if _can_pickle(value) else repr(value) for value in error.args)
+    attributes = {name: value if _can_pickle(value) else repr(value) for name, value in error.__dict__.items()}
+    pickled_type = pickle.dumps(cls) if _can_pickle(cls) and args == error.args else None
+    cause = _pack(error.__cause__) if error.__cause__ is not None else None
+    return _SentError(pickled_type, f"{cls.__module__}.{cls.__qualname__}", args, attributes, cause)
+
+
+def _can_pickle(value: object) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:  # noqa: BLE001  # pickling runs anybody's code
+        return False
+    return True
+
+
+def _serve(rank: int, connection: Connection, stacks: str) -> None:
+    """The life of a worker: calls come in, outcomes go out, until the pool closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends its workers
+    import torch
+
+    torch.set_num_threads(1)
+    with Path(stacks).open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        connection.send_bytes(b"ready")
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+            while True:
+                _answer(rank, connection, pickle.loads(connection.recv_bytes()))
+
+
+def _answer(rank: int, connection: Connection, call: _Call) -> None:
+    value, error = _attempt(_run_call, rank, call)
+    if error is not None:
+        # The group of a rank that failed goes at once: the others, in a collective with it, then fail as well.
+        _attempt(_leave_group)
+    connection.send_bytes(_encode(value, error))
+    connection.recv_bytes()
+    _, error = _attempt(_leave_group)
+    connection.send_bytes(_encode(None, error))
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, _SentError | None]:
+    try:
+        return function(*args), None
+    except BaseException as error:  # noqa: BLE001  # whatever a test raises is its outcome, SystemExit included
+        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
+        return None, _pack(error)
+
+
+def _encode(value: Any, error: _SentError | None) -> bytes:
+    encoded, refusal = _attempt(pickle.dumps, (value, error))
+    return pickle.dumps((None, refusal)) if refusal is not None else encoded
+
+
+def _run_call(rank: int, call: _Call) -> Any:
+    function = call.function()
+    if call.group is not None:
+        _join_group(rank, call.group)
+    with warnings.catch_warnings():
+        warnings.filters[:] = list(call.filters)
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+        return function(rank, call.world_size, *call.args)
+
+
+def _join_group(rank: int, group: _Group) -> None:
+    import torch.distributed as dist
+
+    server = dist.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timedelta(seconds=_STARTUP_S))
+    store = dist.PrefixStore(group.prefix, server)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.world_size)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""A little S3 on 127.0.0.1: as much of it as s3fs uses, with faults on demand, and started in no time."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+
+class S3Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.objects: dict[str, bytes] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        self.requests: list[str] = []
+        self.lose_answers_to: str | None = None
+        """A pattern of request lines that are carried out, once each, and then answered by closing the connection."""
+        self.refuse: tuple[str, int, str] | None = None
+        """A pattern of request lines, and the status and code to answer them with."""
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@contextmanager
+def running_s3() -> Iterator[S3Server]:
+    server = S3Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: S3Server
+
+    def log_message(self, *_args) -> None:
+        pass
+
+    def _serve(self) -> None:
+        body = self._body()
+        split = urlsplit(self.path)
+        key = unquote(split.path).lstrip("/")
+        query = {name: values[0] for name, values in parse_qs(split.query, keep_blank_values=True).items()}
+        line = f"{self.command} /{key}?{'&'.join(sorted(query))}"
+        self.server.requests.append(line)
+        if self.server.refuse and re.search(self.server.refuse[0], line):
+            self._fail(*self.server.refuse[1:])
+            return
+        with self.server.lock:
+            status, headers, answer = getattr(self, f"_{self.command.lower()}")(key, query, body)
+        if self.server.lose_answers_to and re.search(self.server.lose_answers_to, line):
+            self.server.lose_answers_to = None
+            self.close_connection = True
+            return
+        self._answer(status, headers, answer)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+    def _body(self) -> bytes:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "aws-chunked" not in self.headers.get("Content-Encoding", ""):
+            return body
+        plain = b""
+        while body:
+            size_line, _, body = body.partition(b"\r\n")
+            size = int(size_line.split(b";")[0], 16)
+            if size == 0:
+                return plain
+            plain, body = plain + body[:size], body[size + 2 :]
+        return plain
+
+    def _answer(self, status: int, headers: dict[str, str], answer: bytes) -> None:
+        self.send_response(status)
+        length = headers.pop("Content-Length", str(len(answer)))
+        for name, value in {"Content-Length": length, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer)
+
+    def _fail(self, status: int, code: str) -> None:
+        self._answer(*_error(status, code))
+
+    def _get(self, key, query, _body):
+        if "/" not in key.rstrip("/"):
+            return self._list(key.rstrip("/"), query)
+        data = self.server.objects.get(key)
+        if data is None:
+            return _error(404, "NoSuchKey")
+        span = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if span is None:
+            return 200, {"ETag": '"e"'}, data
+        first, last = int(span[1]), min(int(span[2]), len(data) - 1)
+        if first >= len(data):
+            return _error(416, "InvalidRange")
+        return 206, {"Content-Range": f"bytes {first}-{last}/{len(data)}"}, data[first : last + 1]
+
+    def _list(self, bucket, query):
+        if bucket != "bucket":
+            return _error(404, "NoSuchBucket")
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        keys = sorted(key.removeprefix("bucket/") for key in self.server.objects)
+        rest = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+        files = [key for key in rest if not delimiter or delimiter not in key]
+        folders = sorted({key.split(delimiter)[0] + delimiter for key in rest if delimiter and delimiter in key})
+        rows = [
+            f"<Contents><Key>{escape(prefix + key)}</Key>"
+            f"<Size>{len(self.server.objects[f'bucket/{prefix}{key}'])}</Size>"
+            "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>e</ETag></Contents>"
+            for key in files
+        ]
+        rows += [f"<CommonPrefixes><Prefix>{escape(prefix + key)}</Prefix></CommonPrefixes>" for key in folders]
+        return 200, {}, f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(rows)}</ListBucketResult>".encode()
+
+    def _head(self, key, _query, _body):
+        data = self.server.objects.get(key)
+        if data is None:
+            return 404, {}, b""
+        return 200, {"Content-Length": str(len(data)), "ETag": '"e"'}, b""
+
+    def _put(self, key, query, body):
+        if "partNumber" in query:
+            self.server.uploads[query["uploadId"]][int(query["partNumber"])] = body
+            return 200, {"ETag": '"p"'}, b""
+        return self._create(key, body)
+
+    def _create(self, key, body):
+        if key.split("/")[0] != "bucket":
+            return _error(404, "NoSuchBucket")
+        if self.headers.get("If-None-Match") == "*" and key in self.server.objects:
+            return _error(412, "PreconditionFailed", "<Condition>If-None-Match</Condition>")
+        self.server.objects[key] = body
+        return 200, {"ETag": '"e"'}, b""
+
+    def _post(self, key, query, body):
+        if "delete" in query:
+            for found in re.findall(rb"<Key>(.*?)</Key>", body):
+                self.server.objects.pop(f"{key.rstrip('/')}/{found.decode()}", None)
+            return 200, {}, b"<DeleteResult></DeleteResult>"
+        if "uploads" in query:
+            upload = f"upload{len(self.server.requests)}"
+            self.server.uploads[upload] = {}
+            answer = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
+            return 200, {}, answer.encode()
+        parts = self.server.uploads.pop(query["uploadId"], None)
+        if parts is None:
+            return _error(404, "NoSuchUpload")
+        status, headers, answer = self._create(key, b"".join(parts[number] for number in sorted(parts)))
+        done = b"<CompleteMultipartUploadResult><ETag>e</ETag></CompleteMultipartUploadResult>"
+        return status, headers, answer or done
+
+    def _delete(self, key, query, _body):
+        if "uploadId" in query:
+            self.server.uploads.pop(query["uploadId"], None)
+        else:
+            self.server.objects.pop(key, None)
+        return 204, {}, b""
+
+
+def _error(status: int, code: str, more: str = "") -> tuple[int, dict[str, str], bytes]:
+    return status, {}, f"<Error><Code>{code}</Code><Message>{code} it is</Message>{more}</Error>".encode()

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
+from bytecheckpoint.manifest import DataFile, Manifest, encode_manifest
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.fsspec_store import FsspecStore
+from bytecheckpoint.storage.layout import (
+    check_files,
+    commit,
+    committed_steps,
+    data_file_name,
+    data_files_of,
+    discard,
+    find_checkpoint,
+    latest_step,
+    parse_step,
+    read_manifest,
+    step_folder,
+)
+from bytecheckpoint.storage.local_store import LocalStore
+
+from .faulty_store import FaultyStore
+from .store_contract import put
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request, tmp_path):
+    if request.param == "local":
+        yield LocalStore(str(tmp_path), writer_threads=1)
+        return
+    yield FsspecStore(f"memory://layout-{uuid.uuid4().hex}", None)
+    MemoryFileSystem.store.clear()
+
+
+def _commit(store, step, **fields):
+    folder = "" if step is None else step_folder(step)
+    commit(store, folder, encode_manifest(Manifest(save_id="abc", step=step, **fields)), replace=False)
+
+
+def _not_found(store, step):
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        find_checkpoint(store, step, location="HERE")
+    assert "HERE" in str(caught.value)
+    assert caught.value.path == "HERE"
+    return caught.value
+
+
+@given(st.integers(0, 10**30))
+def test_a_step_survives_its_name(step):
+    assert parse_step(step_folder(step)) == step
+
+
+def test_names_of_steps():
+    assert step_folder(1000) == "step_00001000"
+    assert step_folder(123_456_789) == "step_123456789"
+    with pytest.raises(ValueError):
+        step_folder(-1)
+    odd = ["step_1", "step_0000100", "step_000001000", "step_-0001000", "xstep_00001000", "step_00001000 ", "step_"]
+    for name in [*odd, "step_00001000\n", "step_٠٠٠٠١٠٠٠", "Step_00001000", "step_0000_1000", "step_" + "9" * 5000]:
+        assert parse_step(name) is None
+
+
+def test_names_of_data_files():
+    assert data_file_name("5f1e", 3, 0) == "data/5f1e-00003-0.safetensors"
+
+
+def test_the_latest_step_is_the_newest_that_is_committed(store):
+    assert latest_step(store) is None
+    assert committed_steps(store) == []
+    for step in (200, 1000, 30):
+        _commit(store, step)
+    put(store, "step_00002000/data/x", b"its save did not finish")
+    put(store, "step_99999999", b"a file with the name of a step")
+    put(store, "step_00003000/manifest.bcp/x", b"a folder with the name of a manifest")
+    put(store, "step_5/manifest.bcp", b"no folder of ours")
+    put(store, "other/manifest.bcp", b"nor this")
+    assert committed_steps(store) == [30, 200, 1000]
+    assert latest_step(store) == 1000
+    assert find_checkpoint(store, "latest", location="HERE") == "step_00001000"
+    assert find_checkpoint(store, 30, location="HERE") == "step_00000030"
+
+
+def test_the_latest_step_costs_one_look_a_folder(store):
+    for step in (1, 2, 3):
+        _commit(store, step)
+    put(store, "step_00000004/data/x", b"")
+    counting = FaultyStore(store)
+    assert latest_step(counting) == 3
+    assert counting.operations == ["list ", "list step_00000004", "list step_00000003"]
+
+
+def test_steps_below_a_folder(store):
+    put(store, "runs/a/step_00000007/manifest.bcp", b"")
+    assert committed_steps(store, "runs/a") == [7]
+
+
+def test_a_checkpoint_at_the_path_itself(store):
+    _commit(store, None)
+    assert find_checkpoint(store, None, location="HERE") == ""
+    assert find_checkpoint(store, "latest", location="HERE") == ""
+
+
+def test_nothing_at_the_path(store):
+    for step in (None, "latest"):
+        error = _not_found(store, step)
+        assert error.kind == "not_found"
+        assert "does not exist" in str(error)
+    error = _not_found(store, 7)
+    assert (error.kind, error.step) == ("not_found", 7)
+
+
+def test_a_save_that_did_not_finish(store):
+    put(store, "data/abc-00000-0.safetensors", b"x")
+    for step in (None, "latest"):
+        error = _not_found(store, step)
+        assert error.kind == "not_committed"
+        assert "did not finish" in str(error)
+
+
+def test_a_step_whose_save_did_not_finish(store):
+    put(store, "step_00000007/data/x", b"x")
+    assert _not_found(store, "latest").kind == "not_committed"
+    for step in range(100, 115):
+        _commit(store, step)
+    error = _not_found(store, 7)
+    assert (error.kind, error.step) == ("not_committed", 7)
+    assert "114, 113, 112, 111, 110, 109, 108, 107, 106, 105 and 5 more" in str(error)
+
+
+def test_a_step_that_is_not_there(store):
+    _commit(store, 5)
+    error = _not_found(store, 6)
+    assert (error.kind, error.step) == ("not_found", 6)
+    assert "newest first: 5" in str(error)
+
+
+def test_steps_where_a_checkpoint_was_expected(store):
+    _commit(store, 5)
+    error = _not_found(store, None)
+    assert error.kind == "not_found"
+    assert "step=..." in str(error)
+
+
+def test_something_else_at_the_path(store):
+    put(store, "holiday.jpg", b"x")
+    error = _not_found(store, "latest")
+    assert error.kind == "not_found"
+    assert "holiday.jpg" in str(error)
+
+
+def test_a_file_as_path(tmp_path):
+    (tmp_path / "file.pt").write_bytes(b"x")
+    put(FsspecStore("memory://layout-file", None), "file.pt", b"x")
+    for store in (
+        LocalStore(str(tmp_path / "file.pt"), writer_threads=1),
+        FsspecStore("memory://layout-file/file.pt", None),
+    ):
+        for step in (None, "latest", 7):
+            with pytest.raises(CheckpointNotFoundError, match="is a file") as caught:
+                find_checkpoint(store, step, location=str(store))
+            assert caught.value.kind == "not_found"
+    MemoryFileSystem.store.clear()
+
+
+def test_a_manifest_comes_back(store):
+    _commit(store, 7, metadata={"a": 1}, files=[DataFile("data/x", 3)])
+    manifest = read_manifest(store, step_folder(7))
+    assert (manifest.save_id, manifest.step, manifest.metadata) == ("abc", 7, {"a": 1})
+
+
+def test_a_manifest_that_cannot_be_read_is_named(store):
+    _commit(store, 7)
+    name = "step_00000007/manifest.bcp"
+    for content in (b"", b"nonsense", b"BCPMANIF" + b"\0" * 100):
+        put(store, name, content, replace=True)
+        with pytest.raises(CheckpointCorruptError) as caught:
+            read_manifest(store, "step_00000007")
+        assert caught.value.kind == "bad_manifest"
+        assert caught.value.path == f"{store}/{name}"
+        assert f"{store}/{name}" in str(caught.value)
+    with pytest.raises(CheckpointNotFoundError) as missing:
+        read_manifest(store, "step_00000008")
+    assert missing.value.kind == "not_committed"
+
+
+def test_a_manifest_beyond_the_limit_is_not_read(store, monkeypatch):
+    _commit(store, 7)
+    monkeypatch.setattr(layout, "MAX_MANIFEST_BYTES", 10)
+    counting = FaultyStore(store)
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read_manifest(counting, step_folder(7))
+    assert caught.value.kind == "limits_exceeded"
+    assert counting.operations == ["list step_00000007"]
+
+
+def test_files_are_checked_up_front(store):
+    manifest = Manifest(save_id="abc", files=[DataFile(f"data/{at}", 3) for at in range(15)])
+    for at in range(15):
+        put(store, f"s/data/{at}", b"abc")
+    counting = FaultyStore(store)
+    check_files(counting, "s", manifest, range(15))
+    assert counting.operations == ["list s/data"]
+    put(store, "s/data/1", b"ab", replace=True)
+    put(store, "s/data/2", b"abcd", replace=True)
+    with pytest.raises(CheckpointCorruptError) as cut:
+        check_files(store, "s", manifest, [0, 1, 2])
+    assert cut.value.kind == "truncated"
+    assert "data/1 (2 bytes, 3 expected), data/2 (4 bytes, 3 expected)" in str(cut.value)
+    for at in range(3, 15):
+        store.delete(f"s/data/{at}")
+    with pytest.raises(CheckpointNotFoundError) as missing:
+        check_files(store, "s", manifest, [14, 13, *range(13), 3])
+    assert missing.value.kind == "missing_file"
+    assert "misses 12 of 15" in str(missing.value)
+    assert "data/12 and 2 more" in str(missing.value)
+    assert "data/1 (2 bytes" in str(missing.value)
+    check_files(store, "s", manifest, [0])
+
+
+def test_a_committed_checkpoint_is_replaced_only_when_asked(store):
+    _commit(store, 7)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
+        _commit(store, 7)
+    assert (caught.value.kind, caught.value.path) == ("exists", f"{store}/step_00000007")
+    commit(store, step_folder(7), encode_manifest(Manifest(save_id="new", step=7)), replace=True)
+    assert read_manifest(store, step_folder(7)).save_id == "new"
+
+
+def test_the_data_files_of_one_save(store):
+    assert data_files_of(store, "s", "abc") == []
+    for name in ("data/abc-00000-0.safetensors", "data/abc-00001-0.safetensors", "data/abcd-00000-0.safetensors"):
+        put(store, f"s/{name}", b"x")
+    names = data_files_of(store, "s", "abc")
+    assert sorted(names) == ["data/abc-00000-0.safetensors", "data/abc-00001-0.safetensors"]
+    discard(store, "s", names)
+    assert store.list("s/data") == {"abcd-00000-0.safetensors": 1}
+
+
+def test_discarding_goes_on_where_one_file_stays(store):
+    for at in range(3):
+        put(store, f"s/data/{at}", b"x")
+    discard(FaultyStore(store, fail_at=2), "s", ["data/0", "data/1", "data/2", "data/never"])
+    assert store.list("s/data") == {"1": 1}

@@ -1,0 +1,74 @@
+"""The error tree is what its docstring draws, so that callers may rely on classes and kinds."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from bytecheckpoint import errors
+from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
+
+BUILTINS: dict[str, type[Exception]] = {
+    "CheckpointNotFoundError": FileNotFoundError,
+    "CheckpointExistsError": FileExistsError,
+    "CheckpointCorruptError": ValueError,
+    "CheckpointMismatchError": ValueError,
+    "CheckpointSaveError": RuntimeError,
+    "StorageError": OSError,
+    "UnsafeCheckpointError": ValueError,
+}
+KINDS = {
+    "CheckpointNotFoundError": "not_found, not_committed, missing_file",
+    "CheckpointExistsError": "exists",
+    "CheckpointCorruptError": "checksum, truncated, bad_manifest, unsupported_version",
+    "CheckpointMismatchError": "missing_key, unexpected_key, shape, dtype, coverage, conflict",
+    "CheckpointSaveError": "no_space, storage, writer_died, rank_failed, rank_missing, unsupported_value",
+    "StorageError": "permission, unavailable, unsupported",
+    "UnsafeCheckpointError": "pickle_refused, path_escape, limits_exceeded",
+}
+
+
+def drawn() -> dict[str, tuple[str, str]]:
+    """Class -> builtin and kinds, as the module's docstring draws them."""
+    text = re.sub(r"\n\s*│\s+(?=[a-z])", " ", inspect.getdoc(errors) or "")
+    lines = re.findall(r"[├└]── (\w+)\s+\((\w+)\)\s+([\w, ]+)", text)
+    return {name: (builtin, re.sub(r"\s+", " ", kinds.strip())) for name, builtin, kinds in lines}
+
+
+def test_the_tree_is_as_drawn() -> None:
+    assert drawn() == {name: (builtin.__name__, KINDS[name]) for name, builtin in BUILTINS.items()}
+
+
+def test_every_class_is_listed_by_its_name() -> None:
+    classes = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert classes == ERROR_CLASSES
+    assert ERROR_CLASSES.keys() == {"CheckpointError", *BUILTINS}
+
+
+@pytest.mark.parametrize("name", BUILTINS)
+def test_every_class_is_also_the_builtin_that_it_promises(name: str) -> None:
+    error = ERROR_CLASSES[name]
+    assert error.__bases__ == (CheckpointError, BUILTINS[name])
+    assert error.__doc__
+
+
+@pytest.mark.parametrize("name", ERROR_CLASSES)
+def test_an_error_says_its_message_and_carries_its_fields(name: str) -> None:
+    error = ERROR_CLASSES[name]("what happened", kind="a_kind", path="s3://bucket/run", step=7, ranks=(3, 5))
+    assert str(error) == "what happened"
+    assert (error.message, error.kind, error.path, error.step) == ("what happened", "a_kind", "s3://bucket/run", 7)
+    assert error.ranks == (3, 5)
+    assert isinstance(error, CheckpointError)
+
+
+@pytest.mark.parametrize("name", ERROR_CLASSES)
+def test_fields_that_nobody_can_fill_are_empty(name: str) -> None:
+    error = ERROR_CLASSES[name]("what happened", kind="a_kind")
+    assert (error.path, error.step, error.ranks) == (None, None, ())
+
+
+def test_the_kind_is_no_option() -> None:
+    with pytest.raises(TypeError):
+        CheckpointError("what happened")  # type: ignore[call-arg]

@@ -1,0 +1,90 @@
+"""What `import bytecheckpoint` gives, what it costs, and that all of the tree is in the wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint as bcp
+
+ROOT = Path(__file__).parent.parent
+PUBLIC_NAMES = {
+    "Checkpoint",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointInfo",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
+    "LoadOptions",
+    "LoadReport",
+    "RankLocal",
+    "SaveHandle",
+    "SaveOptions",
+    "StorageError",
+    "UnsafeCheckpointError",
+    "latest",
+    "load",
+    "open",
+    "save",
+    "steps",
+}
+
+
+def run_python(code: str) -> str:
+    """What the code prints in a new interpreter that stands in the project's root."""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert set(bcp.__all__) == PUBLIC_NAMES
+    assert len(bcp.__all__) == len(PUBLIC_NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
+def test_a_public_name_exists_and_is_documented(name: str) -> None:
+    assert getattr(bcp, name).__doc__
+
+
+def test_the_package_has_a_guided_tour() -> None:
+    assert bcp.__doc__
+    assert "save" in bcp.__doc__
+
+
+def test_importing_brings_no_object_store_and_no_command_line() -> None:
+    code = "import sys, bytecheckpoint; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = set(run_python(code).split())
+    assert "torch" in loaded
+    assert loaded & {"s3fs", "botocore", "aiobotocore", "rich", "click"} == set()
+
+
+def test_importing_starts_nothing() -> None:
+    code = """
+import logging, signal, sys, threading
+import torch, torch.distributed
+before = (threading.active_count(), signal.getsignal(signal.SIGTERM), sys.excepthook, logging.root.handlers[:])
+import bytecheckpoint
+after = (threading.active_count(), signal.getsignal(signal.SIGTERM), sys.excepthook, logging.root.handlers[:])
+print(before == after)
+"""
+    assert run_python(code).strip() == "True"
+
+
+def test_every_folder_of_the_package_is_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "bytecheckpoint").rglob("__init__.py")]
+    assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders} | {"bytecheckpoint.tools"}
+    assert {path.parent.relative_to(ROOT) for path in (ROOT / "bytecheckpoint").rglob("*.py")} == set(folders)
+
+
+def test_no_top_level_tools_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-dir"] == {"bytecheckpoint.tools": "tools"}
+    assert "tools" not in settings["packages"]

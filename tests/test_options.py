@@ -1,0 +1,69 @@
+"""Options are frozen, named, and checked where they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from bytecheckpoint.options import LoadOptions, SaveOptions
+
+BOTH = [SaveOptions, LoadOptions]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_defaults_are_accepted_and_frozen(kind: type[Any]) -> None:
+    made = kind()
+    assert made == kind()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.timeout_s = 1.0
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_options_are_given_by_name(kind: type[Any]) -> None:
+    with pytest.raises(TypeError):
+        kind(True)
+    with pytest.raises(TypeError):
+        kind(no_such_option=1)
+
+
+def test_the_defaults_that_are_promised() -> None:
+    assert not SaveOptions().overwrite
+    assert LoadOptions().verify
+    assert SaveOptions().timeout_s == LoadOptions().timeout_s == 600
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "least"),
+    [
+        (SaveOptions, "max_file_bytes", 1 << 20),
+        (SaveOptions, "writer_threads", 1),
+        (LoadOptions, "reader_threads", 1),
+        (LoadOptions, "max_gap_bytes", 0),
+        (LoadOptions, "scratch_bytes", 8 << 20),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_name(kind: type[Any], name: str, least: int) -> None:
+    assert getattr(kind(**{name: least}), name) == least
+    for value in (least - 1, -1, float(least), str(least), None, True):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name} takes .* not {value!r}"):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_timeout_is_a_positive_number_of_seconds(kind: type[Any]) -> None:
+    assert kind(timeout_s=1).timeout_s == 1
+    assert kind(timeout_s=0.5).timeout_s == 0.5
+    assert kind(timeout_s=math.inf).timeout_s == math.inf
+    for value in (0, -1.0, math.nan, "5", None, True):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}\.timeout_s"):
+            kind(timeout_s=value)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_every_number_has_its_unit_in_its_name_or_is_a_count(kind: type[Any]) -> None:
+    for item in dataclasses.fields(kind):
+        if type(item.default) in (int, float):
+            assert item.name.endswith(("_bytes", "_s", "_threads"))

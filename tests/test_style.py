@@ -1,0 +1,221 @@
+"""What CONTRIBUTING.md asks of the code, as far as a machine can tell: which way imports go, how long and how deep
+things get, where errors may be caught broadly. A rule that makes the code worse is changed here, with its reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_NESTING = 400, 60, 3
+
+FOUNDATION = {"errors", "region", "dtypes"}
+RECORDS = {"manifest", "manifest_check", "manifest_envelope", "options"}
+SIBLINGS = {"planner", "storage", "adapters"}
+"""Each knows the layers below and itself. Every top-level module that is not named here stands above them."""
+TOP = {"api", "__init__"}
+NO_TORCH = FOUNDATION | RECORDS | {"planner", "storage"}
+
+MAY_CATCH_ALL = {
+    "bytecheckpoint/ranks.py",  # a phase that fails on one rank fails on all
+    "bytecheckpoint/handle.py",  # what fails in the background is raised by the handle
+    "bytecheckpoint/storage/fsspec_store.py",  # client libraries raise classes of their own, translated in one place
+}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc", "shared"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+
+
+class Module(NamedTuple):
+    path: str
+    """From the project's root, with forward slashes."""
+    source: str
+
+    @property
+    def layer(self) -> str:
+        """The part of the package that it belongs to: a top-level module's name, or a folder's."""
+        parts = self.path.removesuffix(".py").split("/")
+        return "tools" if parts[0] == "tools" else parts[1]
+
+
+def modules() -> list[Module]:
+    paths = sorted([*(ROOT / "bytecheckpoint").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
+    return [Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
+
+
+def findings(module: Module) -> list[str]:
+    tree = ast.parse(module.source)
+    found = [*about_the_file(module, tree), *about_imports(module, tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            found += about_a_function(node)
+        else:
+            found += about_a_node(module, node)
+    return [f"{module.path}:{text}" for text in found]
+
+
+def about_the_file(module: Module, tree: ast.Module) -> Iterator[str]:
+    num_lines = len(module.source.splitlines())
+    name = Path(module.path).stem
+    if num_lines > MAX_MODULE_LINES:
+        yield f"1: {num_lines} lines, more than {MAX_MODULE_LINES}: split it along a second responsibility"
+    if name in VAGUE_NAMES or name.startswith("base_"):
+        yield "1: a file is named after its job"
+    if not ast.get_docstring(tree):
+        yield "1: a module starts with why it exists"
+    if "\u2014" in module.source:
+        yield "1: no em-dashes: write two sentences, or a colon"
+
+
+def about_imports(module: Module, tree: ast.Module) -> Iterator[str]:
+    package = "bytecheckpoint" + "".join(f".{part}" for part in module.path.split("/")[1:-1])
+    package = "bytecheckpoint.tools" if module.layer == "tools" else package
+    for node in ast.walk(tree):
+        for name in imported_names(node, package):
+            head, _, rest = name.partition(".")
+            if head == "torch" and module.layer in NO_TORCH:
+                yield f"{node.lineno}: {module.layer} knows no torch"
+            if head == "tools":
+                yield f"{node.lineno}: tools is imported as bytecheckpoint.tools"
+            if head == "bytecheckpoint" and not may_import(module.layer, rest.split(".")[0]):
+                yield f"{node.lineno}: {module.layer} stands below {name}, or beside it"
+
+
+def imported_names(node: ast.AST, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    parent = package.rsplit(".", node.level - 1)[0] + "." if node.level else ""
+    source = parent + (node.module or "")
+    # `from bytecheckpoint import api` names a module as well as `import bytecheckpoint.api` does.
+    return [f"{source.rstrip('.')}.{alias.name}" for alias in node.names]
+
+
+def may_import(layer: str, target: str) -> bool:
+    if layer in {target, "tools", "__init__"}:
+        return True
+    allowed = {
+        **dict.fromkeys(FOUNDATION, FOUNDATION),
+        **dict.fromkeys(RECORDS, FOUNDATION | RECORDS),
+        **dict.fromkeys(SIBLINGS, FOUNDATION | RECORDS),
+    }
+    if layer in allowed:
+        return target in allowed[layer]
+    return target != "tools" and (layer == "api" or target not in TOP)
+
+
+def about_a_function(function: Function) -> Iterator[str]:
+    where = f"{function.lineno}: {function.name}"
+    first = function.body[1] if ast.get_docstring(function) and len(function.body) > 1 else function.body[0]
+    num_lines = (function.end_lineno or 0) - first.lineno + 1
+    if num_lines > MAX_FUNCTION_LINES:
+        yield f"{where} has {num_lines} lines, more than {MAX_FUNCTION_LINES}"
+    if (depth := nesting(function)) > MAX_NESTING:
+        yield f"{where} nests {depth} deep, more than {MAX_NESTING}"
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    deepest = depth
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, Function):
+                continue
+            is_elif = isinstance(node, ast.If) and field == "orelse" and isinstance(child, ast.If)
+            deepest = max(deepest, nesting(child, depth + (isinstance(child, BLOCKS) and not is_elif)))
+    return deepest
+
+
+def about_a_node(module: Module, node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.ExceptHandler():
+            yield from about_a_handler(module, node)
+        case ast.Assert():
+            yield f"{node.lineno}: assert is for tests: raise a typed error"
+        case ast.Global():
+            yield f"{node.lineno}: no module keeps state that changes"
+        case ast.Attribute(value=ast.Name("os"), attr="environ" | "getenv" | "environb"):
+            yield f"{node.lineno}: the library reads no environment variables: options are arguments"
+        case ast.Call(func=ast.Name("print")) if module.layer != "tools":
+            yield f"{node.lineno}: log instead of printing"
+
+
+def about_a_handler(module: Module, handler: ast.ExceptHandler) -> Iterator[str]:
+    if handler.type is None:
+        yield f"{handler.lineno}: name what is caught"
+        return
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    is_broad = any(isinstance(each, ast.Name) and each.id in {"Exception", "BaseException"} for each in types)
+    last = handler.body[-1]
+    raises_again = isinstance(last, ast.Raise) and last.exc is None
+    if is_broad and not raises_again and module.path not in MAY_CATCH_ALL:
+        yield f"{handler.lineno}: only a phase, the background and one boundary catch everything"
+    if all(isinstance(statement, ast.Pass) for statement in handler.body):
+        yield f"{handler.lineno}: an error is swallowed: use contextlib.suppress with a reason, or handle it"
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.path)
+def test_a_module_keeps_to_the_style(module: Module) -> None:
+    assert findings(module) == []
+
+
+def in_function(body: str) -> str:
+    return '"""Why."""\ndef f():\n' + "".join(f"    {line}\n" for line in body.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "expected"),
+    [
+        ("bytecheckpoint/planner/plan.py", '"""Why."""\nimport torch', "planner knows no torch"),
+        ("bytecheckpoint/storage/a.py", '"""Why."""\nfrom torch import Tensor', "storage knows no torch"),
+        ("bytecheckpoint/storage/a.py", '"""Why."""\nfrom bytecheckpoint.planner.plan import b', "or beside it"),
+        ("bytecheckpoint/adapters/a.py", '"""Why."""\nimport bytecheckpoint.storage.store', "or beside it"),
+        ("bytecheckpoint/adapters/a.py", '"""Why."""\nfrom bytecheckpoint import staging', "adapters stands below"),
+        ("bytecheckpoint/adapters/a.py", '"""Why."""\nfrom ..planner import plan', "or beside it"),
+        ("bytecheckpoint/region.py", '"""Why."""\nfrom bytecheckpoint.options import SaveOptions', "region stands"),
+        ("bytecheckpoint/region.py", '"""Why."""\nfrom . import manifest', "region stands below"),
+        ("bytecheckpoint/manifest.py", '"""Why."""\nfrom bytecheckpoint.storage.store import Store', "manifest stands"),
+        ("bytecheckpoint/staging.py", '"""Why."""\nfrom bytecheckpoint.api import save', "staging stands below"),
+        ("bytecheckpoint/api.py", '"""Why."""\nfrom bytecheckpoint.tools.main import main', "api stands below"),
+        ("tools/main.py", '"""Why."""\nfrom tools import show', "imported as bytecheckpoint.tools"),
+        ("bytecheckpoint/api.py", in_function("x = 1\n" * 61), "f has 61 lines"),
+        ("bytecheckpoint/api.py", '"""Why."""\n' * 401, "401 lines"),
+        ("bytecheckpoint/api.py", in_function("if a:\n for b in c:\n  with d:\n   while e:\n    pass"), "nests 4 deep"),
+        ("bytecheckpoint/api.py", "x = 1", "why it exists"),
+        ("bytecheckpoint/utils.py", '"""Why."""', "named after its job"),
+        ("bytecheckpoint/api.py", '"""Why \u2014 because."""', "em-dashes"),
+        ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept:\n raise"), "name what is caught"),
+        ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept Exception:\n return"), "catch everything"),
+        ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept (OSError, BaseException):\n return"), "catch every"),
+        ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept OSError:\n pass"), "swallowed"),
+        ("bytecheckpoint/api.py", in_function("assert a"), "assert is for tests"),
+        ("bytecheckpoint/api.py", in_function("global a"), "keeps state"),
+        ("bytecheckpoint/api.py", in_function("os.environ['A']"), "environment"),
+        ("bytecheckpoint/api.py", in_function("print(a)"), "log instead"),
+    ],
+)
+def test_each_rule_is_seen_to_bite(path: str, source: str, expected: str) -> None:
+    found = findings(Module(path, source))
+    assert any(expected in finding for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("bytecheckpoint/staging.py", '"""Why."""\nimport torch\nfrom bytecheckpoint.planner.plan import a'),
+        ("bytecheckpoint/api.py", '"""Why."""\nfrom bytecheckpoint.staging import a\nfrom bytecheckpoint import ranks'),
+        ("bytecheckpoint/planner/a.py", '"""Why."""\nfrom . import b\nfrom bytecheckpoint.planner.c import d'),
+        ("bytecheckpoint/storage/a.py", in_function("try:\n pass\nexcept BaseException:\n clean()\n raise")),
+        ("bytecheckpoint/ranks.py", in_function("try:\n pass\nexcept Exception as error:\n tell(error)")),
+        ("bytecheckpoint/api.py", in_function("if a:\n b\nelif c:\n d\nelif e:\n f\nelif g:\n h\nelif i:\n j")),
+        ("tools/main.py", in_function("print(a)")),
+    ],
+)
+def test_what_is_allowed_passes(path: str, source: str) -> None:
+    assert findings(Module(path, source)) == []
