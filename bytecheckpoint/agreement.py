@@ -172,8 +172,8 @@ def _check_report(agreed: Agreed, rank: int, report: SaveReport) -> None:
     file_bytes = sum(file.byte_length for file in report.files)
     if planned != written or file_bytes < data_bytes:
         raise CheckpointSaveError(
-            f"rank {rank} was to write {len(planned)} chunks and reports {len(written)} in {file_bytes} bytes of files; "
-            "nothing was committed: this is a bug, please report it",
+            f"rank {rank} was to write {len(planned)} chunks and reports {len(written)} in {file_bytes} bytes of "
+            "files; nothing was committed: this is a bug, please report it",
             kind="storage",
             ranks=(rank,),
         )

@@ -90,9 +90,7 @@ def save(
         refuse_existing(ranks, store, folder, overwrite=options.overwrite)
         contents = collect_all(entries_of(state, framework))
         target = join_name(str(store), folder)
-        request, shards = save_request(
-            target, step, contents, overwrite=options.overwrite, num_ranks=ranks.num_ranks
-        )
+        request, shards = save_request(target, step, contents, overwrite=options.overwrite, num_ranks=ranks.num_ranks)
         agreed = agree(ranks, request)
         warn_of_differing(ranks, agreed.differing_replicas)
         clock.lap("plan")
@@ -200,9 +198,7 @@ def load(
     return report
 
 
-def _open_together(
-    ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions
-) -> Source:
+def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions) -> Source:
     """The checkpoint, its manifest read by one rank for all."""
     asked = ranks.gather(msgspec.msgpack.encode((str(store), step)))
     answer = b""

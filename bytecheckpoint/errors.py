@@ -14,6 +14,8 @@ react to what happened without reading messages; it knows nothing of how the fai
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class CheckpointError(Exception):
     """The root of the tree. A message says what happened, what is still safe and what to do.
@@ -44,6 +46,10 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        rebuild = partial(type(self), kind=self.kind, path=self.path, step=self.step, ranks=self.ranks)
+        return rebuild, (self.message,)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -28,8 +28,10 @@ def root_of(path: str | os.PathLike[str], role: str | None) -> str:
     return join_name(root.rstrip("/"), role)
 
 
-def save_location(path: str | os.PathLike[str], *, step: int | None, role: str | None) -> Location:
+def save_location(path: str | os.PathLike[str], *, step: object, role: str | None) -> Location:
     """Where a save goes. Raises ValueError for a step that is no integer from 0 on."""
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+    if step is None:
+        return Location(root_of(path, role), "")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"a step is an integer from 0 on, or None, not {step!r}")
-    return Location(root_of(path, role), "" if step is None else step_folder(step))
+    return Location(root_of(path, role), step_folder(step))

@@ -73,13 +73,21 @@ def _problem(shard: LocalShard, stored: Stored, *, cast: bool) -> Problem | None
         text = f"{fqn}: dtype {found.dtype} in the checkpoint, {shard.dtype} in the state (cast=True converts)"
         return Problem("dtype", fqn, text)
     if _shares_elements(shard.tensor):
-        text = f"{fqn}: the state's tensor is expanded, several of its elements are one in memory; give it a copy"
+        text = (
+            f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
+        )
         return Problem("conflict", fqn, text)
     return None
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    reach = 0
+    for stride, length in dims:
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += (length - 1) * stride
+    return False
 
 
 class _Findings(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +114,8 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
     """
     names = sorted({*stored.tensors, *stored.plain})
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
-    findings = _Findings([tuple(problem) for problem in match.problems], list(state_names), np.packbits(wanted).tobytes())
+    problems = [(problem.kind, problem.fqn, problem.text) for problem in match.problems]
+    findings = _Findings(problems, list(state_names), np.packbits(wanted).tobytes())
     payloads = ranks.gather(msgspec.msgpack.encode(findings))
     if ranks.rank != COORDINATOR:
         return msgspec.msgpack.decode(ranks.broadcast(b""), type=Verdict)

@@ -21,6 +21,7 @@ class SaveOptions:
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
 
     def __post_init__(self) -> None:
+        _check_bool("SaveOptions", "overwrite", self.overwrite)
         _check_at_least("SaveOptions", "max_file_bytes", self.max_file_bytes, _MiB)
         _check_at_least("SaveOptions", "writer_threads", self.writer_threads, 1)
         _check_positive("SaveOptions", "timeout_s", self.timeout_s)
@@ -42,10 +43,16 @@ class LoadOptions:
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
 
     def __post_init__(self) -> None:
+        _check_bool("LoadOptions", "verify", self.verify)
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
         _check_at_least("LoadOptions", "max_gap_bytes", self.max_gap_bytes, 0)
         _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, 8 * _MiB)
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
+
+
+def _check_bool(owner: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{owner}.{name} takes True or False, not {value!r}")
 
 
 def _check_at_least(owner: str, name: str, value: object, least: int) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError, CheckpointSaveError
 
@@ -87,7 +88,7 @@ class _Failure(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class _RankFailed(Exception):
+class _RankFailedError(Exception):
     """The coordinator read, in place of a rank's payload, that the rank failed; carries the error to raise."""
 
     def __init__(self, error: CheckpointError) -> None:
@@ -101,7 +102,7 @@ _PAYLOAD, _FAILURE = b"+", b"-"
 class GroupRanks:
     """The ranks of a process group. Messages go up (rank to coordinator) and down, each under a numbered key."""
 
-    def __init__(self, store: dist.Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
         self.rank = rank
         self.name = names[rank]
         self.num_ranks = len(names)
@@ -120,10 +121,10 @@ class GroupRanks:
         number, self._num_up = self._num_up, self._num_up + 1
         others = range(1, self.num_ranks)
         self._wait([self._up_key(number, rank) for rank in others], others, self._timeout_s)
-        messages = [self._store.get(self._up_key(number, rank)) for rank in others]
+        messages: list[bytes] = [self._store.get(self._up_key(number, rank)) for rank in others]
         failures = [message for message in messages if message[:1] == _FAILURE]
         if failures:
-            raise _RankFailed(_merge(list(map(_decode_failure, failures))))
+            raise _RankFailedError(_merge(list(map(_decode_failure, failures))))
         for rank in others:
             self._store.delete_key(self._up_key(number, rank))
         return [payload, *(message[1:] for message in messages)]
@@ -139,7 +140,7 @@ class GroupRanks:
             return self._receive_down(str(self.rank))
         for rank in range(1, self.num_ranks):
             key = self._down_key(self._num_down, str(rank))
-            self._store.set(key, payloads[rank])
+            self._put(key, payloads[rank])
             self._sent_down.append(key)
         self._send_down(_PAYLOAD)
         return payloads[COORDINATOR]
@@ -152,7 +153,7 @@ class GroupRanks:
         try:
             while True:  # messages that were under way come first
                 self._receive_down("all")
-        except _RankFailed as verdict:
+        except _RankFailedError as verdict:
             return verdict.error if verdict.error.kind != "rank_missing" else error
         except CheckpointError:
             return error  # the coordinator is gone as well; what is known here says more
@@ -169,24 +170,27 @@ class GroupRanks:
             self._store.delete_key(key)
 
     def _send_up(self, message: bytes) -> None:
-        self._store.set(self._up_key(self._num_up, self.rank), message)
+        self._put(self._up_key(self._num_up, self.rank), message)
         self._num_up += 1
 
     def _send_down(self, message: bytes) -> None:
         key = self._down_key(self._num_down, "all")
-        self._store.set(key, message)
+        self._put(key, message)
         self._sent_down.append(key)
         self._num_down += 1
+
+    def _put(self, key: str, message: bytes) -> None:
+        self._store.set(key, message)  # type: ignore[arg-type]  # declared for str; takes and gives back bytes
 
     def _receive_down(self, reader: str) -> bytes:
         number = self._num_down
         key = self._down_key(number, "all")
         self._wait([key], [COORDINATOR], self._timeout_s + _VERDICT_GRACE_S)
         self._num_down += 1
-        message = self._store.get(key)
+        message: bytes = self._store.get(key)
         if message[:1] == _FAILURE:
-            raise _RankFailed(_decode_failure(message))
-        return message[1:] if reader == "all" else self._store.get(self._down_key(number, reader))
+            raise _RankFailedError(_decode_failure(message))
+        return message[1:] if reader == "all" else bytes(self._store.get(self._down_key(number, reader)))
 
     def _wait(self, keys: Sequence[str], ranks: Sequence[int], timeout_s: float) -> None:
         if not keys or _poll(lambda: self._store.check(list(keys)), time.monotonic() + timeout_s):
@@ -216,7 +220,7 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float) -> Ran
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return SoleRank()
     group = process_group if process_group is not None else dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(group, dist.ProcessGroup):  # what new_group gives to those who are not in the group
         raise CheckpointError(
             "this process is not in the process_group that it passes: call save and load on its members only",
             kind="rank_missing",
@@ -227,12 +231,12 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float) -> Ran
     store = _group_store(group)
     # Counted in the store, so that no state is kept here: the number of calls that this rank has made on the group.
     call = store.add(f"bytecheckpoint/calls/{rank}", 1)
-    return GroupRanks(dist.PrefixStore(f"bytecheckpoint/{call}", store), rank, names, timeout_s)
+    return GroupRanks(PrefixStore(f"bytecheckpoint/{call}", store), rank, names, timeout_s)
 
 
-def _group_store(group: dist.ProcessGroup) -> dist.Store:
+def _group_store(group: dist.ProcessGroup) -> Store:
     """The store under a process group. torch has no public way to it, and its collectives are not ours to use."""
-    store: dist.Store = dist.distributed_c10d._get_process_group_store(group)  # type: ignore[attr-defined]
+    store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store
 
 
@@ -244,7 +248,7 @@ def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
     """
     try:
         yield
-    except _RankFailed as failure:
+    except _RankFailedError as failure:
         raise (ranks.fail(failure.error) if ranks.rank == COORDINATOR else failure.error) from None
     except CheckpointError as error:
         raise ranks.fail(_located(error, ranks, about)) from error
@@ -281,9 +285,7 @@ def _wrapped(error: Exception, ranks: Ranks, what: str, about: Subject) -> Check
     cls = CheckpointSaveError if about.is_save else CheckpointError
     where = f" on rank {ranks.name} ({socket.gethostname()})" if ranks.num_ranks > 1 else ""
     message = f"{what} failed{where}: {type(error).__name__}: {error}"
-    return cls(
-        _sentences(message, about), kind="rank_failed", path=about.path, step=about.step, ranks=(ranks.name,)
-    )
+    return cls(_sentences(message, about), kind="rank_failed", path=about.path, step=about.step, ranks=(ranks.name,))
 
 
 def _sentences(message: str, about: Subject) -> str:

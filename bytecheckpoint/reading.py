@@ -71,14 +71,16 @@ class Source:
             byte_offset=fetch.byte_offset,
             byte_length=fetch.byte_length,
             target=memory,
-            place=partial(_place_all, fetch, targets, memory is not None),
+            place=partial(_place_all, fetch, targets) if memory is None else _leave,
             wanted_by=partial(_names, fetch, stored_fqns),
         )
 
 
-def _place_all(fetch: Fetch, targets: Sequence[Target], is_in_place: bool, content: memoryview) -> None:
-    if is_in_place:
-        return
+def _leave(content: memoryview) -> None:
+    """The bytes were read into their target."""
+
+
+def _place_all(fetch: Fetch, targets: Sequence[Target], content: memoryview) -> None:
     for part in fetch.parts:
         place(part, content, fetch.byte_offset, targets)
 

@@ -49,7 +49,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The live memory of a flat tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def _copier(tensor: torch.Tensor) -> Callable[[], memoryview]:
 def detach_image(image: Image) -> Image:
     """The same image with its bytes in memory of its own, so that the tensors may change."""
     staged = torch.empty(image.byte_length, dtype=torch.uint8)
-    buffer = memoryview(staged.numpy())
+    buffer = staged.numpy().data
     position = 0
     for piece in image.pieces:
         buffer[position : position + piece.byte_length] = piece.load()
@@ -116,9 +116,9 @@ def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
     for device, indices in by_device.items():
         flat = [_raw(shards[index].tensor) for index in indices]
         if device.type != "cpu":  # one transfer for all
-            flat = list(torch.cat(flat).cpu().split([tensor.numel() for tensor in flat]))
+            flat = list(torch.split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat]))
         for index, tensor in zip(indices, flat, strict=True):
-            digests[index] = xxhash.xxh3_64_intdigest(memoryview(tensor.numpy()))
+            digests[index] = xxhash.xxh3_64_intdigest(tensor.numpy().data)
     return digests
 
 

@@ -17,7 +17,7 @@ import msgspec
 from bytecheckpoint.agreement import Agreed, build_manifest, encode_report
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manifest import encode_manifest
+from bytecheckpoint.manifest import decode_manifest, encode_manifest
 from bytecheckpoint.planner.file_plan import PlacedChunk
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, together
 from bytecheckpoint.storage import layout
@@ -119,6 +119,7 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
         if ranks.rank == COORDINATOR:
             manifest = build_manifest(saving.agreed, reports, step=about.step, metadata=saving.metadata)
             content = encode_manifest(manifest)
+            decode_manifest(content)  # what no reader would accept is never committed
             facts = msgspec.msgpack.encode(describe_checkpoint(manifest, path=saving.path, seconds={}))
         undo.pop_all()
 

@@ -12,16 +12,16 @@ import time
 from pathlib import Path
 
 from demo_report import Claim, plot_losses, print_claims, print_losses, show_checkpoint
-from demo_runs import Run, RunFailed, Schedule
+from demo_runs import Run, RunError, Schedule
 from rich.console import Console
 
 import bytecheckpoint as bcp
 
-SCHEDULE = Schedule(steps=60, save_every=20, timeout_s=180)
+SCHEDULE = Schedule(steps=60, save_every=20, timeout_s=300)
 KILL_AT = 47
 """A step after the last save, so that work is lost with the processes."""
 
-LOSS_TOLERANCE = 1e-3
+LOSS_TOLERANCE = 1e-4
 """In nats per byte. Another layout adds the same numbers in another order, and training amplifies the difference."""
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     started = time.monotonic()
     try:
         claims = run_demo(out, console)
-    except (RunFailed, bcp.CheckpointError) as error:
+    except (RunError, bcp.CheckpointError) as error:
         console.print(f"FAIL: {error}", style="bold red", markup=False)
         return 1
     console.rule("Claims")
@@ -61,7 +61,8 @@ def run_demo(out: Path, console: Console) -> list[Claim]:
     reference.finish(SCHEDULE, console)
 
     console.rule("2. The same run, killed")
-    console.print(f"SIGKILL hits all of its processes at once at step {KILL_AT}, {KILL_AT % SCHEDULE.save_every} steps after a save.")
+    num_lost = KILL_AT % SCHEDULE.save_every
+    console.print(f"SIGKILL hits all of its processes at once at step {KILL_AT}, {num_lost} steps after a save.")
     killed.kill_at(KILL_AT, SCHEDULE, console)
     step = find_newest_step(killed, console)
 
@@ -82,7 +83,7 @@ def find_newest_step(killed: Run, console: Console) -> int:
     """The step of the newest committed checkpoint that the killed run left."""
     step, last = bcp.latest(killed.checkpoints), max(killed.losses)
     if step is None:
-        raise RunFailed(f"no checkpoint was committed before the kill at step {last}")
+        raise RunError(f"no checkpoint was committed before the kill at step {last}")
     console.print(
         f"All dead after step {last}. The newest committed checkpoint is that of step {step}: {last - step} steps must "
         "be done again, and nobody could tidy up."
@@ -116,8 +117,9 @@ def same_losses(text: str, run: Run, reference: Run, *, first: int) -> Claim:
 
 def same_state(text: str, found: dict[str, str], expected: dict[str, str]) -> Claim:
     differing = sorted(fqn for fqn in found.keys() | expected.keys() if found.get(fqn) != expected.get(fqn))
-    evidence = f"{len(differing)} differ, among them {differing[:3]}" if differing else f"{len(found)} tensors, by sha256"
-    return Claim(text, bool(found) and not differing, evidence)
+    if differing:
+        return Claim(text, is_true=False, evidence=f"{len(differing)} differ, among them {differing[:3]}")
+    return Claim(text, is_true=bool(found), evidence=f"{len(found)} tensors, by sha256")
 
 
 def close_losses(run: Run, reference: Run, *, first: int) -> Claim:

@@ -25,9 +25,9 @@ class Claim(NamedTuple):
 
 
 def print_losses(console: Console, runs: Sequence[Run], *, resumed_at: int) -> None:
-    """A row a step, a column a run. Losses that are bit for bit those of the first run are green."""
+    """A row a step, a column a run. A sign says which losses are bit for bit those of the first run."""
     reference = runs[0].losses
-    table = Table(title="Loss by step, in nats per byte; green: bit-identical to the reference")
+    table = Table(title="Loss by step, in nats per byte; = is bit-identical to the reference")
     table.add_column("step", justify="right")
     for run in runs:
         table.add_column(f"{run.name}\n{run.title}", justify="right")
@@ -42,7 +42,7 @@ def print_losses(console: Console, runs: Sequence[Run], *, resumed_at: int) -> N
 def _cell(loss: float | None, expected: float) -> str:
     if loss is None:
         return ""
-    return f"[green]{loss:.8f}[/green]" if loss == expected else f"{loss:.8f}"
+    return f"[green]{loss:.7f} =[/green]" if loss == expected else f"{loss:.7f}  "
 
 
 def plot_losses(runs: Sequence[Run], *, resumed_at: int, path: Path) -> None:
@@ -75,4 +75,4 @@ def show_checkpoint(console: Console, checkpoint: str) -> bool:
 def print_claims(console: Console, claims: Sequence[Claim]) -> None:
     for claim in claims:
         verdict = "[bold green]PASS[/bold green]" if claim.is_true else "[bold red]FAIL[/bold red]"
-        console.print(f"{verdict}  {claim.text}: {claim.evidence}")
+        console.print(f"{verdict}  {claim.text}: {claim.evidence}", soft_wrap=True)

@@ -31,7 +31,7 @@ class Schedule(NamedTuple):
     """For one run; a run that takes longer is killed and the demo fails."""
 
 
-class RunFailed(Exception):
+class RunError(Exception):
     """A run ended otherwise than it should have."""
 
 
@@ -47,22 +47,22 @@ class Run:
         self._num_processes = num_processes
 
     def finish(self, schedule: Schedule, console: Console) -> None:
-        """Runs to the end. Raises RunFailed where the run fails or takes too long."""
+        """Runs to the end. Raises RunError where the run fails or takes too long."""
         with self._started(schedule) as process:
             for event in self._follow(process, schedule):
                 _show(event, console)
         if process.returncode != 0:
-            raise RunFailed(f"the run ended with exit code {process.returncode}. {self._output_tail()}")
+            raise RunError(f"the run ended with exit code {process.returncode}. {self._output_tail()}")
 
     def kill_at(self, step: int, schedule: Schedule, console: Console) -> None:
-        """Runs until the step is in the log, then kills every process. Raises RunFailed where it never comes."""
+        """Runs until the step is in the log, then kills every process. Raises RunError where it never comes."""
         with self._started(schedule) as process:
             for event in self._follow(process, schedule):
                 _show(event, console)
                 if event["event"] == "step" and event["step"] >= step:
                     self._kill(process)
                     return
-        raise RunFailed(f"the run ended before step {step}, at which it was to be killed. {self._output_tail()}")
+        raise RunError(f"the run ended before step {step}, at which it was to be killed. {self._output_tail()}")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in map(json.loads, self._lines()) if event["event"] == kind]
@@ -108,7 +108,7 @@ class Run:
             yield from map(json.loads, lines[num_seen:])
             num_seen = len(lines)
             if time.monotonic() > deadline:
-                raise RunFailed(f"the run took more than {schedule.timeout_s:.0f} s. {self._output_tail()}")
+                raise RunError(f"the run took more than {schedule.timeout_s:.0f} s. {self._output_tail()}")
             time.sleep(0.05)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
@@ -124,7 +124,7 @@ class Run:
     def _lines(self) -> list[str]:
         """The complete lines of the log."""
         log = self.folder / "log.jsonl"
-        return log.read_text().splitlines(keepends=False) if log.exists() else []
+        return log.read_text().split("\n")[:-1] if log.exists() else []
 
     def _output_tail(self) -> str:
         output = self.folder / "output.txt"

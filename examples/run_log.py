@@ -16,20 +16,17 @@ from torch.distributed.tensor import DTensor
 
 
 class RunLog:
-    """Appends events to a file, each flushed at once: a run that is killed leaves all that it did. Other ranks than 0
-    write nothing.
-    """
+    """Appends events to a file, each in one write: a run that is killed leaves whole lines. Only rank 0 writes."""
 
     def __init__(self, path: Path, *, rank: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8") if rank == 0 else None
+        self._file = path.open("ab", buffering=0) if rank == 0 else None
         self._started = time.perf_counter()
 
     def write(self, event: str, **values: Any) -> None:
         if self._file is not None:
             line = {"event": event, "at_s": round(time.perf_counter() - self._started, 3), **values}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            self._file.write(json.dumps(line).encode() + b"\n")
 
 
 def state_digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""Trains a small GPT on the source text of Python's standard library; may be killed at any time, and goes on where it
-was, on any number of processes and in any layout:
+"""Trains a small GPT on the source text of Python's standard library, and after a kill goes on from the last save.
+
+The next start may have another number of processes and another layout:
 
     torchrun --nproc-per-node 4 examples/train_gpt.py --layout fsdp --out run
     torchrun --nproc-per-node 2 examples/train_gpt.py --layout tp --out run
@@ -24,7 +25,6 @@ from gpt import GPT, draw_batch, read_corpus, shard_fsdp, shard_tensor_parallel
 from run_log import RunLog, state_digests
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import bytecheckpoint as bcp
 
@@ -48,7 +48,7 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
 
     if bcp.latest(args.out / "checkpoints") is not None:
         report = bcp.load(args.out / "checkpoints", state, exclude=foreign_streams(args, world_size))
-        log.write("loaded", step=report.step, load_s=report.seconds, **digests_if(args.digests, model, optimizer))
+        log.write("loaded", step=report.step, load_s=report.seconds, **logged_digests(args, model, optimizer))
 
     corpus = read_corpus()
     pending_save = None
@@ -69,10 +69,10 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
                 metadata={"layout": args.layout},
             )
             stall_s = time.perf_counter() - started
-            log.write("saving", step=progress["step"], stall_s=stall_s, **digests_if(args.digests, model, optimizer))
+            log.write("saving", step=progress["step"], stall_s=stall_s, **logged_digests(args, model, optimizer))
 
     if pending_save is not None:
-        info = pending_save.result()  # durable and committed, or an error: had an earlier save failed, save() had raised
+        info = pending_save.result()  # durable and committed, or an error; those of earlier saves were raised by save()
         log.write("finished", step=info.step, num_bytes=info.num_bytes)
 
 
@@ -164,8 +164,8 @@ def gather_pids(world_size: int) -> list[int]:
     return pids
 
 
-def digests_if(is_wanted: bool, model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"digests": state_digests(model, optimizer)} if is_wanted else {}
+def logged_digests(args: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"digests": state_digests(model, optimizer)} if args.digests else {}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -181,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--warmup-steps", type=int, default=10)
     return parser.parse_args()
 

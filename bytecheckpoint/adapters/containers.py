@@ -9,8 +9,18 @@ import torch
 
 from bytecheckpoint.adapters.plain_data import SMALL_TENSOR_BYTES, TensorRef, encode_plain, leaves, with_leaves
 from bytecheckpoint.adapters.stateful import TreeTarget
-from bytecheckpoint.adapters.stored import PER_RANK_NAME, Contents, Expectation, Problem, RankMissing, Scope, Stored, rank_missing
+from bytecheckpoint.adapters.stored import (
+    PER_RANK_NAME,
+    Contents,
+    Expectation,
+    Problem,
+    RankMissing,
+    Scope,
+    Stored,
+    rank_missing,
+)
 from bytecheckpoint.adapters.tensors import LocalShard, local_shards
+
 
 class PlainEntry:
     """Tensors and plain data in nested dicts, lists and tuples."""
@@ -20,7 +30,7 @@ class PlainEntry:
         self._value = value
         self._assign = assign
         self._adopted = TreeTarget()
-        self._may_differ = fqn.split(".")[0] == PER_RANK_NAME
+        self._may_differ = fqn.partition(".")[0] == PER_RANK_NAME
 
     def collect(self) -> Contents:
         shards: list[LocalShard] = []

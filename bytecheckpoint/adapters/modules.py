@@ -113,12 +113,11 @@ class ModuleEntry:
         owners: dict[object, str] = {}
         for module in self._modules:
             live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-            for name, tensor in module.state_dict(keep_vars=True).items():
+            for name, value in module.state_dict(keep_vars=True).items():
                 fqn = join_fqn(self.fqn, plain_name(name))
-                if not isinstance(tensor, torch.Tensor) or _is_extra_state(name):
+                if not isinstance(value, torch.Tensor) or _is_extra_state(name):
                     continue
-                if id(tensor) not in live:
-                    tensor = self._detached.setdefault(fqn, tensor)
+                tensor = value if id(value) in live else self._detached.setdefault(fqn, value)
                 if fqn in tensors and tensors[fqn] is not tensor:
                     advice = "give the stages of a pipeline the names that their layers have in the whole model"
                     raise unsupported(fqn, "the name of tensors in two modules of one list", advice)
@@ -136,7 +135,6 @@ class ModuleEntry:
             for name, value in module.state_dict(keep_vars=True).items()
             if _is_extra_state(name)
         }
-
 
     def _extra_fqns(self) -> list[str]:
         return [join_fqn(self.fqn, name) for name in self._extra_states()]
@@ -183,7 +181,7 @@ def materialise(fqn: str, module: torch.nn.Module) -> None:
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        module._apply(allocate)
+        module._apply(allocate)  # type: ignore[no-untyped-call]
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
     left = [name for name, buffer in module.named_buffers() if buffer.is_meta]

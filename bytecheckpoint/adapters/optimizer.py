@@ -8,7 +8,7 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -45,14 +45,14 @@ class OptimizerEntry:
                 self._names[id(parameter)] = prefix + name
                 self._module_fqns[prefix + name] = f"{entry.fqn}.{name}"
             self._other_names |= {prefix + other: prefix + name for other, name in entry.tied_names().items()}
-        for parameter, own_name in self._parameters():
-            if id(parameter) not in self._names and own_name is None:
+        for tensor, own_name in self._parameters():
+            if id(tensor) not in self._names and own_name is None:
                 raise unsupported(
                     self.fqn,
-                    f"an optimizer with a parameter of shape {list(parameter.shape)} that no module of the state has",
+                    f"an optimizer with a parameter of shape {list(tensor.shape)} that no module of the state has",
                     "pass the model beside it, or build the optimizer from model.named_parameters()",
                 )
-            self._names.setdefault(id(parameter), plain_name(own_name or ""))
+            self._names.setdefault(id(tensor), plain_name(own_name or ""))
 
     def collect(self) -> Contents:
         shards: list[LocalShard] = []
@@ -64,10 +64,7 @@ class OptimizerEntry:
                     tree["state"][name] = plain
             tree["groups"] |= self._groups(optimizer)
 
-        def on_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor  # hyperparameters, such as a learning rate
-
-        encoded = encode_plain(tree, self.fqn, on_tensor)
+        encoded = encode_plain(tree, self.fqn, lambda _, tensor: tensor)  # a learning rate may be one
         return Contents(shards, {shard.fqn for shard in shards}, {self.fqn: ("shared", encoded)})
 
     def _collect_state(self, name: str, state: Mapping[str, Any], shards: list[LocalShard]) -> dict[str, Any]:
@@ -138,11 +135,16 @@ class OptimizerEntry:
         found = _StoredOptimizer(self.fqn, tree, stored, self._all_names(stored), self._module_fqns)
         for optimizer in self._optimizers:
             for parameter, name in self._named(optimizer):
-                for key, (fqn, tensor) in found.states_of(name).items():
-                    if "." in key:
-                        self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
-                    elif not isinstance(optimizer.state[parameter].get(key), torch.Tensor):
-                        optimizer.state[parameter][key] = _new_state(optimizer, parameter, tensor, None)
+                self._prepare_state(optimizer, parameter, found.states_of(name))
+
+    def _prepare_state(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, states: Mapping[str, tuple[str, StoredTensor]]
+    ) -> None:
+        for key, (fqn, tensor) in states.items():
+            if "." in key:
+                self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
+            elif not isinstance(optimizer.state[parameter].get(key), torch.Tensor):
+                optimizer.state[parameter][key] = _new_state(optimizer, parameter, tensor, None)
 
     def finish(self, stored: Stored) -> None:
         tree = stored.trees.get(self.fqn)
@@ -265,7 +267,7 @@ class _StoredOptimizer:
         return next((new.removeprefix(prefix) for prefix, new in renamed if new != prefix + name), name)
 
 
-def _is_optimizer_tree(tree: Any) -> bool:
+def _is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(tree, dict) and {"state", "groups"} <= tree.keys()
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.tensors import dtype_name, torch_dtype, unsupported
+from bytecheckpoint.adapters.tensors import check_dense, check_has_memory, dtype_name, torch_dtype, unsupported
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 
@@ -53,8 +53,10 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
     if depth == 0:
         raise unsupported(fqn, f"nested more than {MAX_DEPTH} deep", "flatten it")
     kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
+    if value is None or kind in (bool, float, bytes):
         return value
+    if kind is str:
+        return _checked_text(value, fqn)
     if kind is int:
         return value if value in _INT64 else _ext(_BIG_INT, str(value))
     if isinstance(value, torch.Tensor):
@@ -72,12 +74,24 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
 
 def _dict_to_wire(value: Mapping[Any, Any], fqn: str, on_tensor: TensorHook, depth: int) -> Any:
     for key in value:
-        if type(key) not in (str, int):
-            raise unsupported(fqn, f"a dict with a key of type {type(key).__name__}, {key!r}", "use str or int keys")
+        check_key(key, fqn)
     pairs = [(key, _to_wire(item, join_fqn(fqn, key), on_tensor, depth - 1)) for key, item in value.items()]
     if isinstance(value, OrderedDict | Counter):
         return _ext(_ORDERED if isinstance(value, OrderedDict) else _COUNTER, pairs)
     return dict(pairs) if all(type(key) is str for key in value) else _ext(_PAIRS, pairs)
+
+
+def check_key(key: object, fqn: str) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a key, in the dict of this FQN, that no FQN can hold."""
+    if type(key) not in (str, int):
+        raise unsupported(fqn, f"a dict with a key of type {type(key).__name__}, {key!r}", "use str or int keys")
+    _checked_text(str(key), f"{fqn}, in its key {key!r},")
+
+
+def _checked_text(text: str, fqn: str) -> str:
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise unsupported(fqn, "text with half a surrogate pair", "encode it as bytes with errors='surrogateescape'")
+    return text
 
 
 def _leaf_to_wire(value: Any, fqn: str) -> Any:
@@ -100,8 +114,8 @@ def _leaf_to_wire(value: Any, fqn: str) -> Any:
 
 
 def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Any:
-    if dtype_name(tensor.dtype) not in DTYPE_ITEMSIZES:
-        raise unsupported(fqn, f"a tensor of dtype {tensor.dtype}", "save its integer values and scales")
+    check_dense(fqn, tensor)
+    check_has_memory(fqn, tensor)
     host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     content = host.reshape(-1).view(torch.uint8).numpy().tobytes()
     return _ext(_TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), content])

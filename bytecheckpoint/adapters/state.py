@@ -12,11 +12,10 @@ import torch
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.plain_data import join_fqn
+from bytecheckpoint.adapters.plain_data import check_key, join_fqn
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
-from bytecheckpoint.adapters.tensors import unsupported
-
+from bytecheckpoint.adapters.tensors import check_has_memory, unsupported
 
 FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor")
 """What `framework` may be. They share one adapter, because all of them are torch tensors that say how they lie; FSDP1's
@@ -56,7 +55,9 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     for entry in entries:
         if isinstance(entry, OptimizerEntry):
             entry.name_parameters(modules)
-    return sorted(entries, key=lambda entry: (not isinstance(entry, ModuleEntry), not isinstance(entry, OptimizerEntry)))
+    return sorted(
+        entries, key=lambda entry: (not isinstance(entry, ModuleEntry), not isinstance(entry, OptimizerEntry))
+    )
 
 
 def collect_all(entries: list[Entry]) -> list[Contents]:
@@ -68,6 +69,8 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
     collected = []
     for entry in entries:
         contents = entry.collect()
+        for shard in contents.shards:
+            check_has_memory(shard.fqn, shard.tensor)
         for name in contents.names:
             if owners.setdefault(name, entry.fqn) != entry.fqn:
                 advice = f"rename one: {owners[name]!r} and {entry.fqn!r} in the state both come to it"
@@ -78,8 +81,7 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
 
 def _walk(container: Any, fqn: str) -> Iterator[Entry]:
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-        if type(key) not in (str, int):
-            raise unsupported(fqn or "the state", f"a dict with the key {key!r}", "use str or int keys")
+        check_key(key, fqn or "the state")
         child = join_fqn(fqn, key)
         if _is_special(value):
             yield _special_entry(value, child)

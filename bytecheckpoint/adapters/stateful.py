@@ -7,7 +7,7 @@ any of it yet. Tensors that the object shows are loaded in place, others are cre
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from bytecheckpoint.adapters.stored import (
 from bytecheckpoint.adapters.tensors import LocalShard, local_shards
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """Anything that gives out its state and takes it back."""
 
@@ -35,7 +34,9 @@ class Stateful(Protocol):
 
 def is_stateful(value: Any) -> bool:
     """Whether an object, which is no tensor or container, brings its own state_dict and load_state_dict."""
-    return isinstance(value, Stateful) and not isinstance(value, type | dict | torch.Tensor)
+    if isinstance(value, type | dict | torch.Tensor):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 class RankLocal:
@@ -126,9 +127,7 @@ class StatefulEntry:
         shards = self._target.shards(tree, self.fqn, self._current, stored)
         known = {shard.fqn for shard in shards}
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
-        problems = [
-            Problem("missing_key", name, f"{name}: not in the checkpoint") for name in own if name not in known
-        ]
+        problems = [Problem("missing_key", name, f"{name}: not in the checkpoint") for name in own if name not in known]
         return Expectation(shards, set(map(stored.rename, leaves(tree, self.fqn))), problems)
 
     def prepare(self, stored: Stored) -> None:

@@ -124,7 +124,8 @@ class Stored:
     @cached_property
     def plain(self) -> dict[str, Any]:
         """The leaves of all plain data by state FQN. Those that differ between ranks and were saved by no rank of
-        this number are `RankMissing`."""
+        this number are `RankMissing`.
+        """
         return {self.rename(fqn): value for fqn, value in self._tree_leaves.items() if self.takes(fqn)}
 
     def tree_at(self, fqn: str) -> Any:

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -69,6 +69,12 @@ def check_dense(fqn: str, tensor: torch.Tensor) -> None:
     ):
         name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         raise unsupported(fqn, f"a tensor subclass, {name}", "save the plain tensors that it is made of")
+
+
+def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        advice = "give it values first: load a checkpoint into it, or call to_empty() and initialise it"
+        raise unsupported(fqn, "a tensor on the meta device, which has no values", advice)
 
 
 def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:

@@ -47,9 +47,7 @@ def lay_out_files(
         if not files or (files[-1] and end + byte_length > max_file_bytes):
             files.append([])
             end = 0
-        files[-1].append(
-            PlacedChunk(write.offer, offer.fqn, offer.dtype, offer.shape, write.region, end, byte_length)
-        )
+        files[-1].append(PlacedChunk(write.offer, offer.fqn, offer.dtype, offer.shape, write.region, end, byte_length))
         end += byte_length
     return [tuple(file) for file in files]
 

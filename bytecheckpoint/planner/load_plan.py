@@ -57,7 +57,9 @@ def plan_load(
             if common is None:
                 continue
             num_covered += common.numel
-            parts = _parts(index, want, chunk, common, itemsize(record.dtype), max_fetch_bytes)
+            parts = _parts(
+                index, want, chunk, common, item_bytes=itemsize(record.dtype), max_fetch_bytes=max_fetch_bytes
+            )
             parts_by_file.setdefault(chunk.file, []).extend(parts)
         if num_covered < want.region.numel:
             uncovered.append(_describe_hole(want, chunks_by_fqn[want.fqn]))
@@ -96,7 +98,7 @@ def _describe_hole(want: Want, chunks: Sequence[Chunk]) -> str:
 
 
 def _parts(
-    index: int, want: Want, chunk: Chunk, common: Region, item_bytes: int, max_fetch_bytes: int
+    index: int, want: Want, chunk: Chunk, common: Region, *, item_bytes: int, max_fetch_bytes: int
 ) -> list[Part]:
     """The wanted part of one chunk, in pieces that a fetch can hold."""
     first, last = flat_span(common, chunk.region)

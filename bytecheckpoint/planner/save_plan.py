@@ -112,16 +112,15 @@ def _collect(offers: Sequence[Sequence[Offer]], aliases: Mapping[str, str]) -> d
                 first_ranks[offer.fqn] = rank
             if (tensor.dtype, tensor.shape) != (offer.dtype, offer.shape):
                 first = first_ranks[offer.fqn]
-                conflicts[offer.fqn] = (
-                    f"{offer.fqn}: {tensor.dtype}{list(tensor.shape)} on rank {first}, "
-                    f"{offer.dtype}{list(offer.shape)} on rank {rank}",
-                    (first, rank),
-                )
+                here = f"{offer.dtype}{list(offer.shape)} on rank {rank}"
+                text = f"{offer.fqn}: {tensor.dtype}{list(tensor.shape)} on rank {first}, {here}"
+                conflicts[offer.fqn] = text, (first, rank)
             tensor.holders.setdefault(offer.region, []).append(_Holder(rank, index))
     if conflicts:
         raise CheckpointMismatchError(
             f"ranks disagree about {len(conflicts)} tensors; nothing was written. Give each its own FQN, or the same "
-            "global shape and dtype on every rank, and save again:\n" + _first([text for text, _ in conflicts.values()]),
+            "global shape and dtype on every rank, and save again:\n"
+            + _first([text for text, _ in conflicts.values()]),
             kind="conflict",
             ranks=tuple(sorted({rank for _, ranks in conflicts.values() for rank in ranks})),
         )
@@ -209,7 +208,9 @@ def _share_out(
     level = _level(sorted(loads[rank] for rank in ranks), sum(candidate.byte_length for candidate in candidates))
     heap = [(loads[rank], rank) for rank in ranks]
     heapq.heapify(heap)
-    for candidate in sorted(candidates, key=lambda candidate: (-candidate.byte_length, candidate.fqn, candidate.region)):
+    for candidate in sorted(
+        candidates, key=lambda candidate: (-candidate.byte_length, candidate.fqn, candidate.region)
+    ):
         left: Region | None = candidate.region
         while left is not None:
             load, rank = heap[0]

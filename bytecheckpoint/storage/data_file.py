@@ -105,17 +105,20 @@ def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -
     quote = json.encoder.encode_basestring_ascii
     fields = [f"{quote(_METADATA)}:{json.dumps(dict(metadata))}"] if metadata else []
     names = {_METADATA}
+    described: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # few shapes, many chunks
     start = 0
     for name, dtype, shape, byte_length in entries:
         unique = name
         while unique in names:
             unique += "_"
         names.add(unique)
-        stored, num_bytes = _describe(dtype, tuple(shape))
+        kind = (dtype, tuple(shape))
+        stored, num_bytes = described.get(kind) or described.setdefault(kind, _describe(*kind))
         if num_bytes != byte_length:
             raise ValueError(f"{name}: shape {tuple(shape)} of {dtype} takes {num_bytes} bytes, not {byte_length}")
-        fields.append(f'{quote(unique)}:{{{stored},"data_offsets":[{start},{start + byte_length}]}}')
-        start += byte_length
+        end = start + byte_length
+        fields.append(f'{quote(unique)}:{{{stored},"data_offsets":[{start},{end}]}}')
+        start = end
     return _pad(("{" + ",".join(fields) + "}").encode("ascii"))
 
 

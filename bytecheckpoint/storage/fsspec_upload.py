@@ -52,10 +52,11 @@ class Upload:
         self._digest = xxhash.xxh3_128()
 
     def pieces(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
+        """The bytes of the blocks in order, at most _CALL_BYTES at a time."""
         for block in blocks:
             for piece in load_pieces(block):
                 self._digest.update(piece)
-                yield piece
+                yield from (piece[start : start + _CALL_BYTES] for start in range(0, piece.nbytes, _CALL_BYTES))
 
     def is_at(self, fs: Any) -> bool:
         """Whether the backend has exactly the bytes that were sent. Raises what the backend raises."""
@@ -93,10 +94,8 @@ def _fill(file: Any, upload: Upload, blocks: Sequence[Block], calling: Calling, 
     """Writes and closes an open file; where anything fails, what it has is not published."""
     try:
         for piece in upload.pieces(blocks):
-            parts = [piece[start : start + _CALL_BYTES] for start in range(0, piece.nbytes, _CALL_BYTES)]
             with calling():
-                for part in parts:
-                    file.write(part)
+                file.write(piece)
         with calling(may_be_done=closing_publishes):
             file.close()
     except BaseException:

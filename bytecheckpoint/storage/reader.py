@@ -97,8 +97,10 @@ class _Checks:
 
     def __init__(self, file: DataFile) -> None:
         ends = accumulate(file.extent_lengths)
-        self._extents = {end - length: (length, digest) for end, length, digest in
-                         zip(ends, file.extent_lengths, file.extent_digests, strict=True)}
+        self._extents = {
+            end - length: (length, digest)
+            for end, length, digest in zip(ends, file.extent_lengths, file.extent_digests, strict=True)
+        }
 
     def check(self, read: Read, buffer: memoryview) -> None:
         """Compares every extent in the buffer, which holds whole extents, unless the file has no checksums."""

@@ -45,36 +45,36 @@ def write_image(store: Store, name: str, image: Image) -> DataFile:
     digests = [0] * len(image.extent_lengths)
     starts = [0, *accumulate(piece.byte_length for piece in image.pieces)]
     blocks = [
-        Block(byte_offset, byte_length, _loader(image, starts, byte_offset, first, count, digests))
-        for byte_offset, byte_length, first, count in _blocks(image.extent_lengths)
+        Block(byte_offset, byte_length, _loader(image, starts, digests, byte_offset=byte_offset, extents=extents))
+        for byte_offset, byte_length, extents in _blocks(image.extent_lengths)
     ]
     store.write(name, blocks, replace=False)
     return DataFile(image.name, image.byte_length, tuple(image.extent_lengths), tuple(digests))
 
 
-def _blocks(extent_lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Byte offset, byte length, first extent and number of extents of each block: whole extents, about BLOCK_BYTES."""
+def _blocks(extent_lengths: Sequence[int]) -> list[tuple[int, int, range]]:
+    """Byte offset, byte length and numbers of the extents of each block: whole extents, about BLOCK_BYTES."""
     blocks = []
     offset = length = first = 0
     for index, extent_length in enumerate(extent_lengths):
         if length and length + extent_length > BLOCK_BYTES:
-            blocks.append((offset, length, first, index - first))
+            blocks.append((offset, length, range(first, index)))
             offset, length, first = offset + length, 0, index
         length += extent_length
     if length:
-        blocks.append((offset, length, first, len(extent_lengths) - first))
+        blocks.append((offset, length, range(first, len(extent_lengths))))
     return blocks
 
 
 def _loader(
-    image: Image, starts: Sequence[int], byte_offset: int, first: int, count: int, digests: list[int]
+    image: Image, starts: Sequence[int], digests: list[int], *, byte_offset: int, extents: range
 ) -> Callable[[], Sequence[memoryview]]:
     """Gives a block's bytes and leaves the digests of its extents in `digests`."""
 
     def load() -> Sequence[memoryview]:
         parts: list[memoryview] = []
         position = byte_offset
-        for extent in range(first, first + count):
+        for extent in extents:
             of_extent = _slices(image.pieces, starts, position, image.extent_lengths[extent])
             digests[extent] = _digest(of_extent)
             parts += of_extent

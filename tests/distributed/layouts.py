@@ -130,11 +130,11 @@ class Builder:
             plan |= {name: ColwiseParallel() for name in ("embedding", "head") if hasattr(model, name)}
         parallelize_module(model, self._mesh_of("tp"), plan)
         if self._tied:
-            model.head.weight = model.embedding.weight  # type: ignore[union-attr]  # sharding made a new parameter
+            model.head.weight = model.embedding.weight  # sharding made a new parameter
 
     def _shard_fully(self, model: nn.Module) -> None:
         mesh = self._mesh_of(*(axis for axis in ("replicate", "shard") if axis in self._axes))
-        for block in model.layers.values():  # type: ignore[union-attr,operator]
+        for block in model.layers.values():
             fully_shard(block, mesh=mesh, shard_placement_fn=_by_columns if "replicate" in self._axes else None)
         fully_shard(model, mesh=mesh)
 

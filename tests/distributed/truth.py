@@ -112,4 +112,4 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     cls: type[torch.optim.Optimizer] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
-    return cls(groups, **HYPERPARAMETERS[name])  # type: ignore[arg-type]
+    return cls(groups, **HYPERPARAMETERS[name])

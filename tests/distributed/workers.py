@@ -179,7 +179,7 @@ class WorkerPool:
         waiting = {self._workers[rank].connection: rank for rank in range(world_size)}
         while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
             for connection in ready:
-                rank = waiting.pop(connection)  # type: ignore[call-overload]
+                rank = waiting.pop(connection)
                 outcomes[rank] = self._receive(rank)
         for rank in waiting.values():
             stacks = self._workers.pop(rank).dump_and_kill()
@@ -316,7 +316,7 @@ class _Call:
         found: Any = importlib.import_module(self.module)
         for name in self.qualname.split("."):
             found = getattr(found, name)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ def _run_call(rank: int, call: _Call) -> Any:
         _join_group(rank, call.group)
     with warnings.catch_warnings():
         warnings.filters[:] = list(call.filters)
-        warnings._filters_mutated()  # type: ignore[attr-defined]
+        warnings._filters_mutated()
         return function(rank, call.world_size, *call.args)
 
 

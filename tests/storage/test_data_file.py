@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from contextlib import suppress
 
 import pytest
@@ -114,15 +113,6 @@ def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
     with pytest.raises(UnsafeCheckpointError) as caught:
         encode_header([HeaderEntry("a" * 10_000, "uint8", (1,), 1)], {})
     assert caught.value.kind == "limits_exceeded"
-
-
-def test_many_entries_take_no_time_that_matters():
-    entries = [
-        HeaderEntry(f"model.layers.{at}.mlp.up.weight[0:1,0:64]", "float32", (1, 64), 256) for at in range(20_000)
-    ]
-    start = time.process_time()
-    encode_header(entries, {})
-    assert time.process_time() - start < 1  # a tenth of a second at most; room for a busy machine
 
 
 def _header(text, *, length=None):
