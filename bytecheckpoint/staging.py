@@ -68,7 +68,7 @@ def image_of(name: str, chunks: Sequence[PlacedChunk], shards: Sequence[LocalSha
     pieces = [Piece(len(header), lambda: memoryview(header))]
     for chunk in chunks:
         pieces += _pieces(view_region(shards[chunk.offer], chunk.region))
-    return Image(name, pieces, cut_extents(len(header), [chunk.byte_length for chunk in chunks]))
+    return Image(name, len(header), pieces, cut_extents(len(header), [chunk.byte_length for chunk in chunks]))
 
 
 def _header_entry(chunk: PlacedChunk) -> HeaderEntry:

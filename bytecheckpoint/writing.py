@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bytecheckpoint.agreement import Agreed, build_manifest, encode_report
-from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointSaveError,
+    StorageError,
+)
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manifest import decode_manifest, encode_manifest
+from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest
 from bytecheckpoint.planner.file_plan import PlacedChunk
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, together
 from bytecheckpoint.storage import layout
@@ -113,13 +119,12 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
         names = [join_name(saving.folder, image.name) for image in saving.images]
         written = [write_image(saving.store, *item) for item in zip(names, saving.images, strict=True)]
         clock.lap("write")
-        data_starts = [image.pieces[0].byte_length for image in saving.images]
+        data_starts = [image.data_start for image in saving.images]
         reports = ranks.gather(encode_report(list(zip(saving.files, data_starts, written, strict=True))))
         facts = content = b""
         if ranks.rank == COORDINATOR:
             manifest = build_manifest(saving.agreed, reports, step=about.step, metadata=saving.metadata)
-            content = encode_manifest(manifest)
-            decode_manifest(content)  # what no reader would accept is never committed
+            content = _encode_checked(manifest)
             facts = msgspec.msgpack.encode(describe_checkpoint(manifest, path=saving.path, seconds={}))
         undo.pop_all()
 
@@ -135,6 +140,20 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
     if ranks.rank == COORDINATOR:
         logger.info("committed %s in %.2f s", saving.path, clock.total())
     return replace(info, seconds=clock.seconds)
+
+
+def _encode_checked(manifest: Manifest) -> bytes:
+    """The encoded manifest, which every reader will accept: what none would is never committed."""
+    content = encode_manifest(manifest)
+    try:
+        decode_manifest(content)
+    except CheckpointCorruptError as error:
+        raise CheckpointSaveError(
+            f"what the ranks report to have written makes no checkpoint: {error.message}. Nothing was committed: this "
+            "is a bug, please report it",
+            kind="storage",
+        ) from error
+    return content
 
 
 def _commit(saving: Saving, content: bytes) -> None:

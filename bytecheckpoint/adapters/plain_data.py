@@ -81,6 +81,12 @@ def _dict_to_wire(value: Mapping[Any, Any], fqn: str, on_tensor: TensorHook, dep
     return dict(pairs) if all(type(key) is str for key in value) else _ext(_PAIRS, pairs)
 
 
+def fits_inline(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is small and whole, and may travel with the plain data around it."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+    return is_plain and tensor.layout is torch.strided and tensor.nbytes <= SMALL_TENSOR_BYTES
+
+
 def check_key(key: object, fqn: str) -> None:
     """Raises CheckpointSaveError (unsupported_value) for a key, in the dict of this FQN, that no FQN can hold."""
     if type(key) not in (str, int):

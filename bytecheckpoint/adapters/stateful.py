@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bytecheckpoint.adapters.plain_data import SMALL_TENSOR_BYTES, TensorRef, encode_plain, leaves, with_leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, fits_inline, leaves, with_leaves
 from bytecheckpoint.adapters.stored import (
     Contents,
     Expectation,
@@ -154,7 +154,7 @@ class RankLocalEntry:
         names: set[str] = {self.fqn}
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-            if tensor.nbytes <= SMALL_TENSOR_BYTES and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            if fits_inline(tensor):
                 return tensor
             name = f"{fqn}@{self._rank()}"
             shards.extend(local_shards(name, tensor))

@@ -31,6 +31,8 @@ class Image(NamedTuple):
 
     name: str
     """Relative to the checkpoint's folder."""
+    data_start: int
+    """Length of the header, in bytes."""
     pieces: Sequence[Piece]
     extent_lengths: Sequence[int]
     """In bytes, adding up to the length of the pieces."""
