@@ -93,7 +93,7 @@ def agree(ranks: Ranks, request: SaveRequest) -> Agreed:
         order = msgspec.msgpack.decode(ranks.scatter([]), type=SaveOrder)
         return Agreed(order.save_id, _decode_writes(order), order.differing_replicas, [], None, {}, {})
     requests = [msgspec.msgpack.decode(payload, type=SaveRequest) for payload in payloads]
-    check_same("save to", [(of_rank.path, of_rank.step, of_rank.overwrite) for of_rank in requests])
+    check_same("save to", [_target(of_rank) for of_rank in requests], ranks.names)
     plan = plan_save([of_rank.offers for of_rank in requests], [of_rank.aliases for of_rank in requests])
     objects, rank_objects = merge_plain([of_rank.plain for of_rank in requests])
     save_id = uuid.uuid4().hex[:16]
@@ -110,15 +110,22 @@ def _decode_writes(order: SaveOrder) -> list[Write]:
     return [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.writes]
 
 
-def check_same(doing: str, targets: Sequence[object]) -> None:
-    """Raises CheckpointMismatchError (conflict) where ranks were given different places."""
+def _target(request: SaveRequest) -> str:
+    overwrite = ", overwriting what is there" if request.overwrite else ""
+    return f"{request.path} (step={request.step}{overwrite})"
+
+
+def check_same(doing: str, targets: Sequence[str], names: Sequence[int]) -> None:
+    """Raises CheckpointMismatchError (conflict) where ranks, whose global numbers are `names`, were told different
+    things.
+    """
     odd = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
     if odd:
         raise CheckpointMismatchError(
-            f"ranks were told to {doing} different places: rank {COORDINATOR} {targets[COORDINATOR]!r}, rank {odd[0]} "
-            f"{targets[odd[0]]!r}; nothing was changed: pass the same to all ranks",
+            f"ranks were told to {doing} different places: rank {names[COORDINATOR]} {targets[COORDINATOR]}, rank "
+            f"{names[odd[0]]} {targets[odd[0]]}; nothing was changed: pass the same to all ranks",
             kind="conflict",
-            ranks=tuple(odd),
+            ranks=tuple(names[rank] for rank in odd),
         )
 
 

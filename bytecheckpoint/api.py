@@ -79,8 +79,8 @@ def save(
     """
     options = options or SaveOptions()
     clock = Clock()
-    ranks = join_ranks(process_group, options.timeout_s)
-    about = Subject(showable_url(os.fspath(path)), step, is_save=True)
+    about = Subject(showable_url(str(path)), step, is_save=True)
+    ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"planning the save to {about.path}", about=about):
         IN_FLIGHT.settle()
         clock.lap("wait")
@@ -165,8 +165,8 @@ def load(
     """
     options = options or LoadOptions()
     started = time.monotonic()
-    ranks = join_ranks(process_group, options.timeout_s)
-    about = Subject(showable_url(os.fspath(path)), step if isinstance(step, int) else None, is_save=False)
+    about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
+    ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
         store = open_store(root_of(path, role), storage_options=storage_options, writer_threads=1)
         source = _open_together(ranks, store, step, options)
@@ -200,10 +200,10 @@ def load(
 
 def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions) -> Source:
     """The checkpoint, its manifest read by one rank for all."""
-    asked = ranks.gather(msgspec.msgpack.encode((str(store), step)))
+    asked = ranks.gather(f"{store} (step={step})".encode())
     answer = b""
     if ranks.rank == COORDINATOR:
-        check_same("load from", list(map(msgspec.msgpack.decode, asked)))
+        check_same("load from", [target.decode() for target in asked], ranks.names)
         folder = layout.find_checkpoint(store, step, location=str(store))
         answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder)))
     folder, content = msgspec.msgpack.decode(ranks.broadcast(answer), type=tuple[str, bytes])

@@ -41,12 +41,10 @@ class SaveHandle:
 
         Raises the error with which the save failed on any rank, or TimeoutError when it is still under way.
         """
-        try:
-            info = self._future.result(timeout)
-        except CheckpointError:
-            self._was_seen = True
-            raise
-        return info
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return self._future.result()
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
@@ -103,6 +101,9 @@ class InFlight:
         handle._future.exception()
         error = handle._unseen_error()
         self._handle = None
+        if isinstance(error, CheckpointError):
+            message = f"an earlier asynchronous save failed, and this one was not begun: {error.message}"
+            raise type(error)(message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks) from error
         if error is not None:
             raise error
 
@@ -111,7 +112,11 @@ class InFlight:
         self._add_hooks()
         self._handle = handle
         # No daemon: the interpreter waits for it, and so does `_wait` earlier, while executors still take work.
-        threading.Thread(target=handle.finish, args=(finish,), name="bcp-save").start()
+        thread = threading.Thread(target=handle.finish, args=(finish,), name="bcp-save")
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many threads, or the interpreter is exiting
+            handle.finish(finish)
 
     def _add_hooks(self) -> None:
         with self._lock:

@@ -115,7 +115,7 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
     names = sorted({*stored.tensors, *stored.plain})
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
     problems = [(problem.kind, problem.fqn, problem.text) for problem in match.problems]
-    findings = _Findings(problems, list(state_names), np.packbits(wanted).tobytes())
+    findings = _Findings(problems, list(map(str, state_names)), np.packbits(wanted).tobytes())
     payloads = ranks.gather(msgspec.msgpack.encode(findings))
     if ranks.rank != COORDINATOR:
         return msgspec.msgpack.decode(ranks.broadcast(b""), type=Verdict)

@@ -49,13 +49,13 @@ class Source:
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
         targets = [
-            target_of(shard, self.manifest.tensors[fqn].dtype) for shard, fqn in zip(shards, stored_fqns, strict=True)
+            target_of(shard, self.manifest.describe(fqn)[0]) for shard, fqn in zip(shards, stored_fqns, strict=True)
         ]
         reads = [self._read(fetch, targets, stored_fqns) for fetch in fetches]
         run_reads(self.store, reads, threads=self._options.reader_threads, verify=self._options.verify)
 
     def _takes_bytes(self, shard: LocalShard, fqn: str) -> bool:
-        is_same_dtype = shard.dtype == self.manifest.tensors[fqn].dtype
+        is_same_dtype = shard.dtype == self.manifest.describe(fqn)[0]
         return is_same_dtype and is_flat(shard.tensor)
 
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:

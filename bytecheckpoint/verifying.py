@@ -14,7 +14,14 @@ from typing import NamedTuple
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.region import find_tiling_fault
-from bytecheckpoint.storage.data_file import HeaderEntry, StoredEntry, chunk_name, decode_header, encode_header, read_header
+from bytecheckpoint.storage.data_file import (
+    HeaderEntry,
+    StoredEntry,
+    chunk_name,
+    decode_header,
+    encode_header,
+    read_header,
+)
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.scan import Fault, Piece, find_files, pieces_of, scan, size_faults

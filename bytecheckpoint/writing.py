@@ -25,7 +25,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest
 from bytecheckpoint.planner.file_plan import PlacedChunk
-from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, together
+from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
@@ -34,6 +34,8 @@ from bytecheckpoint.storage.writer import Image, write_image
 logger = logging.getLogger("bytecheckpoint")
 
 _MAY_BE_COMMITTED = "All data is written; whether the checkpoint was committed, `bcp ls` tells"
+_CANNOT_BE_COMMITTED = {"no_space", "permission"}
+"""Errors with which a store refused to write anything, and did not merely lose the answer."""
 
 
 class Saving(NamedTuple):
@@ -131,6 +133,7 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
     # The manifest appears last, and only once every rank has written: it is the commit.
     after = about._replace(aftermath="" if ranks.rank == COORDINATOR else _MAY_BE_COMMITTED)
     with together(ranks, f"committing {saving.path}", about=after):
+        _hear_that_all_have_written(saving)
         if ranks.rank == COORDINATOR:
             _commit(saving, content)
         info = msgspec.msgpack.decode(ranks.broadcast(facts), type=CheckpointInfo)
@@ -140,6 +143,18 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
     if ranks.rank == COORDINATOR:
         logger.info("committed %s in %.2f s", saving.path, clock.total())
     return replace(info, seconds=clock.seconds)
+
+
+def _hear_that_all_have_written(saving: Saving) -> None:
+    """Takes back what this rank has written where another one failed.
+
+    Hazard: only when the coordinator says so. One that is merely slow may yet commit what this rank has reported.
+    """
+    try:
+        saving.ranks.broadcast(b"")
+    except RankFailedError:
+        _discard(saving)
+        raise
 
 
 def _encode_checked(manifest: Manifest) -> bytes:
@@ -164,8 +179,21 @@ def _commit(saving: Saving, content: bytes) -> None:
         _discard(saving)  # somebody else's checkpoint stands: ours cannot have been committed
         raise
     except (StorageError, CheckpointSaveError) as error:
+        if error.kind in _CANNOT_BE_COMMITTED and not _is_there(saving):
+            _discard(saving)
+            raise
         raise CheckpointSaveError(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
     layout.discard(saving.store, saving.folder, replaced)
+
+
+def _is_there(saving: Saving) -> bool:
+    """Whether the manifest of this save may be in its place."""
+    try:
+        if not layout.has_manifest(saving.store.list(saving.folder)):
+            return False
+        return layout.read_manifest(saving.store, saving.folder).save_id == saving.agreed.save_id
+    except CheckpointError:
+        return True
 
 
 def _data_files(saving: Saving) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from bytecheckpoint.adapters.plain_data import SMALL_TENSOR_BYTES, TensorRef, encode_plain, leaves, with_leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, fits_inline, join_fqn, leaves, with_leaves
 from bytecheckpoint.adapters.stateful import TreeTarget
 from bytecheckpoint.adapters.stored import (
     PER_RANK_NAME,
@@ -19,7 +20,7 @@ from bytecheckpoint.adapters.stored import (
     Stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.tensors import LocalShard, local_shards
+from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, local_shards
 
 
 class PlainEntry:
@@ -49,7 +50,7 @@ class PlainEntry:
 
     def _is_inline(self, tensor: torch.Tensor) -> bool:
         """Small tensors that may differ between ranks travel with the plain data, so that each rank's is kept."""
-        return self._may_differ and type(tensor) is torch.Tensor and tensor.nbytes <= SMALL_TENSOR_BYTES
+        return self._may_differ and fits_inline(tensor)
 
     def expect(self, stored: Stored) -> Expectation:
         expectation = Expectation([], set(), [])
@@ -57,16 +58,14 @@ class PlainEntry:
             if stored.skips(fqn):
                 continue
             found = stored.plain.get(fqn)
+            is_inline = isinstance(found, torch.Tensor | RankMissing)
             if self._adopts(value, fqn, stored):
                 expectation.shards.extend(self._adopted.shards(stored.tree_at(fqn), fqn, {}, stored))
                 expectation.claims.update(map(stored.rename, leaves(stored.tree_at(fqn), fqn)))
-            elif isinstance(value, torch.Tensor) and not isinstance(found, torch.Tensor):
+            elif isinstance(value, torch.Tensor) and not is_inline:
                 expectation.shards.extend(local_shards(fqn, value))
-            elif isinstance(found, RankMissing):
-                expectation.problems.append(rank_missing(fqn, found.num_saved))
-            elif fqn not in stored.plain or isinstance(found, TensorRef):
-                where = "a tensor in the checkpoint, plain data in the state" if found else "not in the checkpoint"
-                expectation.problems.append(Problem("missing_key", fqn, f"{fqn}: {where}"))
+            else:
+                expectation.problems.extend(_problems(fqn, value, stored))
             expectation.claims.add(fqn)
         return expectation
 
@@ -82,15 +81,66 @@ class PlainEntry:
     def finish(self, stored: Stored) -> None:
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
-            found = stored.plain.get(fqn)
+            if stored.skips(fqn):
+                continue
             if self._adopts(value, fqn, stored):
-                value.update(self._adopted.filled(stored.tree_at(fqn), fqn, {}, stored))
-                continue
-            if stored.skips(fqn) or fqn not in stored.plain or isinstance(found, TensorRef | RankMissing):
-                continue
-            if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and value.shape == found.shape:
-                value.detach().copy_(found)
-            else:
-                new[fqn] = found
+                value.update(_taken(self._adopted.filled(stored.tree_at(fqn), fqn, {}, stored), fqn, stored))
+            elif not _problems(fqn, value, stored) and not _filled_in_place(value, stored.plain[fqn]):
+                new[fqn] = stored.plain[fqn]
         if new:
             self._assign(with_leaves(self._value, self.fqn, new))
+
+
+def _problems(fqn: str, value: Any, stored: Stored) -> list[Problem]:
+    """Why the plain data of this FQN, small tensors included, cannot take the place of a value."""
+    found = stored.plain.get(fqn)
+    if isinstance(found, RankMissing):
+        return [rank_missing(fqn, found.num_saved)]
+    if fqn in stored.tensors or isinstance(found, TensorRef):
+        return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
+    if fqn not in stored.plain:
+        return [Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")]
+    if not isinstance(found, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return []
+    if value.shape != found.shape:
+        text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(value.shape)} in the state"
+        return [Problem("shape", fqn, text)]
+    if value.dtype != found.dtype:
+        name, own_name = dtype_name(found.dtype), dtype_name(value.dtype)
+        text = f"{fqn}: dtype {name} in the checkpoint, {own_name} in the state (small tensors here are not cast)"
+        return [Problem("dtype", fqn, text)]
+    return []
+
+
+def _taken(tree: dict[Any, Any], fqn: str, stored: Stored) -> dict[Any, Any]:
+    """The dict without what include and exclude leave out."""
+    taken = {}
+    for key, item in tree.items():
+        child = join_fqn(fqn, key)
+        if any(map(stored.takes, leaves(item, child))):
+            taken[key] = _taken(item, child, stored) if type(item) is dict else item
+    return taken
+
+
+def _filled_in_place(value: Any, found: Any) -> bool:
+    """Whether what was found could be put into the object that the state holds, which others may hold as well."""
+    if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
+        _copy_bits(found, value.detach())
+    elif isinstance(value, np.ndarray) and _takes_array(value, found):
+        value[...] = found
+    elif type(value) is list and type(found) is list:
+        value[:] = found
+    else:
+        return False
+    return True
+
+
+def _copy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
+    if target.element_size() == 1:  # torch cannot copy its sub-byte integers
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
+    target.copy_(source)
+
+
+def _takes_array(value: np.ndarray, found: Any) -> bool:
+    is_array = isinstance(found, np.ndarray) and value.flags.writeable
+    return is_array and (value.shape, value.dtype) == (found.shape, found.dtype)

@@ -65,15 +65,15 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
 
     Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
     """
-    owners: dict[str, str] = {}
+    owners: dict[str, Entry] = {}
     collected = []
     for entry in entries:
         contents = entry.collect()
         for shard in contents.shards:
             check_has_memory(shard.fqn, shard.tensor)
         for name in contents.names:
-            if owners.setdefault(name, entry.fqn) != entry.fqn:
-                advice = f"rename one: {owners[name]!r} and {entry.fqn!r} in the state both come to it"
+            if owners.setdefault(name, entry) is not entry:
+                advice = f"rename one: {owners[name].fqn!r} and {entry.fqn!r} in the state both come to it"
                 raise unsupported(name, "the name of two values", advice)
         collected.append(contents)
     return collected

@@ -130,9 +130,12 @@ class Stored:
 
     def tree_at(self, fqn: str) -> Any:
         """The part of the plain data at this checkpoint FQN, or None."""
-        for tree_fqn, tree in self.trees.items():
-            if fqn == tree_fqn or fqn.startswith(f"{tree_fqn}."):
-                return _descend(tree, fqn[len(tree_fqn) + 1 :])
+        parts = fqn.split(".")
+        for count in range(len(parts), 0, -1):
+            name = ".".join(parts[:count])
+            found = _descend(self.trees[name], fqn[len(name) + 1 :]) if name in self.trees else None
+            if found is not None:
+                return found
         return None
 
     def skips(self, fqn: str) -> bool:
@@ -171,9 +174,11 @@ def _common_tree(trees: Sequence[Any]) -> Any:
 def _descend(tree: Any, path: str) -> Any:
     if not path:
         return tree
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        if path == str(key) or path.startswith(f"{key}."):
-            return _descend(value, path[len(str(key)) + 1 :])
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
+    for key, value in items:
+        found = _descend(value, path[len(str(key)) + 1 :]) if f"{path}.".startswith(f"{key}.") else None
+        if found is not None:
+            return found
     return None
 
 

@@ -53,8 +53,9 @@ def plan_load(
             uncovered += _check_stored(want.fqn, record.shape, record.chunks)
         num_covered = 0
         for chunk in chunks_by_fqn[want.fqn]:
-            common = intersect(chunk.region, want.region)
-            if common is None:
+            # Mostly a load has the layout of the save: nothing has to be cut then.
+            common = chunk.region if chunk.region == want.region else intersect(chunk.region, want.region)
+            if common is None or not common.numel:
                 continue
             num_covered += common.numel
             parts = _parts(
@@ -101,6 +102,8 @@ def _parts(
     index: int, want: Want, chunk: Chunk, common: Region, *, item_bytes: int, max_fetch_bytes: int
 ) -> list[Part]:
     """The wanted part of one chunk, in pieces that a fetch can hold."""
+    if want.is_flat and common == chunk.region == want.region:
+        return [FlatPart(index, chunk.byte_offset, chunk.byte_length, 0)]
     first, last = flat_span(common, chunk.region)
     start, num_bytes = chunk.byte_offset + first * item_bytes, (last - first) * item_bytes
     if want.is_flat and is_contiguous_in(common, chunk.region) and is_contiguous_in(common, want.region):

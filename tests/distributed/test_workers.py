@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.workers import RemoteError, WorkerDied, WorkerError, WorkerHung, WorkerPool
+from distributed.worker_process import RemoteError
+from distributed.workers import WorkerDied, WorkerError, WorkerHung, WorkerPool
 
 
 class PickyError(ValueError):

@@ -10,8 +10,6 @@ Every call gets a process group of its own over gloo on 127.0.0.1. A worker that
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -22,12 +20,12 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from distributed.worker_process import Call, Group, serve
 
 MAX_WORKERS = 8
 _PRELOADED = [
@@ -65,16 +63,6 @@ class WorkerHung(Exception):  # noqa: N818  # as above
         self.rank = rank
         self.stacks = stacks
         super().__init__(f"rank {rank} was not done after {timeout_s} s; it was here:\n{stacks}")
-
-
-class RemoteError(Exception):
-    """Stands for an exception that cannot be rebuilt here: its type's name, its arguments, its attributes."""
-
-    def __init__(self, type_name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> None:
-        self.type_name = type_name
-        self.remote_args = args
-        self.attributes = attributes
-        super().__init__(f"{type_name}{args!r}")
 
 
 class Outcome(NamedTuple):
@@ -132,8 +120,8 @@ class WorkerPool:
             raise ValueError(f"world_size is 1 to {MAX_WORKERS}, not {world_size}")
         self._ensure_workers(world_size)
         self._num_calls += 1
-        group = _Group(self._store_port(), f"call{self._num_calls}", world_size) if process_group else None
-        call = _Call(function.__module__, function.__qualname__, args, world_size, group, _filters_to_send())
+        group = Group(self._store_port(), f"call{self._num_calls}", world_size) if process_group else None
+        call = Call(function.__module__, function.__qualname__, args, world_size, group, _filters_to_send())
         deadline = time.monotonic() + timeout_s
         for rank in range(world_size):
             self._workers[rank].send(call)
@@ -214,7 +202,7 @@ class _Worker:
         context.set_forkserver_preload(_PRELOADED)
         self._stacks = stacks
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(rank, theirs, str(stacks)), name=f"rank {rank}")
+        self._process = context.Process(target=serve, args=(rank, theirs, str(stacks)), name=f"rank {rank}")
         with _environment_of_workers():
             self._process.start()
         theirs.close()
@@ -231,7 +219,7 @@ class _Worker:
             raise TimeoutError(f"worker {self._process.name} did not start: {self.dump_and_kill()}")
         self.connection.recv_bytes()
 
-    def send(self, call: _Call | None) -> None:
+    def send(self, call: Call | None) -> None:
         # A worker that has died is noticed when its answer is awaited.
         with contextlib.suppress(OSError):
             self.connection.send_bytes(pickle.dumps(call))
@@ -291,131 +279,3 @@ def _environment_of_workers() -> Iterator[None]:
 def _filters_to_send() -> list[Any]:
     """The warning filters that hold here now, but for pytest's own categories: workers know no pytest."""
     return [entry for entry in warnings.filters if not entry[2].__module__.startswith(("_pytest", "pytest"))]
-
-
-class _Group(NamedTuple):
-    """Where the ranks of a call meet."""
-
-    port: int
-    prefix: str
-    world_size: int
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What a worker is asked to do."""
-
-    module: str
-    qualname: str
-    args: tuple[Any, ...]
-    world_size: int
-    group: _Group | None
-    filters: Sequence[Any] = field(repr=False)
-
-    def function(self) -> Callable[..., Any]:
-        found: Any = importlib.import_module(self.module)
-        for name in self.qualname.split("."):
-            found = getattr(found, name)
-        return found
-
-
-@dataclass(frozen=True)
-class _SentError:
-    """An exception on its way. Rebuilt without calling `__init__`, which may want more than `args`."""
-
-    pickled_type: bytes | None
-    type_name: str
-    args: tuple[Any, ...]
-    attributes: dict[str, Any]
-    cause: _SentError | None
-
-    def rebuild(self) -> BaseException:
-        if self.pickled_type is None:
-            error: BaseException = RemoteError(self.type_name, self.args, self.attributes)
-        else:
-            cls = pickle.loads(self.pickled_type)
-            error = cls.__new__(cls, *self.args)
-            error.args = self.args
-            error.__dict__.update(self.attributes)
-        error.__cause__ = self.cause.rebuild() if self.cause else None
-        return error
-
-
-def _pack(error: BaseException) -> _SentError:
-    cls = type(error)
-    args = tuple(value if _can_pickle(value) else repr(value) for value in error.args)
-    attributes = {name: value if _can_pickle(value) else repr(value) for name, value in error.__dict__.items()}
-    pickled_type = pickle.dumps(cls) if _can_pickle(cls) and args == error.args else None
-    cause = _pack(error.__cause__) if error.__cause__ is not None else None
-    return _SentError(pickled_type, f"{cls.__module__}.{cls.__qualname__}", args, attributes, cause)
-
-
-def _can_pickle(value: object) -> bool:
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:  # noqa: BLE001  # pickling runs anybody's code
-        return False
-    return True
-
-
-def _serve(rank: int, connection: Connection, stacks: str) -> None:
-    """The life of a worker: calls come in, outcomes go out, until the pool closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends its workers
-    import torch
-
-    torch.set_num_threads(1)
-    with Path(stacks).open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        connection.send_bytes(b"ready")
-        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-            while True:
-                _answer(rank, connection, pickle.loads(connection.recv_bytes()))
-
-
-def _answer(rank: int, connection: Connection, call: _Call) -> None:
-    value, error = _attempt(_run_call, rank, call)
-    if error is not None:
-        # The group of a rank that failed goes at once: the others, in a collective with it, then fail as well.
-        _attempt(_leave_group)
-    connection.send_bytes(_encode(value, error))
-    connection.recv_bytes()
-    _, error = _attempt(_leave_group)
-    connection.send_bytes(_encode(None, error))
-
-
-def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, _SentError | None]:
-    try:
-        return function(*args), None
-    except BaseException as error:  # noqa: BLE001  # whatever a test raises is its outcome, SystemExit included
-        error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
-        return None, _pack(error)
-
-
-def _encode(value: Any, error: _SentError | None) -> bytes:
-    encoded, refusal = _attempt(pickle.dumps, (value, error))
-    return pickle.dumps((None, refusal)) if refusal is not None else encoded
-
-
-def _run_call(rank: int, call: _Call) -> Any:
-    function = call.function()
-    if call.group is not None:
-        _join_group(rank, call.group)
-    with warnings.catch_warnings():
-        warnings.filters[:] = list(call.filters)
-        warnings._filters_mutated()
-        return function(rank, call.world_size, *call.args)
-
-
-def _join_group(rank: int, group: _Group) -> None:
-    import torch.distributed as dist
-
-    server = dist.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timedelta(seconds=_STARTUP_S))
-    store = dist.PrefixStore(group.prefix, server)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=group.world_size)
-
-
-def _leave_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()

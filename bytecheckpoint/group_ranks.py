@@ -1,0 +1,286 @@
+"""The ranks of a process group, and the messages between them.
+
+All of them travel through the key-value store of the group, never through its collectives: a store needs no device,
+can be used by the background thread of a save while the training thread runs collectives of its own, goes on after
+`destroy_process_group`, and lets the coordinator see which rank is missing. What the messages say is not known here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+from torch._C._distributed_c10d import Store
+
+from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
+
+T = TypeVar("T")
+
+COORDINATOR = 0
+"""The rank that plans and commits."""
+
+_MAX_GRACE_S = 5.0
+"""How much longer a rank waits for the coordinator than the coordinator for it, so that the verdict arrives; at most
+as long again as the timeout itself."""
+_FAREWELL_S = 10.0
+"""How long the coordinator stays for others to read its last word; at most as long as the timeout."""
+_STORE_GRACE_S = 2.0
+"""How much longer an exchange with the store may take than its longest wait."""
+_LONGEST_POLL_S = 0.02
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    """An error on its way to other ranks."""
+
+    cls: str
+    message: str
+    kind: str
+    path: str | None
+    step: int | None
+    ranks: tuple[int, ...]
+
+
+class RankFailedError(Exception):
+    """Another rank failed. Carries the error that all are to raise; on others than the coordinator that is final."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+_PAYLOAD, _FAILURE = b"+", b"-"
+_HAS_FAILURE = "failed"
+"""The key that is set once any rank has failed, so that nobody need look for each."""
+
+
+class GroupRanks:
+    """The ranks of a process group. Messages go up (rank to coordinator) and down, each under a numbered key.
+
+    Each rank says goodbye when it has read the last word, of success or failure. The coordinator, whose process may
+    hold the store, stays until then, and removes the keys of the call.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+        self.rank = rank
+        self.names = names
+        self.num_ranks = len(names)
+        self._store = store
+        self._timeout_s = timeout_s
+        self._patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
+        self._num_up = 0
+        self._num_down = 0
+        self._sent: list[str] = []
+        self._has_given_up = False
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return self._exchange(lambda: self._gather(payload))
+
+    def broadcast(self, payload: bytes) -> bytes:
+        return self._exchange(lambda: self._broadcast(payload))
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        return self._exchange(lambda: self._scatter(payloads))
+
+    def fail(self, error: CheckpointError) -> CheckpointError:
+        try:
+            return self._exchange(lambda: self._fail(error))
+        except CheckpointError:
+            return error  # nobody is there to be told, and what is known here says more
+
+    def farewell(self) -> None:
+        with suppress(CheckpointError):  # the work is done and known to be; only keys may stay behind
+            self._exchange(self._leave)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        if self.rank != COORDINATOR:
+            self._put(self._up_key(self._num_up, self.rank), _PAYLOAD + payload)
+            self._num_up += 1
+            return []
+        number, self._num_up = self._num_up, self._num_up + 1
+        others = range(1, self.num_ranks)
+        keys = [self._up_key(number, rank) for rank in others]
+        arrived = _poll(lambda: self._is_set(*keys) or self._is_set(_HAS_FAILURE), self._timeout_s)
+        if self._is_set(_HAS_FAILURE):
+            raise RankFailedError(_merge(self._failures()))
+        missing = [] if arrived else [rank for key, rank in zip(keys, others, strict=True) if not self._is_set(key)]
+        if missing:
+            raise self._missing(missing)
+        messages: list[bytes] = [self._store.get(key) for key in keys]
+        self._remove(keys)
+        return [payload, *(message[1:] for message in messages)]
+
+    def _broadcast(self, payload: bytes) -> bytes:
+        if self.rank != COORDINATOR:
+            return self._receive_down("all")
+        self._send_down(_PAYLOAD + payload)
+        return payload
+
+    def _scatter(self, payloads: Sequence[bytes]) -> bytes:
+        if self.rank != COORDINATOR:
+            return self._receive_down(str(self.rank))
+        for rank in range(1, self.num_ranks):
+            self._put(self._down_key(self._num_down, str(rank)), payloads[rank])
+        self._send_down(_PAYLOAD)
+        return payloads[COORDINATOR]
+
+    def _fail(self, error: CheckpointError) -> CheckpointError:
+        if self.rank == COORDINATOR:
+            self._send_down(_FAILURE + _encode_failure(error))
+            self._leave(missing=error.ranks if error.kind == "rank_missing" else ())
+            return error
+        self._put(self._failure_key(self.rank), _FAILURE + _encode_failure(error))
+        self._put(_HAS_FAILURE, b"")
+        try:
+            while not self._has_given_up:  # messages that were under way come first
+                self._receive_down("all")
+        except RankFailedError as verdict:
+            return verdict.error
+        return error
+
+    def _leave(self, missing: Sequence[int] = ()) -> None:
+        """Says goodbye, or on the coordinator waits for that of all but the missing (global) ranks."""
+        if self.rank != COORDINATOR:
+            self._put(self._goodbye_key(self.rank), b"")
+            return
+        others = range(1, self.num_ranks)
+        awaited = [self._goodbye_key(rank) for rank in others if self.names[rank] not in missing]
+        _poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s))
+        goodbyes = [self._goodbye_key(rank) for rank in others]
+        if self._is_set(*goodbyes):  # else the last word stays, for those who come late
+            self._remove([*goodbyes, *self._sent, _HAS_FAILURE])
+
+    def _send_down(self, message: bytes) -> None:
+        self._put(self._down_key(self._num_down, "all"), message)
+        self._num_down += 1
+
+    def _receive_down(self, reader: str) -> bytes:
+        number = self._num_down
+        key = self._down_key(number, "all")
+        if not _poll(lambda: self._is_set(key), self._patience_s):
+            self._has_given_up = True
+            raise self._missing([COORDINATOR])
+        self._num_down += 1
+        message: bytes = self._store.get(key)
+        if message[:1] == _FAILURE:
+            self._remove(self._sent)  # what the coordinator has not read it never will
+            self._leave()
+            raise RankFailedError(_decode_failure(message))
+        return message[1:] if reader == "all" else bytes(self._store.get(self._down_key(number, reader)))
+
+    def _failures(self) -> list[CheckpointError]:
+        keys = [self._failure_key(rank) for rank in range(1, self.num_ranks)]
+        return [_decode_failure(self._store.get(key)) for key in keys if self._is_set(key)]
+
+    def _put(self, key: str, message: bytes) -> None:
+        self._store.set(key, message)  # type: ignore[arg-type]  # declared for str; takes and gives back bytes
+        self._sent.append(key)
+
+    def _is_set(self, *keys: str) -> bool:
+        return not keys or bool(self._store.check(list(keys)))
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+    def _missing(self, ranks: Sequence[int]) -> CheckpointError:
+        names = tuple(self.names[rank] for rank in ranks)
+        return CheckpointError(
+            f"{_name(names)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make this call. Look "
+            "at its log; raise options.timeout_s if it is only slow",
+            kind="rank_missing",
+            ranks=names,
+        )
+
+    def _exchange(self, do: Callable[[], T]) -> T:
+        """Does it within a limit of time; a store that is gone or silent is an error that says so."""
+        try:
+            return within(self._patience_s + _STORE_GRACE_S, do)
+        except CheckpointError:
+            raise
+        except (TimeoutError, RuntimeError) as error:
+            self._has_given_up = True
+            raise store_lost(error) from error
+
+    @staticmethod
+    def _up_key(number: int, rank: int) -> str:
+        return f"up/{number}/{rank}"
+
+    @staticmethod
+    def _down_key(number: int, reader: str) -> str:
+        return f"down/{number}/{reader}"
+
+    @staticmethod
+    def _failure_key(rank: int) -> str:
+        return f"failed/{rank}"
+
+    @staticmethod
+    def _goodbye_key(rank: int) -> str:
+        return f"goodbye/{rank}"
+
+
+def within(limit_s: float, do: Callable[[], T]) -> T:
+    """Does it on a thread that is left behind when it takes too long, which raises TimeoutError.
+
+    A TCPStore's client waits for answers without any limit: where the process that holds the store is stopped or its
+    host unreachable, it would hang for ever.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do())
+        except BaseException as error:  # noqa: BLE001  raised again below
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="bcp-ranks", daemon=True).start()
+    return future.result(limit_s)
+
+
+def store_lost(error: Exception) -> CheckpointError:
+    reason = str(error).partition("\n")[0] or "it does not answer"
+    return CheckpointError(
+        f"rank 0, or the launcher, which holds the store of the process group, is gone or stopped ({reason}), so the "
+        "ranks cannot agree. Look at its log, and start the job again from the last checkpoint",
+        kind="rank_missing",
+        ranks=(0,),
+    )
+
+
+def _merge(errors: Sequence[CheckpointError]) -> CheckpointError:
+    """One error for several ranks that failed: the first one's, with all ranks named."""
+    ranks = tuple(sorted({rank for error in errors for rank in error.ranks}))
+    first = errors[0]
+    others = f" ({len(errors)} ranks failed: {list(ranks)}; this is the first)" if len(errors) > 1 else ""
+    return type(first)(first.message + others, kind=first.kind, path=first.path, step=first.step, ranks=ranks)
+
+
+def _encode_failure(error: CheckpointError) -> bytes:
+    failure = _Failure(type(error).__name__, str(error), error.kind, error.path, error.step, error.ranks)
+    return msgspec.msgpack.encode(failure)
+
+
+def _decode_failure(message: bytes) -> CheckpointError:
+    failure = msgspec.msgpack.decode(message[1:], type=_Failure)
+    cls = ERROR_CLASSES[failure.cls]
+    return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)
+
+
+def _poll(is_there: Callable[[], bool], limit_s: float) -> bool:
+    """Asks again and again. A blocking wait would hold the lock of the store's client against the training thread."""
+    deadline = time.monotonic() + limit_s
+    pause_s = 0.0002
+    while not is_there():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 2, _LONGEST_POLL_S)
+    return True
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

@@ -1,0 +1,418 @@
+"""A rank that fails or does not come, in every phase of a save and of a load: all ranks say the same about it, nothing
+is committed, what was there still loads, and the next call works.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerDied, WorkerPool
+from faults.seams import (
+    COORDINATOR_PHASES,
+    LOAD_PHASES,
+    SAVE_PHASES,
+    Seen,
+    before,
+    files_under,
+    holds,
+    loads_as,
+    raising,
+    seen,
+    state_of,
+)
+
+OPTIONS = bcp.SaveOptions(timeout_s=30)
+IMPATIENT_S = 2.0
+
+
+def boom() -> Exception:
+    return RuntimeError("boom")
+
+
+def no_space() -> Exception:
+    return bcp.CheckpointSaveError("the disk is full", kind="no_space")
+
+
+def no_permission() -> Exception:
+    return bcp.StorageError("you may not", kind="permission")
+
+
+class Broken:
+    """An object whose state cannot be had, or not be put back."""
+
+    def __init__(self, *, breaks_on: str) -> None:
+        self._breaks_on = breaks_on
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._breaks_on == "save":
+            raise RuntimeError("boom")
+        return {"count": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._breaks_on == "load":
+            raise RuntimeError("boom")
+
+
+class Outcome(NamedTuple):
+    """What a rank saw of a save that failed between two that did not."""
+
+    error: Seen | None
+    steps: list[int]
+    leftovers: list[str]
+    previous_loads: bool
+    next_loads: bool
+
+
+def try_a_failing_save(
+    rank: int,
+    world_size: int,
+    path: str,
+    function: str | None,
+    make_error: Callable[[], Exception],
+    failing_rank: int,
+    is_async: bool,
+) -> Outcome:
+    bcp.save(path, state_of(rank, 1.0), step=1, options=OPTIONS)
+    state = state_of(rank, 2.0)
+    if function is None and rank == failing_rank:
+        state["broken"] = Broken(breaks_on="save")
+    is_faulty = function is not None and rank == failing_rank
+    with before(function, raising(make_error())) if function and is_faulty else nullcontext():
+        error = seen(lambda: bcp.save(path, state, step=2, async_save=is_async, options=OPTIONS).result())
+    dist.barrier()
+    steps, leftovers = bcp.steps(path), files_under(Path(path, "step_00000002"))
+    previous_loads = loads_as(path, rank, 1.0)
+    bcp.save(path, state_of(rank, 3.0), step=3, async_save=is_async, options=OPTIONS).result()
+    return Outcome(error, steps, leftovers, previous_loads, loads_as(path, rank, 3.0))
+
+
+def check(outcomes: list[Outcome], failing_rank: int, expected: tuple[str, str]) -> None:
+    errors = [outcome.error for outcome in outcomes]
+    assert len(set(errors)) == 1, errors
+    assert errors[0] is not None
+    assert (errors[0].cls, errors[0].kind, errors[0].ranks) == (*expected, (failing_rank,))
+    assert f"rank {failing_rank}" in errors[0].message
+    for outcome in outcomes:
+        assert outcome.steps == [1]
+        assert outcome.leftovers == []
+        assert outcome.previous_loads
+        assert outcome.next_loads
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("failing_rank", [0, 2])
+@pytest.mark.parametrize("phase", SAVE_PHASES)
+def test_a_rank_that_fails_in_a_save_fails_all(
+    workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int, is_async: bool
+) -> None:
+    outcomes = workers.run(
+        try_a_failing_save, str(tmp_path), SAVE_PHASES[phase], boom, failing_rank, is_async, world_size=3
+    )
+    check(outcomes, failing_rank, ("CheckpointSaveError", "rank_failed"))
+
+
+@pytest.mark.parametrize("phase", COORDINATOR_PHASES.keys() - {"committing"})
+def test_a_coordinator_that_fails_in_a_save_fails_all(workers: WorkerPool, tmp_path: Path, phase: str) -> None:
+    outcomes = workers.run(
+        try_a_failing_save, str(tmp_path), COORDINATOR_PHASES[phase], boom, 0, False, world_size=3
+    )
+    check(outcomes, 0, ("CheckpointSaveError", "rank_failed"))
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_state_that_cannot_be_had_on_one_rank_fails_all(
+    workers: WorkerPool, tmp_path: Path, failing_rank: int
+) -> None:
+    outcomes = workers.run(try_a_failing_save, str(tmp_path), None, boom, failing_rank, False, world_size=2)
+    check(outcomes, failing_rank, ("CheckpointSaveError", "rank_failed"))
+
+
+@pytest.mark.parametrize(
+    ("make_error", "expected"),
+    [(no_space, ("CheckpointSaveError", "no_space")), (no_permission, ("StorageError", "permission"))],
+    ids=["no_space", "permission"],
+)
+def test_an_error_of_a_kind_keeps_it_on_every_rank(
+    workers: WorkerPool, tmp_path: Path, make_error: Callable[[], Exception], expected: tuple[str, str]
+) -> None:
+    outcomes = workers.run(
+        try_a_failing_save, str(tmp_path), SAVE_PHASES["writing"], make_error, 1, False, world_size=2
+    )
+    check(outcomes, 1, expected)
+
+
+def test_a_full_disk_at_the_commit_fails_all_and_leaves_nothing(workers: WorkerPool, tmp_path: Path) -> None:
+    outcomes = workers.run(
+        try_a_failing_save, str(tmp_path), COORDINATOR_PHASES["committing"], no_space, 0, False, world_size=2
+    )
+    check(outcomes, 0, ("CheckpointSaveError", "no_space"))
+
+
+def commit_without_an_answer(rank: int, world_size: int, path: str) -> tuple[Seen | None, bool]:
+    lost = bcp.StorageError("connection reset", kind="unavailable")
+    with before(COORDINATOR_PHASES["committing"], raising(lost)):
+        error = seen(lambda: bcp.save(path, state_of(rank, 1.0), options=OPTIONS))
+    bcp.save(path, state_of(rank, 2.0), options=OPTIONS)
+    return error, loads_as(path, rank, 2.0)
+
+
+def test_an_error_of_the_commit_that_may_have_succeeded_says_so(workers: WorkerPool, tmp_path: Path) -> None:
+    (first, first_loads), (second, second_loads) = workers.run(commit_without_an_answer, str(tmp_path), world_size=2)
+    assert first == second
+    assert first is not None
+    assert "whether the checkpoint was committed" in first.message
+    assert first_loads
+    assert second_loads
+
+
+def fail_on_all(rank: int, world_size: int, path: str) -> Seen | None:
+    with before(SAVE_PHASES["writing"], raising(RuntimeError(f"boom {rank}"))):
+        return seen(lambda: bcp.save(path, state_of(rank, 1.0), options=OPTIONS))
+
+
+def test_when_all_ranks_fail_all_raise_one_of_their_errors(workers: WorkerPool, tmp_path: Path) -> None:
+    errors = workers.run(fail_on_all, str(tmp_path), world_size=3)
+    assert len(set(errors)) == 1
+    assert errors[0].kind == "rank_failed"
+    assert "boom" in errors[0].message
+
+
+class Loaded(NamedTuple):
+    """What a rank saw of a load that failed before one that did not."""
+
+    error: Seen | None
+    is_untouched: bool
+    next_loads: bool
+
+
+def try_a_failing_load(rank: int, world_size: int, path: str, function: str, failing_rank: int) -> Loaded:
+    bcp.save(path, state_of(rank, 1.0), options=OPTIONS)
+    state = state_of(rank, 9.0)
+    options = bcp.LoadOptions(timeout_s=30)
+    with before(function, raising(boom())) if rank == failing_rank else nullcontext():
+        error = seen(lambda: bcp.load(path, state, options=options))
+    return Loaded(error, holds(state, rank, 9.0), loads_as(path, rank, 1.0))
+
+
+@pytest.mark.parametrize("failing_rank", [0, 2])
+@pytest.mark.parametrize("phase", LOAD_PHASES)
+def test_a_rank_that_fails_in_a_load_fails_all(
+    workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int
+) -> None:
+    outcomes = workers.run(try_a_failing_load, str(tmp_path), LOAD_PHASES[phase], failing_rank, world_size=3)
+    errors = [outcome.error for outcome in outcomes]
+    assert len(set(errors)) == 1, errors
+    assert (errors[0].cls, errors[0].kind, errors[0].ranks) == ("CheckpointError", "rank_failed", (failing_rank,))
+    assert f"rank {failing_rank}" in errors[0].message
+    assert ("partly overwritten" in errors[0].message) == (phase == "reading")
+    assert all(outcome.next_loads for outcome in outcomes)
+    if phase != "reading":
+        assert all(outcome.is_untouched for outcome in outcomes)
+
+
+def put_back_a_broken_object(rank: int, world_size: int, path: str, breaks_on: str) -> Seen | None:
+    bcp.save(path, {"object": Broken(breaks_on="nothing")}, options=OPTIONS)
+    state = {"object": Broken(breaks_on=breaks_on if rank == 1 else "nothing")}
+    return seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(timeout_s=30)))
+
+
+@pytest.mark.parametrize("breaks_on", ["save", "load"])
+def test_an_object_that_fails_on_one_rank_fails_the_load_on_all(
+    workers: WorkerPool, tmp_path: Path, breaks_on: str
+) -> None:
+    errors = workers.run(put_back_a_broken_object, str(tmp_path), breaks_on, world_size=2)
+    assert errors[0] == errors[1]
+    assert (errors[0].kind, errors[0].ranks) == ("rank_failed", (1,))
+
+
+def go_missing(
+    rank: int, world_size: int, path: str, kind: str, function: str, missing_rank: int, how: str
+) -> tuple[Seen | None, bool]:
+    """One rank stops or dies at a function. The others wake it once they have their error; then all save again."""
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    call, error = _call(path, rank, kind), None
+    with ExitStack() as stack:
+        if rank == missing_rank:
+            number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+            stack.enter_context(before(function, once(lambda: os.kill(os.getpid(), number))))
+        error = seen(call)
+    if how == "killed":
+        return error, True
+    if rank == (missing_rank + 1) % world_size:
+        os.kill(pids[missing_rank], signal.SIGCONT)
+    dist.barrier()
+    bcp.save(path, state_of(rank, 3.0), step=3, options=OPTIONS)
+    return error, loads_as(path, rank, 3.0)
+
+
+def _call(path: str, rank: int, kind: str) -> Callable[[], object]:
+    if kind == "load":
+        return lambda: bcp.load(path, state_of(rank, 9.0), options=bcp.LoadOptions(timeout_s=IMPATIENT_S))
+    options = bcp.SaveOptions(timeout_s=IMPATIENT_S)
+    is_async = kind == "async save"
+    return lambda: bcp.save(path, state_of(rank, 2.0), step=2, async_save=is_async, options=options).result()
+
+
+def once(action: Callable[[], object]) -> Callable[[], object]:
+    left = [action]
+    return lambda: left.pop()() if left else None
+
+
+def save_first(rank: int, world_size: int, path: str) -> None:
+    bcp.save(path, state_of(rank, 1.0), step=1, options=OPTIONS)
+
+
+def previous_is_whole(rank: int, world_size: int, path: str) -> bool:
+    return loads_as(path, rank, 1.0, step=1)
+
+
+MISSING = [
+    ("save", SAVE_PHASES["planning"], 1, "killed"),
+    ("save", SAVE_PHASES["writing"], 1, "killed"),
+    ("save", SAVE_PHASES["staging"], 1, "stopped"),
+    ("save", SAVE_PHASES["reporting"], 1, "stopped"),
+    ("async save", SAVE_PHASES["writing"], 1, "killed"),
+    ("async save", SAVE_PHASES["writing"], 2, "stopped"),
+    ("save", SAVE_PHASES["planning"], 0, "stopped"),
+    ("save", SAVE_PHASES["writing"], 0, "killed"),
+    ("save", COORDINATOR_PHASES["committing"], 0, "killed"),
+    ("load", LOAD_PHASES["opening"], 0, "killed"),
+    ("load", LOAD_PHASES["matching"], 1, "stopped"),
+    ("load", LOAD_PHASES["planning"], 1, "killed"),
+    ("load", LOAD_PHASES["reading"], 1, "killed"),
+    ("load", LOAD_PHASES["reading"], 0, "stopped"),
+]
+
+
+@pytest.mark.parametrize(("kind", "function", "missing_rank", "how"), MISSING)
+def test_a_rank_that_does_not_come_is_named_by_all_others(
+    workers: WorkerPool, tmp_path: Path, kind: str, function: str, missing_rank: int, how: str
+) -> None:
+    workers.run(save_first, str(tmp_path), world_size=3)
+    outcomes = workers.run_each(
+        go_missing, str(tmp_path), kind, function, missing_rank, how, world_size=3, timeout_s=40
+    )
+    for rank, outcome in enumerate(outcomes):
+        if rank == missing_rank and how == "killed":
+            assert isinstance(outcome.error, WorkerDied)
+            continue
+        assert outcome.error is None, outcome.error
+        error, next_loads = outcome.value
+        assert error is not None
+        assert next_loads
+        if rank != missing_rank:
+            assert (error.kind, error.ranks) == ("rank_missing", (missing_rank,))
+            assert f"rank {missing_rank} did not answer" in error.message
+    assert bcp.steps(tmp_path) == [1] if how == "killed" else [1, 3]
+    assert workers.run(previous_is_whole, str(tmp_path), world_size=3) == [True] * 3
+
+
+def one_does_not_call(rank: int, world_size: int, path: str) -> Seen | None:
+    return None if rank == 1 else seen(_call(path, rank, "save"))
+
+
+def test_a_rank_that_does_not_call_save_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+    first, nothing, third = workers.run(one_does_not_call, str(tmp_path), world_size=3)
+    assert first == third
+    assert (first.cls, first.kind, first.ranks) == ("CheckpointSaveError", "rank_missing", (1,))
+    assert nothing is None
+    assert bcp.steps(tmp_path) == []
+
+
+def load_beside_another_failure(rank: int, world_size: int, path: str) -> Seen | None:
+    """Rank 2 fails while rank 1 does not come at all."""
+    if rank == 1:
+        return None
+    with before(SAVE_PHASES["planning"], raising(boom())) if rank == 2 else nullcontext():
+        return seen(lambda: bcp.save(path, state_of(rank, 1.0), options=bcp.SaveOptions(timeout_s=60)))
+
+
+def test_a_failure_is_not_kept_waiting_for_a_rank_that_does_not_come(workers: WorkerPool, tmp_path: Path) -> None:
+    first, _, third = workers.run(load_beside_another_failure, str(tmp_path), world_size=3, timeout_s=40)
+    assert first == third
+    assert (first.kind, first.ranks) == ("rank_failed", (2,))
+
+
+def save_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[int, int, int]]:
+    """Threads, file descriptors and keys of the store, after each of several rounds of saves."""
+    import threading
+
+    store = dist.distributed_c10d._get_default_store()
+    counts = []
+    for _ in range(3):
+        for number in range(10):
+            options = bcp.SaveOptions(overwrite=True, timeout_s=60)
+            handle = bcp.save(path, state_of(rank, 1.0), async_save=number % 2 == 0, options=options)
+            assert handle.result().num_tensors == world_size + 1
+            assert loads_as(path, rank, 1.0)
+        dist.barrier()
+        gc_collect()
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd")), store.num_keys()))
+        dist.barrier()
+    return counts
+
+
+def gc_collect() -> None:
+    import gc
+    import threading
+    import time
+
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while any(thread.name.startswith("bcp") for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_many_saves_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tmp_path: Path) -> None:
+    for counts in workers.run(save_again_and_again, str(tmp_path), world_size=2):
+        assert counts[1] == counts[2], counts
+
+
+def fail_again_and_again(rank: int, world_size: int, path: str) -> list[int]:
+    counts = []
+    store = dist.distributed_c10d._get_default_store()
+    for number in range(6):
+        with before(SAVE_PHASES["writing"], raising(boom())) if rank == number % 2 else nullcontext():
+            assert seen(lambda: bcp.save(path, state_of(rank, 1.0), options=OPTIONS)) is not None
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_failed_saves_leave_no_keys(workers: WorkerPool, tmp_path: Path) -> None:
+    for counts in workers.run(fail_again_and_again, str(tmp_path), world_size=2):
+        assert counts[2:] == [counts[2]] * 4, counts
+
+
+def train_while_saving(rank: int, world_size: int, path: str) -> list[float]:
+    """Collectives of the training thread while saves are under way in the background."""
+    weights = torch.zeros(1000)
+    for step in range(30):
+        gradient = torch.full((1000,), float(rank + step))
+        dist.all_reduce(gradient)
+        weights += gradient
+        if step % 5 == 0:
+            handle = bcp.save(path, {"weights": weights, "step": step}, step=step, async_save=True, options=OPTIONS)
+            weights.add_(0.0)
+    handle.result()
+    loaded = {"weights": torch.zeros(1000), "step": -1}
+    bcp.load(path, loaded)
+    return [float(loaded["weights"][0]), float(loaded["step"])]
+
+
+def test_collectives_go_on_while_a_save_is_under_way(workers: WorkerPool, tmp_path: Path) -> None:
+    expected = [sum(0 + 1 + 2 * step for step in range(26)), 25.0]
+    assert workers.run(train_while_saving, str(tmp_path), world_size=2) == [expected, expected]
+    assert bcp.steps(tmp_path) == [0, 5, 10, 15, 20, 25]

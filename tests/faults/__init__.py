@@ -1,0 +1,1 @@
+"""Tests that break things: stores, ranks, disks, processes."""

@@ -1,0 +1,108 @@
+"""Where tests put faults into a save or a load, and the small state that they save and load meanwhile. Each phase has
+a function that every rank calls (or the coordinator alone); a fault runs in its place, or just before it.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+
+SAVE_PHASES = {
+    "opening": "bytecheckpoint.api.open_store",
+    "planning": "bytecheckpoint.api.agree",
+    "staging": "bytecheckpoint.api.image_of",
+    "writing": "bytecheckpoint.writing.write_image",
+    "reporting": "bytecheckpoint.writing.encode_report",
+}
+COORDINATOR_PHASES = {
+    "looking": "bytecheckpoint.api.refuse_existing",
+    "merging": "bytecheckpoint.agreement.merge_plain",
+    "building": "bytecheckpoint.writing.build_manifest",
+    "committing": "bytecheckpoint.storage.layout.commit",
+}
+LOAD_PHASES = {
+    "opening": "bytecheckpoint.api.open_store",
+    "matching": "bytecheckpoint.api.match_state",
+    "planning": "bytecheckpoint.reading.Source.plan",
+    "reading": "bytecheckpoint.reading.Source.read",
+}
+
+
+@contextmanager
+def before(function: str, action: Callable[[], object]) -> Iterator[None]:
+    """Within the block, `action` runs before each call of the function with this dotted name."""
+    owner, _, name = function.rpartition(".")
+    original = getattr(pkgutil.resolve_name(owner), name)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, replacement)
+        yield
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def action() -> object:
+        raise error
+
+    return action
+
+
+def state_of(rank: int, value: float) -> dict[str, Any]:
+    """A tensor that all ranks hold and one that only this rank does, so that every rank has something to write."""
+    return {
+        "all": torch.full((700, 501), value),
+        "own": {f"rank{rank}": torch.full((33, 7), value + rank)},
+        "plain": {"value": value},
+    }
+
+
+def holds(state: dict[str, Any], rank: int, value: float) -> bool:
+    expected = state_of(rank, value)
+    return (
+        torch.equal(state["all"], expected["all"])
+        and torch.equal(state["own"][f"rank{rank}"], expected["own"][f"rank{rank}"])
+        and state["plain"] == expected["plain"]
+    )
+
+
+def loads_as(path: str | os.PathLike[str], rank: int, value: float, **arguments: Any) -> bool:
+    """Whether the checkpoint there loads, bit-equal to the state with this value."""
+    state = state_of(rank, -1.0)
+    bcp.load(path, state, **arguments)
+    return holds(state, rank, value)
+
+
+class Seen(NamedTuple):
+    """What an error said."""
+
+    cls: str
+    kind: str
+    ranks: tuple[int, ...]
+    message: str
+
+
+def seen(call: Callable[[], object]) -> Seen | None:
+    """The CheckpointError that the call raises, in a form that travels; None where it raises none."""
+    try:
+        call()
+    except bcp.CheckpointError as error:
+        return Seen(type(error).__name__, error.kind, error.ranks, str(error))
+    return None
+
+
+def files_under(path: str | os.PathLike[str]) -> list[str]:
+    """Every file below, temporary ones too, by its path from there."""
+    root = Path(path)
+    return sorted(found.relative_to(root).as_posix() for found in root.rglob("*") if found.is_file())

@@ -1,0 +1,260 @@
+"""Nested containers of tensors and plain data come back as they were, or are refused by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import bytecheckpoint as bcp
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equal in type, in order of keys and in every bit that Python shows."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float) and math.isnan(a):
+        return math.isnan(b)
+    return a == b and repr(a) == repr(b)
+
+
+def blank(value: Any) -> Any:
+    """The same containers with other leaves."""
+    if isinstance(value, dict):
+        return type(value)({key: blank(item) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(map(blank, value))
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else "blank"
+
+
+PLAIN = {
+    "none": None,
+    "true": True,
+    "int": -5,
+    "large_int": 2**64 - 1,
+    "larger_int": 2**64,
+    "huge_int": -(10**40),
+    "float": 0.1,
+    "negative_zero": -0.0,
+    "infinity": -math.inf,
+    "not_a_number": math.nan,
+    "tiny": 5e-324,
+    "complex": complex(-0.0, math.inf),
+    "text": "a\0b\n\u00fc\U0001f600",
+    "empty_text": "",
+    "bytes": b"\x00\xff",
+    "empty_list": [],
+    "empty_tuple": (),
+    "list": [1, [2.0, [None]], ("a", b"b")],
+    "tuple": (1, (2,), []),
+    "size": torch.Size([2, 3]),
+    "empty_size": torch.Size([]),
+    "dtype": torch.bfloat16,
+    "ordered": OrderedDict([("z", 1), ("a", 2)]),
+    "counter": Counter({"a": 2, "b": 1}),
+    "int_keys": {3: "c", 1: "a", -1: "z"},
+    "mixed_keys": {"a": 1, 2: "b"},
+    "nested": {"a": {"b": {"c": {1: {"d": [1]}}}}},
+    "list_of_dicts": [{"a": 1}, {"b": [{}, ()]}],
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "array_t": np.arange(6, dtype=">f4").reshape(2, 3).T,
+    "empty_array": np.zeros((0, 3)),
+    "array_0d": np.array(7),
+    "array_text": np.array(["ab", "c"]),
+    "array_bytes": np.array([b"ab", b"c"]),
+    "array_bool": np.array([True, False]),
+    "array_complex": np.array([1j], dtype=np.complex64),
+    "scalar_f4": np.float32(1.5),
+    "scalar_i1": np.int8(-3),
+    "scalar_bool": np.bool_(True),
+    "scalar_text": np.str_("ab"),
+}
+
+
+@pytest.mark.parametrize("value", PLAIN.values(), ids=PLAIN.keys())
+@pytest.mark.parametrize("name", ["state", "extra_state"])
+def test_plain_data_comes_back_as_it_was(tmp_path: Path, value: Any, name: str) -> None:
+    state = {name: {"value": copy.deepcopy(value), "beside": torch.ones(2)}}
+    target = {name: {"value": blank(value), "beside": torch.zeros(2)}}
+    bcp.save(tmp_path, state)
+    bcp.load(tmp_path, target)
+    assert equal(target, state)
+    assert equal(state[name]["value"], value)
+
+
+@pytest.mark.parametrize("value", PLAIN.values(), ids=PLAIN.keys())
+def test_plain_data_comes_back_at_the_top_in_rank_local_and_in_an_empty_dict(tmp_path: Path, value: Any) -> None:
+    bcp.save(tmp_path, {"top": value, "local": bcp.RankLocal(value), "open": {"value": value, "t": torch.ones(2)}})
+    target: dict[str, Any] = {"top": blank(value), "local": bcp.RankLocal(None), "open": {}}
+    bcp.load(tmp_path, target)
+    assert equal(target["top"], value)
+    assert equal(target["local"].value, value)
+    assert equal(target["open"], {"value": value, "t": torch.ones(2)})
+
+
+keys = st.one_of(st.text(max_size=5), st.sampled_from([".", "a.b", "0", "[0:1]", "a/b", "a\nb", "é", "*", "x@0"]), st.integers())
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5), st.complex_numbers()
+)
+tensors = st.integers(0, 5).map(lambda length: torch.arange(float(length)))
+trees = st.recursive(
+    st.one_of(scalars, tensors),
+    lambda children: st.one_of(
+        st.lists(children, max_size=3), st.lists(children, max_size=3).map(tuple), st.dictionaries(keys, children, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(state=st.dictionaries(keys, trees, max_size=3))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_tree_comes_back_as_it_was_or_is_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[Any, Any]
+) -> None:
+    path = tmp_path_factory.mktemp("tree")
+    try:
+        bcp.save(path, copy.deepcopy(state))
+    except bcp.CheckpointSaveError as error:
+        assert error.kind == "unsupported_value", error
+        assert "the name of two values" in error.message, error
+        assert list(path.iterdir()) == []
+        return
+    target = blank(state)
+    bcp.load(path, target)
+    assert equal(target, state)
+
+
+COLLISIONS = {
+    "dot and nesting": ({"a": {"b": 1}, "a.b": 2}, "a.b"),
+    "dot and nesting, tensors": ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, "a.b"),
+    "int and str": ({"s": {0: 1, "0": 2}}, "s.0"),
+    "int and str at the top": ({0: 1, "0": 2}, "0"),
+    "list and str": ({"s": [torch.ones(1)], "s.0": 1}, "s.0"),
+    "deep": ({"s": {"a.b": {"c": 1}, "a": {"b.c": 2}}}, "s.a.b.c"),
+    "tensor and data": ({"s": {"a.b": torch.ones(1), "a": {"b": 2}}}, "s.a.b"),
+    "module and data": ({"m": torch.nn.Linear(1, 1), "m.weight": 1}, "m.weight"),
+}
+
+
+@pytest.mark.parametrize(("state", "fqn"), COLLISIONS.values(), ids=COLLISIONS.keys())
+def test_two_values_of_one_name_are_refused_by_name(tmp_path: Path, state: dict[Any, Any], fqn: str) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match=f"^{fqn} is the name of two values") as error:
+        bcp.save(tmp_path, state)
+    assert error.value.kind == "unsupported_value"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["a.b", "w[0:2]", "a/b", "../a", "a\nb", "\u00fc\U0001f600", "a b", "__metadata__", "*", "x@0", "0"])
+def test_odd_keys_of_tensors_and_data(tmp_path: Path, key: str) -> None:
+    bcp.save(tmp_path, {key: {key: torch.arange(3.0), "plain": {key: key}}, f"{key}-": torch.ones(1)})
+    target: dict[str, Any] = {key: {key: torch.zeros(3), "plain": {key: ""}}, f"{key}-": torch.zeros(1)}
+    bcp.load(tmp_path, target)
+    assert equal(target, {key: {key: torch.arange(3.0), "plain": {key: key}}, f"{key}-": torch.ones(1)})
+    assert torch.equal(bcp.open(tmp_path)[f"{key}.{key}"][1:], torch.tensor([1.0, 2.0]))
+
+
+def test_a_key_that_starts_like_another_key(tmp_path: Path) -> None:
+    state = {"a": {"c": 1}, "a.b": {"x": torch.ones(2), "y": 3}, "ab": {"c": 4}}
+    target: dict[str, Any] = {"a": {"c": 0}, "a.b": {}, "ab": {}}
+    bcp.save(tmp_path, state)
+    bcp.load(tmp_path, target)
+    assert equal(target, state)
+
+
+def test_containers_and_tensors_stay_the_objects_that_they_are(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"d": {"n": 1, "t": torch.ones(2)}, "l": [torch.ones(2), {"n": 2}], "h": [1, 2, 3], "a": np.ones(2)})
+    tensors, inner, history, array = [torch.zeros(2), torch.zeros(2)], {"n": 0}, [0], np.zeros(2)
+    dictionary, listing = {"n": 0, "t": tensors[0]}, [tensors[1], inner]
+    bcp.load(tmp_path, {"d": dictionary, "l": listing, "h": history, "a": array})
+    assert dictionary["t"] is tensors[0]
+    assert listing[0] is tensors[1]
+    assert listing[1] is inner
+    assert [tensor.tolist() for tensor in tensors] == [[1.0, 1.0]] * 2
+    assert (dictionary["n"], inner["n"], history, array.tolist()) == (1, 2, [1, 2, 3], [1.0, 1.0])
+
+
+def test_plain_data_at_the_top_is_written_back_into_the_state(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"epoch": 3, "best": (1, 2.5), "name": "run"})
+    state = {"epoch": 0, "best": None, "name": ""}
+    bcp.load(tmp_path, state)
+    assert state == {"epoch": 3, "best": (1, 2.5), "name": "run"}
+
+
+def test_tensors_in_tuples_are_filled_in_place(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"pair": (torch.arange(2.0), {"n": 1})})
+    tensor = torch.zeros(2)
+    state = {"pair": (tensor, {"n": 0})}
+    bcp.load(tmp_path, state)
+    assert state["pair"][0] is tensor
+    assert equal(state, {"pair": (torch.arange(2.0), {"n": 1})})
+
+
+def test_an_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path) -> None:
+    content = {"n": 1, "t": torch.arange(3.0), "deep": {"l": [torch.ones(2), 1], "u": (torch.zeros(1), None)}, 5: {}}
+    bcp.save(tmp_path, {"s": content, "list": [{"a": torch.ones(1)}, torch.ones(2)], "extra_state": {"r": {1: "a"}}})
+    target: dict[str, Any] = {"s": {}, "list": [{}, torch.zeros(2)], "extra_state": {"r": {}}}
+    taken = target["s"]
+    bcp.load(tmp_path, target)
+    assert target["s"] is taken
+    assert equal(taken, content)
+    assert equal(target["list"], [{"a": torch.ones(1)}, torch.ones(2)])
+    assert target["extra_state"] == {"r": {1: "a"}}
+
+
+def test_a_default_dict_is_loaded_into_and_kept(tmp_path: Path) -> None:
+    """Saved as the dict that it is: the factory is code."""
+    source: dict[str, int] = defaultdict(int, a=1)
+    bcp.save(tmp_path, {"s": source})
+    target: dict[str, int] = defaultdict(int, a=0)
+    bcp.load(tmp_path, {"s": target})
+    assert target == {"a": 1}
+    assert type(target) is defaultdict
+
+
+def test_empty_states_and_empty_containers(tmp_path: Path) -> None:
+    for index, state in enumerate([{}, {"a": {}}, {"a": []}, {"a": ()}, {"a": {"b": {}, "c": [], "d": ()}}]):
+        bcp.save(tmp_path / str(index), copy.deepcopy(state))
+        target = copy.deepcopy(state)
+        bcp.load(tmp_path / str(index), target)
+        assert equal(target, state)
+
+
+def test_a_state_with_many_small_entries(tmp_path: Path) -> None:
+    state = {f"entry {index}": {"n": index, "t": torch.full((index % 5,), index)} for index in range(500)}
+    target = blank(state)
+    bcp.save(tmp_path, state)
+    bcp.load(tmp_path, target)
+    assert equal(target, state)
+
+
+def test_lists_of_other_lengths_do_not_fit(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"l": [torch.ones(1), torch.ones(1)]})
+    target = {"l": [torch.zeros(1)]}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"l\.1") as error:
+        bcp.load(tmp_path, target)
+    assert error.value.kind == "unexpected_key"
+    assert target["l"][0].item() == 0.0
+
+
+def test_rank_local_values_large_and_small(tmp_path: Path) -> None:
+    value = {"small": torch.arange(5), "large": torch.arange(20_000.0), "n": [1, (2,)], "array": np.arange(3)}
+    bcp.save(tmp_path, {"rng": bcp.RankLocal(copy.deepcopy(value))})
+    holder = bcp.RankLocal(None)
+    bcp.load(tmp_path, {"rng": holder})
+    assert equal(holder.value, value)

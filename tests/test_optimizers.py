@@ -1,0 +1,362 @@
+"""Optimizers and schedulers go on, bit for bit, as if they had never stopped, in whatever groups their parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from training import Tied, mlp, same_module, same_optimizer, same_value, train
+
+import bytecheckpoint as bcp
+
+# Schedulers warn where they are stepped in another order than torch's tutorial has.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of", "ignore:The epoch parameter")
+
+Optimizer = torch.optim.Optimizer
+Build = Callable[[nn.Module], Optimizer]
+
+OPTIMIZERS: dict[str, Build] = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    "adam_foreach": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, foreach=True),
+    "adam_fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
+    "adam_tensor_lr": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01)),
+    "adam_maximize": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, maximize=True, weight_decay=0.1),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "adamw_amsgrad": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    "sgd_momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "sgd_nesterov": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01, lr_decay=0.1),
+    "adadelta": lambda model: torch.optim.Adadelta(model.parameters(), lr=0.01),
+    "adamax": lambda model: torch.optim.Adamax(model.parameters(), lr=0.01),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+    "radam": lambda model: torch.optim.RAdam(model.parameters(), lr=0.01),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
+    "rmsprop_centered": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, centered=True, momentum=0.9),
+    "rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.01),
+    "asgd": lambda model: torch.optim.ASGD(model.parameters(), lr=0.01, t0=2),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4),
+}
+
+
+def shifted(model: nn.Module, build: Build) -> tuple[nn.Module, Optimizer]:
+    return model, build(model)
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "used"])
+def test_training_goes_on_with_the_same_bits(tmp_path: Path, build: Build, is_fresh: bool) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = build(model), build(other)
+    train(model, [optimizer], 3)
+    if not is_fresh:
+        train(other, [restored], 2, seed=5)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert same_optimizer(optimizer, restored)
+    assert same_module(model, other)
+    train(model, [optimizer], 2, seed=1)
+    train(other, [restored], 2, seed=1)
+    assert same_module(model, other)
+    assert same_optimizer(optimizer, restored)
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_an_optimizer_that_has_not_stepped(tmp_path: Path, build: Build) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = build(model), build(other)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    train(model, [optimizer], 2)
+    train(other, [restored], 2)
+    assert same_module(model, other)
+    assert same_optimizer(optimizer, restored)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_beside_adamw_as_a_list(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[nn.Module, list[Optimizer]]:
+        model = mlp(seed)
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+        return model, [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+    (model, optimizers), (other, restored) = build(0), build(1)
+    train(model, optimizers, 3)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizers})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    train(model, optimizers, 2)
+    train(other, restored, 2)
+    assert same_module(model, other)
+    assert all(map(same_optimizer, optimizers, restored))
+
+
+def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return {name: dict(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
+
+
+def rates_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = optimizer.param_groups
+    return {names[id(parameter)]: (group["lr"], group["betas"]) for group in groups for parameter in group["params"]}
+
+
+def grouped(model: nn.Module, groups: Sequence[tuple[Sequence[int], float]]) -> Optimizer:
+    parameters = list(model.parameters())
+    return torch.optim.AdamW([{"params": [parameters[index] for index in indices], "lr": lr} for indices, lr in groups])
+
+
+REGROUPED = {
+    "same": [([0, 1, 2], 0.1), ([3, 4, 5], 0.2)],
+    "other order": [([5, 3, 4], 0.0), ([2, 0, 1], 0.0)],
+    "split": [([0], 0.0), ([1, 2], 0.0), ([3, 5], 0.0), ([4], 0.0)],
+    "first parameter elsewhere": [([1, 2], 0.0), ([4, 5, 3], 0.0), ([0], 0.0)],
+}
+
+
+@pytest.mark.parametrize("groups", REGROUPED.values(), ids=REGROUPED.keys())
+def test_state_follows_the_parameter_into_other_groups(tmp_path: Path, groups: Any) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = grouped(model, REGROUPED["same"]), grouped(other, groups)
+    train(model, [optimizer], 3)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert same_value(state_by_name(model, optimizer), state_by_name(other, restored))
+    assert rates_by_name(model, optimizer) == rates_by_name(other, restored)
+
+
+def test_a_group_of_parameters_with_different_hyperparameters_is_a_conflict(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    bcp.save(tmp_path, {"model": model, "optimizer": grouped(model, REGROUPED["same"])})
+    restored = grouped(other, [(range(6), 0.5)])
+    with pytest.raises(bcp.CheckpointMismatchError, match="different values of 'lr'") as error:
+        bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert error.value.kind == "conflict"
+    assert restored.param_groups[0]["lr"] == 0.5
+    bcp.load(tmp_path, {"model": other, "optimizer": restored}, strict=False)
+    assert restored.param_groups[0]["lr"] == 0.5
+
+
+def test_merged_groups_with_the_same_hyperparameters(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = grouped(model, [([0, 1, 2], 0.1), ([3, 4, 5], 0.1)]), grouped(other, [(range(6), 0.5)])
+    train(model, [optimizer], 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert restored.param_groups[0]["lr"] == 0.1
+    assert same_value(state_by_name(model, optimizer), state_by_name(other, restored))
+
+
+def test_parameters_without_state_and_frozen_ones(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[nn.Module, Optimizer]:
+        model = mlp(seed)
+        model[0].requires_grad_(False)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    (model, optimizer), (other, restored) = build(0), build(1)
+    model.append(nn.Linear(3, 3))  # in the model, in no optimizer
+    other.append(nn.Linear(3, 3))
+    train(model, [optimizer], 2)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert same_optimizer(optimizer, restored)
+    assert len(restored.state) == 4
+    assert same_module(model, other)
+
+
+def test_a_tensor_learning_rate_keeps_its_tensor_and_a_number_stays_a_number(tmp_path: Path) -> None:
+    model = mlp()
+    bcp.save(tmp_path / "tensor", {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))})
+    bcp.save(tmp_path / "number", {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.25)})
+    rate = torch.tensor(0.1)
+    with_tensor, with_number = torch.optim.Adam(model.parameters(), lr=rate), torch.optim.Adam(model.parameters(), lr=0.1)
+    for name, expected in (("tensor", 0.5), ("number", 0.25)):
+        bcp.load(tmp_path / name, {"model": model, "optimizer": with_tensor})
+        bcp.load(tmp_path / name, {"model": model, "optimizer": with_number})
+        assert with_tensor.param_groups[0]["lr"] is rate
+        assert rate.item() == expected
+        assert with_number.param_groups[0]["lr"] == expected
+        assert type(with_number.param_groups[0]["lr"]) is float
+
+
+def test_tied_weights_have_one_state(tmp_path: Path) -> None:
+    tokens = torch.arange(6)
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+        model(tokens).square().sum().backward()
+        optimizer.step()
+
+    model, other = Tied(), Tied()
+    optimizer, restored = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+    step(model, optimizer)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert same_optimizer(optimizer, restored)
+    step(model, optimizer)
+    step(other, restored)
+    assert same_module(model, other)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied to untied", "untied to tied"])
+def test_state_of_weights_that_are_tied_on_one_side_only(tmp_path: Path, is_tied: bool) -> None:
+    model, other = Tied(is_tied=is_tied), Tied(is_tied=not is_tied)
+    optimizer, restored = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())
+    model(torch.arange(6)).square().sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    expected, found = optimizer.state[model.embedding.weight], restored.state[other.embedding.weight]
+    assert same_value(dict(expected), dict(found))
+    if is_tied:
+        assert same_value(dict(expected), dict(restored.state[other.head.weight]))
+        assert found["exp_avg"].data_ptr() != restored.state[other.head.weight]["exp_avg"].data_ptr()
+
+
+def test_an_optimizer_of_named_parameters_needs_no_model(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(0)
+    optimizer = torch.optim.Adam(model.named_parameters())
+    restored = torch.optim.Adam(reversed(list(other.named_parameters())))
+    train(model, [optimizer], 2)
+    bcp.save(tmp_path, {"optimizer": optimizer})
+    bcp.load(tmp_path, {"optimizer": restored})
+    assert same_value(state_by_name(model, optimizer), state_by_name(other, restored))
+
+
+@pytest.mark.parametrize("call", [bcp.save, bcp.load])
+def test_parameters_of_no_module_are_refused_with_advice(tmp_path: Path, call: Any) -> None:
+    model = mlp()
+    bcp.save(tmp_path / "there", {"model": model, "optimizer": torch.optim.Adam(model.parameters())})
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(7))])
+    path = tmp_path / ("there" if call is bcp.load else "new")
+    with pytest.raises(bcp.CheckpointSaveError, match=r"optimizer .*shape \[7\].*pass the model.*named_parameters") as error:
+        call(path, {"model": model, "optimizer": optimizer})
+    assert error.value.kind == "unsupported_value"
+    assert not (tmp_path / "new").exists()
+
+
+def test_several_optimizers_over_several_modules(tmp_path: Path) -> None:
+    def build(seed: int) -> dict[str, Any]:
+        generator, critic = mlp(seed), mlp(seed + 10)
+        joint = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=0.1, momentum=0.5)
+        return {
+            "generator": generator,
+            "critic": critic,
+            "optimizers": {
+                "generator": torch.optim.Adam(generator.parameters()),
+                "critic": torch.optim.RMSprop(critic.parameters()),
+            },
+            "joint": joint,
+        }
+
+    source, target = build(0), build(1)
+    for name in ("generator", "critic"):
+        train(source[name], [source["optimizers"][name], source["joint"]], 2)
+    bcp.save(tmp_path, source)
+    bcp.load(tmp_path, target)
+    assert same_module(source["generator"], target["generator"])
+    assert same_module(source["critic"], target["critic"])
+    assert same_optimizer(source["joint"], target["joint"])
+    assert all(same_optimizer(source["optimizers"][name], target["optimizers"][name]) for name in target["optimizers"])
+
+
+def test_a_list_of_modules_with_a_list_of_optimizers(tmp_path: Path) -> None:
+    """Pipeline stages of one process: layers have the names of the whole model."""
+
+    def build(seed: int) -> tuple[list[nn.Module], list[Optimizer]]:
+        layers = mlp(seed)
+        stages: list[nn.Module] = [nn.ModuleDict({"0": layers[0], "1": layers[1]}), nn.ModuleDict({"3": layers[3]})]
+        return stages, [torch.optim.Adam(stage.parameters(), lr=0.1 + index) for index, stage in enumerate(stages)]
+
+    (stages, optimizers), (others, restored) = build(0), build(1)
+    train(nn.Sequential(stages[0]["0"], stages[0]["1"], stages[1]["3"]), optimizers, 2)
+    bcp.save(tmp_path, {"model": stages, "optimizer": optimizers})
+    bcp.load(tmp_path, {"model": others, "optimizer": restored})
+    assert all(map(same_module, stages, others))
+    assert all(map(same_optimizer, optimizers, restored))
+    whole = mlp(2)
+    one = torch.optim.Adam([{"params": whole[:2].parameters()}, {"params": whole[3].parameters()}])
+    bcp.load(tmp_path, {"model": whole, "optimizer": one})
+    assert [group["lr"] for group in one.param_groups] == [0.1, 1.1]
+    assert same_value(one.state[whole[3].weight], optimizers[1].state[stages[1]["3"].weight])
+
+
+def test_state_that_does_not_fit_is_refused_and_nothing_is_created(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters(), lr=7.0)
+    train(model, [optimizer], 1)
+    bcp.save(tmp_path, {"model": mlp(3), "optimizer": torch.optim.Adam(mlp(3).named_parameters()), "n": 1})
+    bcp.save(tmp_path / "narrow", {"model": model, "optimizer": optimizer})
+    other[3] = nn.Linear(8, 4)
+    restored = torch.optim.Adam(other.parameters(), lr=7.0)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.3\.weight: shape"):
+        bcp.load(tmp_path / "narrow", {"model": other, "optimizer": restored})
+    assert len(restored.state) == 0
+    assert restored.param_groups[0]["lr"] == 7.0
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    model = mlp()
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, [sgd], 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": sgd, "data": {"optimizer": 1}})
+    train(model, [adam], 1)
+    with pytest.raises(bcp.CheckpointMismatchError, match="exp_avg") as error:
+        bcp.load(tmp_path, {"model": model, "optimizer": adam})
+    assert error.value.kind == "missing_key"
+    with pytest.raises(bcp.CheckpointMismatchError, match="holds no optimizer"):
+        bcp.load(tmp_path, {"model": model, "data": adam})
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "multiplicative": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9),
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "multi_step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
+    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=6),
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "cosine_restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    "polynomial": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 10),
+    "one_cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 10)], [3]
+    ),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+    "swa": lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05),
+}
+
+
+def schedule(optimizer: Optimizer, scheduler: Any, num_steps: int) -> list[list[float]]:
+    rates = []
+    for _ in range(num_steps):
+        optimizer.step()
+        scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
+    return rates
+
+
+@pytest.mark.parametrize("build", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+@pytest.mark.parametrize("make_rate", [float, torch.tensor], ids=["number", "tensor"])
+def test_schedulers_go_on_where_they_stopped(tmp_path: Path, build: Any, make_rate: Any) -> None:
+    def both(seed: int) -> dict[str, Any]:
+        model = mlp(seed)
+        optimizer = torch.optim.Adam(model.parameters(), lr=make_rate(0.5))
+        return {"model": model, "optimizer": optimizer, "scheduler": build(optimizer)}
+
+    source, target = both(0), both(1)
+    schedule(source["optimizer"], source["scheduler"], 3)
+    bcp.save(tmp_path, source)
+    bcp.load(tmp_path, target)
+    expected = schedule(source["optimizer"], source["scheduler"], 8)
+    assert schedule(target["optimizer"], target["scheduler"], 8) == expected

@@ -1,0 +1,8 @@
+"""`python -m bytecheckpoint.tools` is `bcp`, where the program itself is not on the path."""
+
+from __future__ import annotations
+
+from .main import main
+
+if __name__ == "__main__":
+    main()

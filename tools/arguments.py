@@ -1,0 +1,78 @@
+"""The arguments that all commands share, and the checkpoint that they lead to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.store import Store
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Opened(NamedTuple):
+    """A committed checkpoint of which the manifest was read."""
+
+    store: Store
+    folder: str
+    manifest: Manifest
+    path: str
+    """For people: without credentials."""
+
+
+def with_output_options(command: _Command) -> _Command:
+    """Adds `--json` and `--storage-option`, which every command takes."""
+    command = click.option(
+        "--storage-option",
+        "storage_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_parse_storage_options,
+        help="For the fsspec backend of a URL; may be repeated. A value that is JSON is taken as such, so: "
+        "anon=true, or key='\"123\"' for text that looks like a number.",
+    )(command)
+    return click.option(
+        "--json", "as_json", is_flag=True, help="One JSON object on standard output, and nothing else there."
+    )(command)
+
+
+def with_step_option(command: _Command) -> _Command:
+    """Adds `--step`, for commands that look at one checkpoint."""
+    return click.option(
+        "--step",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="This step under a root. Without it: the checkpoint at the path, or the newest committed step under it.",
+    )(command)
+
+
+def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
+    options = {}
+    for number, text in enumerate(texts, 1):
+        key, separator, value = text.partition("=")
+        if not separator or not key:
+            # The text itself may be a credential, so it is not repeated.
+            raise click.BadParameter(f"number {number} is not of the form KEY=VALUE", ctx=ctx, param=param)
+        options[key] = _parse_value(value)
+    return options
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, Any]) -> Opened:
+    """The checkpoint that is meant. Raises what `bcp.open` raises."""
+    store = open_store(path, storage_options=storage_options, writer_threads=1)
+    folder = layout.find_checkpoint(store, "latest" if step is None else step, location=str(store))
+    return Opened(store, folder, layout.read_manifest(store, folder), join_name(str(store), folder))

@@ -1,0 +1,155 @@
+"""`bcp ls`: which checkpoints there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError
+from bytecheckpoint.info import describe_checkpoint
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.store import Store
+
+from . import exit_codes
+from .arguments import with_output_options
+from .screen import Column, Screen, print_json
+from .wording import age_text, count_text, size_text, time_text
+
+_LOOKS_IN_FLIGHT = 8
+_NOT_COMMITTED = "not committed"
+_COLUMNS = [
+    Column("step", is_right=True, style="bold cyan"),
+    Column("size", is_right=True),
+    Column("saved"),
+    Column("age"),
+    Column("tensors", is_right=True),
+    Column("ranks", is_right=True),
+    Column("folder", style="dim"),
+    Column("state"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A folder that is a checkpoint, or that a save has not finished."""
+
+    folder: str
+    """Inside the root; "" is the root itself."""
+    path: str
+    step: int | None
+    committed: bool
+    num_bytes: int
+    """Of the data files: what the manifest says, or where there is none, what lies there."""
+    num_tensors: int | None = None
+    world_size: int | None = None
+    created_at: datetime | None = None
+    save_id: str | None = None
+    problem: str | None = None
+    """Why the manifest cannot be read."""
+
+
+@click.command(short_help="The checkpoints under a root.")
+@click.argument("root")
+@with_output_options
+def ls(root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
+    """The checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
+
+    Folders of saves that did not finish, or are still being written, are listed as not committed. Only manifests are
+    read. Exit code 1 where one of them is damaged.
+
+    \b
+    Example:
+      bcp ls s3://bucket/run
+      bcp ls /data/run --json
+    """
+    store = open_store(root, storage_options=storage_options, writer_threads=1)
+    found = _find(store)
+    if not found:
+        layout.find_checkpoint(store, "latest", location=str(store))  # raises: it knows best what is there instead
+    if as_json:
+        print_json({"root": str(store), "checkpoints": [_as_json(item) for item in found]})
+    else:
+        _print(str(store), found)
+    return exit_codes.CORRUPT if any(item.problem for item in found) else exit_codes.FINE
+
+
+def _find(store: Store) -> list[Listed]:
+    listing = store.list("")
+    folders = [name for name, size in listing.items() if size is None and name != layout.DATA_FOLDER]
+    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
+        found = [item for item in pool.map(lambda folder: _look_into(store, folder), ["", *folders]) if item]
+    return sorted(found, key=lambda item: (item.folder != "", item.step is None, item.step or 0, item.folder))
+
+
+def _look_into(store: Store, folder: str) -> Listed | None:
+    listing = store.list(folder)
+    path, step = join_name(str(store), folder), layout.parse_step(folder)
+    if layout.has_manifest(listing):
+        return _committed(store, folder, path, step)
+    data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in listing else {}
+    if step is None and not data:
+        return None
+    num_bytes = sum(size or 0 for size in data.values())
+    return Listed(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
+
+
+def _committed(store: Store, folder: str, path: str, step: int | None) -> Listed | None:
+    try:
+        info = describe_checkpoint(layout.read_manifest(store, folder), path=path, seconds={})
+    except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+        return Listed(folder=folder, path=path, step=step, committed=True, num_bytes=0, problem=error.message)
+    except CheckpointNotFoundError:  # deleted since it was listed
+        return None
+    return Listed(
+        folder=folder,
+        path=path,
+        step=info.step if step is None else step,
+        committed=True,
+        num_bytes=info.num_bytes,
+        num_tensors=info.num_tensors,
+        world_size=info.world_size,
+        created_at=info.created_at,
+        save_id=info.save_id,
+    )
+
+
+def _as_json(item: Listed) -> dict[str, Any]:
+    fields = asdict(item)
+    del fields["folder"]
+    return {**fields, "created_at": item.created_at.isoformat() if item.created_at else None}
+
+
+def _print(root: str, found: list[Listed]) -> None:
+    screen = Screen()
+    committed = [item for item in found if item.committed]
+    rest = f", {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
+    total = size_text(sum(item.num_bytes for item in found))
+    screen.line(f"{root}: {count_text(len(committed), 'checkpoint')}{rest}, {total}", style="bold")
+    screen.line()
+    now = datetime.now(UTC)
+    screen.table(_COLUMNS, [_row(item, now) for item in found])
+    for item in found:
+        if item.problem:
+            screen.line()
+            screen.line(item.problem, style="red")
+
+
+def _row(item: Listed, now: datetime) -> list[str]:
+    state = "damaged" if item.problem else "committed" if item.committed else _NOT_COMMITTED
+    return [
+        "-" if item.step is None else str(item.step),
+        "-" if item.problem else size_text(item.num_bytes),
+        time_text(item.created_at),
+        age_text(item.created_at, now),
+        "-" if item.num_tensors is None else count_text(item.num_tensors),
+        "-" if item.world_size is None else count_text(item.world_size),
+        item.folder or ".",
+        state,
+    ]

@@ -1,0 +1,107 @@
+"""The program `bcp`: its commands, and how whatever goes wrong in one becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+import click
+
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.errors import StorageError as StoreRefusedError
+
+from . import exit_codes
+from .ls import ls
+from .screen import printable
+from .show import show
+from .verify import verify
+
+
+class Program(click.Group):
+    """A group of commands that return their exit code, and whose errors are one line, or one JSON object."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
+        given = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in given
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(given, prog_name or "bcp", **extra)
+        except click.Abort:
+            code = _report("interrupted", "interrupted; nothing stored was changed", None, as_json=as_json)
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "bcp"
+            code = _report("usage", f"{error.format_message()} (`{command} --help` tells more)", None, as_json=as_json)
+        except CheckpointError as error:
+            _report(error.kind, error.message, error.path, as_json=as_json)
+            code = _code_of(error)
+        sys.exit(code if isinstance(code, int) else exit_codes.FINE)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            raise click.Abort from None
+        except BrokenPipeError:
+            # Whoever read has enough. The interpreter must not complain when it flushes what is left.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return exit_codes.BROKEN_PIPE
+        return result
+
+
+def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
+    """Says what went wrong; gives the exit code of the two kinds that are no CheckpointError."""
+    if as_json:
+        click.echo(json.dumps({"error": {"kind": kind, "message": message, "path": path}}))
+    else:
+        click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
+    return exit_codes.INTERRUPTED if kind == "interrupted" else exit_codes.USAGE
+
+
+def _code_of(error: CheckpointError) -> int:
+    match error:
+        case CheckpointNotFoundError():
+            return exit_codes.NOT_FOUND
+        case StoreRefusedError() | CheckpointSaveError():
+            return exit_codes.STORAGE
+        case CheckpointMismatchError(kind="conflict"):
+            return exit_codes.USAGE
+    return exit_codes.CORRUPT
+
+
+@click.group(
+    cls=Program,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(version("bytecheckpoint"), "--version", prog_name="bcp", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Look into checkpoints, and check them.
+
+    Paths are folders or any URL that fsspec knows (s3://bucket/run).
+
+    Exit codes: 0 fine, 1 corrupt or different, 2 usage, 3 not found, 4 storage, 130 Ctrl-C, 141 closed pipe.
+
+    \b
+    Example:
+      bcp ls s3://bucket/run
+      bcp show s3://bucket/run --tree
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+cli.add_command(ls)
+cli.add_command(show)
+cli.add_command(verify)
+
+
+def main() -> NoReturn:
+    """The console script."""
+    cli.main()

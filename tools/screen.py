@@ -1,0 +1,110 @@
+"""Text on standard output: colours and fitted columns where it is a terminal, plain aligned text everywhere else, so
+that pipes and files get the same words without any escape sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+import click
+
+GAP = "  "
+
+
+class Column(NamedTuple):
+    """Of a table."""
+
+    title: str
+    is_right: bool = False
+    style: str = ""
+    """For a terminal, in rich's words."""
+
+
+def printable(text: str) -> str:
+    """The text without control characters: names in a checkpoint may hold what would steer a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class Screen:
+    """Where a command writes for people."""
+
+    def __init__(self, stream: TextIO | None = None, *, is_terminal: bool | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
+
+    def line(self, text: str = "", *, style: str = "") -> None:
+        """One line; nothing in it is wrapped, so that it can be copied."""
+        if self._is_terminal and style:
+            from rich.console import Console  # noqa: PLC0415 - a pipe does not wait for rich
+            from rich.text import Text  # noqa: PLC0415
+
+            Console(file=self._stream, soft_wrap=True).print(Text(printable(text), style))
+        else:
+            click.echo(printable(text), file=self._stream)
+
+    def fields(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Names and values, values aligned."""
+        self.table([Column("", style="dim"), Column("")], pairs)
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], *, indent: int = 2) -> None:
+        """Rows under their titles; without a title line where no column has one."""
+        cells = [[printable(cell) for cell in row] for row in rows]
+        if self._is_terminal:
+            self._rich_table(columns, cells, indent)
+        else:
+            self._plain_table(columns, cells, indent)
+
+    def _plain_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], indent: int) -> None:
+        titles = [column.title for column in columns]
+        lines = [titles, *rows] if any(titles) else rows
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in lines:
+            padded = [
+                cell.rjust(width) if column.is_right else cell.ljust(width)
+                for column, cell, width in zip(columns, line, widths, strict=True)
+            ]
+            click.echo(" " * indent + GAP.join(padded).rstrip(), file=self._stream)
+
+    def _rich_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], indent: int) -> None:
+        from rich.console import Console  # noqa: PLC0415 - a pipe does not wait for rich
+        from rich.padding import Padding  # noqa: PLC0415
+        from rich.table import Table  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
+        has_titles = any(column.title for column in columns)
+        table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), show_header=has_titles, header_style="dim")
+        for number, column in enumerate(columns):
+            # The first column is the one that may be long: it is folded, never cut.
+            may_wrap = number in {0, len(columns) - 1}
+            table.add_column(
+                Text(column.title),
+                justify="right" if column.is_right else "left",
+                style=column.style,
+                no_wrap=not may_wrap,
+                overflow="fold",
+            )
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console(file=self._stream, highlight=False).print(Padding(table, (0, 0, 0, indent)))
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """The one object of `--json`."""
+    click.echo(json.dumps(to_json(value), allow_nan=False))
+
+
+def to_json(value: Any) -> Any:
+    """What JSON can hold: NaN and infinities become null, bytes their hexadecimal digits, other things their text."""
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,189 @@
+"""`bcp show`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.region import find_tiling_fault
+
+from . import exit_codes
+from .arguments import Opened, open_manifest, with_output_options, with_step_option
+from .contents import Contents, Tensor, file_rows, plain_objects
+from .module_tree import Node, build_tree
+from .progress import byte_progress
+from .screen import Screen, print_json
+from .show_text import (
+    print_files,
+    print_objects,
+    print_summary,
+    print_tensor,
+    print_tensors,
+    print_tree,
+)
+from .tensor_stats import Stats, tensor_stats
+
+_DEFAULT_ROWS = 40
+
+
+@click.command(short_help="What is in a checkpoint.")
+@click.argument("ckpt")
+@with_step_option
+@click.option("--tree", "with_tree", is_flag=True, help="Tensors as a tree of modules; layers that repeat are one.")
+@click.option(
+    "--tensor",
+    "patterns",
+    multiple=True,
+    metavar="FQN",
+    help="These tensors in depth: their chunks, and where they lie. A name or a glob; may be repeated.",
+)
+@click.option("--files", "with_files", is_flag=True, help="The data files.")
+@click.option("--objects", "with_objects", is_flag=True, help="The plain values: numbers, texts, lists, small arrays.")
+@click.option(
+    "--stats",
+    "with_stats",
+    is_flag=True,
+    help="Read the tensors: minimum, maximum, mean, standard deviation, and how many NaN, infinities and zeros.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=_DEFAULT_ROWS,
+    show_default=True,
+    metavar="ROWS",
+    help="Rows of a table; 0 for all. --json has always all.",
+)
+@with_output_options
+def show(
+    ckpt: str,
+    step: int | None,
+    with_tree: bool,
+    patterns: Sequence[str],
+    with_files: bool,
+    with_objects: bool,
+    with_stats: bool,
+    limit: int,
+    as_json: bool,
+    storage_options: Mapping[str, Any],
+) -> int:
+    """What is in the checkpoint CKPT: a summary, then its tensors.
+
+    Only the manifest is read, unless --stats asks for values.
+
+    \b
+    Example:
+      bcp show s3://bucket/run --step 1000 --tree
+      bcp show /data/run --tensor 'model.layers.0.*' --stats
+    """
+    opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    contents = Contents(opened.manifest)
+    tensors = contents.select(patterns, path=opened.path)
+    stats = _read_stats(opened, tensors) if with_stats else None
+    tree = build_tree(tensors) if with_tree else None
+    files = file_rows(opened.manifest) if with_files else None
+    objects = plain_objects(opened) if with_objects else None
+    if as_json:
+        sections = {
+            "tensors": [_tensor_json(contents, tensor, stats, in_depth=bool(patterns)) for tensor in tensors],
+            "tree": None if tree is None else list(map(_node_json, tree)),
+            "files": files,
+            "objects": None if objects is None else [_without_text(plain._asdict()) for plain in objects],
+        }
+        print_json({**_summary_json(opened, contents), **sections})
+        return exit_codes.FINE
+    screen = Screen()
+    print_summary(screen, opened, contents)
+    if patterns and tree is None:
+        for tensor in tensors[: limit or None]:
+            print_tensor(screen, opened.manifest, tensor, contents.chunks(tensor), stats, limit=limit)
+        if limit and len(tensors) > limit:
+            screen.line(f"\n  ... and {len(tensors) - limit:,} more tensors: --limit 0 shows all", style="dim")
+    elif tree is not None:
+        print_tree(screen, tree, limit=limit)
+    elif with_stats or not (with_files or with_objects):
+        print_tensors(screen, tensors, stats, limit=limit)
+    if files is not None:
+        print_files(screen, files, limit=limit)
+    if objects is not None:
+        print_objects(screen, objects, limit=limit)
+    return exit_codes.FINE
+
+
+def _read_stats(opened: Opened, tensors: Sequence[Tensor]) -> dict[str, Stats]:
+    stored = list(dict.fromkeys(tensor.stored_fqn for tensor in tensors))
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    with byte_progress("reading", num_bytes) as on_progress:
+        return tensor_stats(opened, stored, on_progress=on_progress)
+
+
+def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
+    manifest = opened.manifest
+    world_size = manifest.provenance.get("world_size")
+    return {
+        "path": opened.path,
+        "step": manifest.step,
+        "save_id": manifest.save_id,
+        "created_at": manifest.provenance.get("created_at"),
+        "world_size": world_size if isinstance(world_size, int) else None,
+        "num_bytes": sum(file.byte_length for file in manifest.files),
+        "num_files": len(manifest.files),
+        "num_tensors": len(manifest.tensors),
+        "num_aliases": len(manifest.aliases),
+        "num_chunks": contents.num_chunks,
+        "num_parameters": contents.num_parameters,
+        "entries": [_total_json(entry) for entry in contents.entries],
+        "dtypes": [_total_json(dtype) for dtype in contents.dtypes],
+        "metadata": manifest.metadata,
+        "provenance": manifest.provenance,
+    }
+
+
+def _total_json(total: Any) -> dict[str, Any]:
+    return {
+        "name": total.name,
+        "num_tensors": total.num_tensors,
+        "num_elements": total.num_elements,
+        "num_bytes": total.num_bytes,
+    }
+
+
+def _tensor_json(
+    contents: Contents, tensor: Tensor, stats: Mapping[str, Stats] | None, *, in_depth: bool
+) -> dict[str, Any]:
+    found = stats.get(tensor.stored_fqn) if stats is not None else None
+    chunks = contents.chunks(tensor) if in_depth else None
+    return {
+        "fqn": tensor.fqn,
+        "alias_of": tensor.alias_of,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "num_elements": tensor.num_elements,
+        "num_bytes": tensor.num_bytes,
+        "num_chunks": contents.num_chunks_of(tensor),
+        "chunks": None if chunks is None else list(map(contents.chunk_json, chunks)),
+        "tiles_shape": None if chunks is None else _tiles(tensor, chunks),
+        "stats": None if found is None else found.as_json(),
+    }
+
+
+def _tiles(tensor: Tensor, chunks: Sequence[Chunk]) -> bool:
+    return find_tiling_fault(tensor.shape, [chunk.region for chunk in chunks]) is None
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "dtype": node.tensor.dtype if node.tensor else None,
+        "shape": node.tensor.shape if node.tensor else None,
+        "num_tensors": node.num_tensors,
+        "num_elements": node.num_elements,
+        "num_bytes": node.num_bytes,
+        "children": list(map(_node_json, node.children)),
+    }
+
+
+def _without_text(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "text"}

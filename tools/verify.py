@@ -1,0 +1,145 @@
+"""`bcp verify`: is every byte still what was written?"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify_checkpoint
+
+from . import exit_codes
+from .arguments import Opened, open_manifest, with_output_options, with_step_option
+from .progress import byte_progress
+from .screen import Column, Screen, print_json
+from .wording import count_text, size_text, some_of
+
+_STORE_KINDS = {"permission", "unavailable", "unsupported"}
+_SHOWN_DAMAGE = 100
+_SHOWN_TENSORS = 3
+
+
+@click.command(short_help="Read and check every byte of a checkpoint.")
+@click.argument("ckpt")
+@with_step_option
+@click.option(
+    "--sample",
+    "sample_percent",
+    type=click.FloatRange(0, 100, min_open=True),
+    default=100,
+    metavar="PCT",
+    help="Read only this percentage of each file, in pieces chosen at random.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    default=LoadOptions().reader_threads,
+    show_default=True,
+    metavar="N",
+    help="Reads in flight; each takes 8 MiB of memory.",
+)
+@with_output_options
+def verify(
+    ckpt: str,
+    step: int | None,
+    sample_percent: float,
+    threads: int,
+    as_json: bool,
+    storage_options: Mapping[str, Any],
+) -> int:
+    """Checks the checkpoint CKPT and lists all damage.
+
+    The manifest must be valid, every data file there with its size, every byte as its checksum says, every file's
+    header as the manifest says, and the chunks of every tensor must cover it exactly once. Exit code 1 where something
+    is damaged, 4 where the storage could not be read.
+
+    \b
+    Example:
+      bcp verify s3://bucket/run --step 1000 --threads 16
+      bcp verify /data/run --sample 5
+    """
+    opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    started = time.monotonic()
+    with byte_progress("checking", bytes_to_read(opened.manifest, sample_percent)) as on_progress:
+        result = verify_checkpoint(
+            opened.store,
+            opened.folder,
+            opened.manifest,
+            threads=threads,
+            sample_percent=sample_percent,
+            rng=random.Random(),  # noqa: S311 - a sample is no secret
+            on_progress=on_progress,
+        )
+    seconds = time.monotonic() - started
+    if as_json:
+        print_json(_as_json(opened, result, sample_percent=sample_percent, seconds=seconds))
+    else:
+        _print(opened, result, sample_percent=sample_percent, seconds=seconds)
+    if all(item.kind in _STORE_KINDS for item in result.damage):
+        return exit_codes.STORAGE if result.damage else exit_codes.FINE
+    return exit_codes.CORRUPT
+
+
+def _as_json(opened: Opened, result: Verification, *, sample_percent: float, seconds: float) -> dict[str, Any]:
+    manifest = opened.manifest
+    return {
+        "path": opened.path,
+        "step": manifest.step,
+        "save_id": manifest.save_id,
+        "ok": not result.damage,
+        "num_files": len(manifest.files),
+        "num_tensors": len(manifest.tensors),
+        "num_bytes": sum(file.byte_length for file in manifest.files),
+        "num_bytes_checked": result.num_bytes_checked,
+        "sample_percent": sample_percent,
+        "seconds": round(seconds, 6),
+        "unchecked_files": list(result.unchecked_files),
+        "damage": [item._asdict() for item in result.damage],
+    }
+
+
+def _print(opened: Opened, result: Verification, *, sample_percent: float, seconds: float) -> None:
+    screen = Screen()
+    manifest = opened.manifest
+    looked_at = (
+        f"{count_text(len(manifest.tensors), 'tensor')} in {count_text(len(manifest.files), 'file')}, "
+        f"{size_text(result.num_bytes_checked)} compared with their checksums in {seconds:.1f} s "
+        f"({size_text(result.num_bytes_checked / max(seconds, 1e-9))}/s)"
+    )
+    if result.damage:
+        tensors = {fqn for item in result.damage for fqn in item.tensors}
+        files = {item.file for item in result.damage if item.file}
+        screen.line(
+            f"{opened.path}: DAMAGED, {count_text(len(result.damage), 'fault')} in {count_text(len(files), 'file')}, "
+            f"{count_text(len(tensors), 'tensor')} hit",
+            style="bold red",
+        )
+    else:
+        sampled = "" if sample_percent >= 100 else f", as far as the {sample_percent:g} % that were read can tell"
+        unsure = "" if not result.unchecked_files else ", but for files without checksums"
+        screen.line(f"{opened.path}: all is as it was written{sampled}{unsure}", style="bold green")
+    screen.line(f"  {looked_at}")
+    for item in result.damage[:_SHOWN_DAMAGE]:
+        _print_damage(screen, item)
+    if len(result.damage) > _SHOWN_DAMAGE:
+        screen.line(f"  ... and {count_text(len(result.damage) - _SHOWN_DAMAGE, 'more fault')}: --json lists all")
+    if result.unchecked_files:
+        screen.line(f"  without checksums, so not read: {some_of(result.unchecked_files, 10)}", style="yellow")
+    if result.damage:
+        others = "Tensors that are not named are sound. " if sample_percent >= 100 else ""
+        screen.line()
+        screen.line(f"{others}Restore the files from a good copy, or take another step.")
+
+
+def _print_damage(screen: Screen, item: Damage) -> None:
+    end = item.byte_offset + item.byte_length
+    where = f"{item.file}, bytes {item.byte_offset:,} to {end:,}" if item.file else "manifest"
+    screen.line()
+    screen.line(f"  {where}", style="red")
+    hit = some_of(item.tensors, _SHOWN_TENSORS) if item.tensors else "no tensor, only the file's header"
+    rows = [("what", f"{item.kind}: {item.what}"), ("hits", hit)]
+    screen.table([Column("", style="dim"), Column("")], rows, indent=4)

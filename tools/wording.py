@@ -1,0 +1,77 @@
+"""Numbers, sizes and times as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size_text(num_bytes: float) -> str:
+    """`1.5 MiB`."""
+    power = 0
+    while num_bytes >= 1023.95 and power < len(_UNITS) - 1:
+        num_bytes /= 1024
+        power += 1
+    return f"{num_bytes:.1f} {_UNITS[power]}" if power else f"{num_bytes:.0f} B"
+
+
+def count_text(number: int, noun: str = "") -> str:
+    """`1,234 tensors`, `1 tensor`."""
+    return f"{number:,}" + (f" {noun}" + "s" * (number != 1) if noun else "")
+
+
+def short_count(number: int) -> str:
+    """`7.2 B` for large numbers of parameters, else the number itself."""
+    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
+        if number >= limit:
+            return f"{number / limit:.2f} {unit}"
+    return f"{number:,}"
+
+
+def time_text(when: datetime | None) -> str:
+    return when.strftime("%Y-%m-%d %H:%M:%S %Z").strip() if when else "-"
+
+
+def age_text(when: datetime | None, now: datetime) -> str:
+    """`5 min ago`; a clock that runs ahead gives `just now`."""
+    if when is None:
+        return "-"
+    age = now - when if when.tzinfo else now.replace(tzinfo=None) - when
+    for unit, seconds in (("day", 86400), ("h", 3600), ("min", 60)):
+        count = age // timedelta(seconds=seconds)
+        if count >= 1:
+            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
+    return "just now"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`4096 x 1024`; `scalar` for a tensor without dimensions."""
+    return " x ".join(map(str, shape)) if shape else "scalar"
+
+
+def number_text(value: float | None) -> str:
+    """Four significant digits, so that a column of them can be read."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def some_of(names: Sequence[str], limit: int) -> str:
+    """`a, b and 3 more`."""
+    rest = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """`0-3,5,7-9` for rising numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
