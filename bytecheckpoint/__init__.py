@@ -9,9 +9,9 @@
 `api.py` tells the story of a save and of a load, top to bottom; docs/architecture.md says where everything else is.
 """
 
-from bytecheckpoint.adapters.stateful import RankLocal
-from bytecheckpoint.api import latest, load, open, save, steps  # noqa: A004  bcp.open, as in gzip.open
-from bytecheckpoint.checkpoint import Checkpoint
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -22,9 +22,14 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.handle import SaveHandle
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.options import LoadOptions, SaveOptions
+
+if TYPE_CHECKING:
+    from bytecheckpoint.adapters.stateful import RankLocal
+    from bytecheckpoint.api import latest, load, open, save, steps  # noqa: A004  bcp.open, as in gzip.open
+    from bytecheckpoint.checkpoint import Checkpoint
+    from bytecheckpoint.handle import SaveHandle
 
 __all__ = [
     "Checkpoint",
@@ -48,3 +53,21 @@ __all__ = [
     "save",
     "steps",
 ]
+
+# These need torch, which takes seconds to import; the command line looks into checkpoints without it.
+_WITH_TORCH = {
+    "Checkpoint": "bytecheckpoint.checkpoint",
+    "RankLocal": "bytecheckpoint.adapters.stateful",
+    "SaveHandle": "bytecheckpoint.handle",
+    **dict.fromkeys(("latest", "load", "open", "save", "steps"), "bytecheckpoint.api"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _WITH_TORCH:
+        return getattr(import_module(_WITH_TORCH[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

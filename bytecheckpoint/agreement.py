@@ -95,7 +95,7 @@ def agree(ranks: Ranks, request: SaveRequest) -> Agreed:
     requests = [msgspec.msgpack.decode(payload, type=SaveRequest) for payload in payloads]
     check_same("save to", [_target(of_rank) for of_rank in requests], ranks.names)
     plan = plan_save([of_rank.offers for of_rank in requests], [of_rank.aliases for of_rank in requests])
-    objects, rank_objects = merge_plain([of_rank.plain for of_rank in requests])
+    objects, rank_objects = merge_plain([of_rank.plain for of_rank in requests], ranks.names)
     save_id = uuid.uuid4().hex[:16]
     orders = [
         SaveOrder(save_id, [(offer, *region) for offer, region in writes], list(plan.differing_replicas))

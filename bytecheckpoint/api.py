@@ -17,6 +17,7 @@ from bytecheckpoint.adapters.state import collect_all, entries_of
 from bytecheckpoint.adapters.stored import KeyMap, Stored
 from bytecheckpoint.agreement import agree, check_same, save_request
 from bytecheckpoint.checkpoint import Checkpoint
+from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import root_of, save_location
@@ -26,7 +27,7 @@ from bytecheckpoint.planner.file_plan import lay_out_files
 from bytecheckpoint.planner.load_plan import wanted_files
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
-from bytecheckpoint.staging import detach_image, image_of
+from bytecheckpoint.staging import image_of, stage_images, staged_bytes
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
@@ -81,7 +82,7 @@ def save(
     clock = Clock()
     about = Subject(showable_url(str(path)), step, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
-    with together(ranks, f"planning the save to {about.path}", about=about):
+    with together(ranks, f"planning the save to {about.path}", about=about), collector_paused():
         IN_FLIGHT.settle()
         clock.lap("wait")
         metadata = check_metadata(metadata)
@@ -95,12 +96,12 @@ def save(
         warn_of_differing(ranks, agreed.differing_replicas)
         clock.lap("plan")
 
-    with together(ranks, f"staging the save to {target}", about=about):
+    with together(ranks, f"staging the save to {target}", about=about), collector_paused():
         files = lay_out_files(request.offers, agreed.writes, max_file_bytes=options.max_file_bytes)
         names = [layout.data_file_name(agreed.save_id, ranks.rank, index) for index in range(len(files))]
         images = [image_of(name, chunks, shards) for name, chunks in zip(names, files, strict=True)]
         if async_save:
-            images = [detach_image(image) for image in images]
+            images = stage_images(images, files, shards, IN_FLIGHT.memory.take(staged_bytes(images)))
         clock.lap("stage")
 
     handle = SaveHandle(target)
@@ -171,7 +172,7 @@ def load(
         store = open_store(root_of(path, role), storage_options=storage_options, writer_threads=1)
         source = _open_together(ranks, store, step, options)
 
-    with together(ranks, f"matching the state with {about.path}", about=about):
+    with together(ranks, f"matching the state with {about.path}", about=about), collector_paused():
         stored = Stored(
             source.manifest, rank=ranks.rank, key_map=key_map, include=_globs(include), exclude=_globs(exclude)
         )
@@ -181,7 +182,8 @@ def load(
         fetches = source.plan(match.shards, match.stored_fqns)
         _wait_for_all(ranks)
 
-    with together(ranks, f"reading {about.path}", about=about._replace(aftermath=_HALF_LOADED)):
+    about = about._replace(aftermath=_HALF_LOADED)
+    with together(ranks, f"reading {about.path}", about=about), collector_paused():
         if any(shard.tensor.is_meta for shard in match.shards):
             for entry in entries:
                 entry.prepare(stored)

@@ -27,7 +27,7 @@ COORDINATOR = 0
 _MAX_GRACE_S = 5.0
 """How much longer a rank waits for the coordinator than the coordinator for it, so that the verdict arrives; at most
 as long again as the timeout itself."""
-_FAREWELL_S = 10.0
+_FAREWELL_S = 5.0
 """How long the coordinator stays for others to read its last word; at most as long as the timeout."""
 _STORE_GRACE_S = 2.0
 """How much longer an exchange with the store may take than its longest wait."""

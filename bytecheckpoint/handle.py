@@ -15,6 +15,7 @@ from concurrent.futures import thread as _futures_thread  # noqa: F401  register
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo
+from bytecheckpoint.staging_memory import StagingMemory
 
 
 class SaveHandle:
@@ -89,6 +90,8 @@ class InFlight:
     """The asynchronous save that this process has under way: at most one."""
 
     def __init__(self) -> None:
+        self.memory = StagingMemory()
+        """What that save has staged into; free again once `settle` has returned."""
         self._lock = threading.Lock()
         self._handle: SaveHandle | None = None
         self._has_hooks = False

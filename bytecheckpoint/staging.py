@@ -7,6 +7,7 @@ host copies. Placing puts bytes that were read where they belong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ COPY_BYTES = 4 << 20
 
 _HEADER_METADATA = {"format": "pt"}
 """Some readers of safetensors files refuse those that do not say which framework's tensors they hold."""
+
+_PAGE_BYTES = 4096
 
 _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,10 +57,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A flat copy on the host, bit for bit."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    integers = _SAME_SIZE_INTEGERS.get(tensor.element_size())
-    # Not every dtype can be copied, every integer can; and integers have no payloads to lose.
-    same_bits = tensor.view(integers) if integers is not None else tensor
+    same_bits = _same_bits(tensor)
     copy = torch.empty(tensor.shape, dtype=same_bits.dtype, device="cpu")
     return copy.copy_(same_bits).view(tensor.dtype)
 
@@ -95,15 +95,53 @@ def _copier(tensor: torch.Tensor) -> Callable[[], memoryview]:
     return lambda: as_bytes(to_host(tensor))
 
 
-def detach_image(image: Image) -> Image:
-    """The same image with its bytes in memory of its own, so that the tensors may change."""
-    staged = torch.empty(image.byte_length, dtype=torch.uint8)
-    buffer = staged.numpy().data
-    position = 0
-    for piece in image.pieces:
-        buffer[position : position + piece.byte_length] = piece.load()
-        position += piece.byte_length
-    return image._replace(pieces=[Piece(len(buffer), lambda: buffer)])
+def staged_bytes(images: Sequence[Image]) -> int:
+    """How much memory `stage_images` needs for these."""
+    return sum(_aligned(image.byte_length) for image in images)
+
+
+def stage_images(
+    images: Sequence[Image], files: Sequence[Sequence[PlacedChunk]], shards: Sequence[LocalShard], memory: torch.Tensor
+) -> list[Image]:
+    """The same images with their bytes in `memory`, a flat uint8 tensor, so that the shards may change.
+
+    All shards are copied by one call; a chunk lies at a multiple of its item size, so that it can be a tensor there.
+    """
+    staged: list[Image] = []
+    copies: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    start = 0
+    for image, chunks in zip(images, files, strict=True):
+        of_image = memory[start : start + image.byte_length]
+        start += _aligned(image.byte_length)
+        content = of_image.numpy().data
+        content[: image.data_start] = image.pieces[0].load()
+        for chunk in chunks:
+            if chunk.byte_length:
+                source = _same_bits(view_region(shards[chunk.offer], chunk.region))
+                first = image.data_start + chunk.data_offset
+                copy = of_image[first : first + chunk.byte_length].view(source.dtype).view(source.shape)
+                sources.append(source)
+                copies.append(copy)
+        staged.append(image._replace(pieces=[Piece(image.byte_length, partial(_whole, content))]))
+    if copies:
+        torch._foreach_copy_(copies, sources)
+    return staged
+
+
+def _whole(content: memoryview) -> memoryview:
+    return content
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _same_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers of its item size: not every dtype can be copied, and integers have no payloads to lose."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    integers = _SAME_SIZE_INTEGERS.get(tensor.element_size())
+    return tensor.view(integers) if integers is not None else tensor
 
 
 def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
@@ -124,10 +162,7 @@ def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes as a flat uint8 tensor on its device."""
-    integers = _SAME_SIZE_INTEGERS.get(tensor.element_size())
-    tensor = tensor.resolve_conj().resolve_neg()
-    same_bits = tensor.view(integers) if integers is not None else tensor
-    return same_bits.contiguous().reshape(-1).view(torch.uint8)
+    return _same_bits(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 class Target(NamedTuple):

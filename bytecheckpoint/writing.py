@@ -182,7 +182,7 @@ def _commit(saving: Saving, content: bytes) -> None:
         if error.kind in _CANNOT_BE_COMMITTED and not _is_there(saving):
             _discard(saving)
             raise
-        raise CheckpointSaveError(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
+        raise type(error)(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
     layout.discard(saving.store, saving.folder, replaced)
 
 

@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+LINES = [("lightgray", "-", 9.0), ("orange", "-", 5.0), ("green", "-", 2.5), ("blue", "--", 1.8), ("black", ":", 1.5)]
+"""Colour, style and width of each run's line: those drawn later are thinner, so that all show where they agree."""
 SPARSE_EVERY = 5
 """Before the step from which the runs resume, only every so many steps are shown."""
 
@@ -45,23 +47,30 @@ def _cell(loss: float | None, expected: float) -> str:
     return f"[green]{loss:.7f} =[/green]" if loss == expected else f"{loss:.7f}  "
 
 
-def plot_losses(runs: Sequence[Run], *, resumed_at: int, path: Path) -> None:
-    """A PNG of the losses of all runs over the steps."""
+def plot_losses(runs: Sequence[Run], *, resumed_at: int, tolerance: float, path: Path) -> None:
+    """A PNG: the losses of all runs over the steps, and how far the resumed ones are from the first, the reference."""
     mpl.use("Agg")
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot()
-    widths = [6.0, 3.5, 2.5, 1.8, 1.2]
-    for run, width, style in zip(runs, widths, ["-", "-", "--", "-.", ":"], strict=True):
-        losses = run.losses
-        axes.plot(list(losses), list(losses.values()), style, linewidth=width, label=f"{run.name}: {run.title}")
-    killed_at = max(runs[1].losses)
-    axes.axvline(resumed_at, color="gray", linewidth=0.8)
-    axes.annotate("resumed from here ", (resumed_at, axes.get_ylim()[1]), ha="right", va="top")
-    axes.plot([killed_at], [runs[1].losses[killed_at]], "x", color="red", markersize=12, label="killed")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per byte")
-    axes.set_title("One training run, killed, and resumed on three layouts")
-    axes.legend()
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    losses, distances = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    reference, killed = runs[0].losses, runs[1].losses
+    for run, (color, style, width) in zip(runs, LINES, strict=True):
+        steps = list(run.losses)
+        label = f"{run.name}: {run.title}"
+        losses.plot(steps, [run.losses[step] for step in steps], style, color=color, linewidth=width, label=label)
+        if run not in runs[:2]:
+            distance = [abs(run.losses[step] - reference[step]) for step in steps]
+            distances.plot(steps, distance, style, color=color, linewidth=width)
+    losses.plot([max(killed)], [killed[max(killed)]], "X", color="red", markersize=12, label="killed here")
+    losses.axvline(resumed_at, color="gray", linewidth=0.8, label="last save before it")
+    losses.set_ylabel("loss, nats per byte")
+    losses.set_title("One training run, killed, and resumed on three layouts")
+    losses.legend()
+    distances.axhline(tolerance, color="gray", linestyle=":", label=f"tolerance {tolerance}")
+    distances.set_yscale("symlog", linthresh=1e-8)
+    distances.set_ylim(bottom=-1e-9)
+    distances.set_ylabel("distance from\nthe reference")
+    distances.set_xlabel("step")
+    distances.legend(loc="upper left")
     figure.savefig(path, dpi=120)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 SCRIPT = Path(__file__).parent / "train_gpt.py"
+LAUNCHER = "torch/distributed/elastic"
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+LOG, OUTPUT = "log.jsonl", "output.txt"
 STEPS_PER_LINE = 10
 
 
@@ -45,6 +48,12 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self._layout = layout
         self._num_processes = num_processes
+
+    def clear(self) -> None:
+        """Removes what an earlier demo left here, and nothing else."""
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for name in (LOG, OUTPUT):
+            (self.folder / name).unlink(missing_ok=True)
 
     def finish(self, schedule: Schedule, console: Console) -> None:
         """Runs to the end. Raises RunError where the run fails or takes too long."""
@@ -80,7 +89,7 @@ class Run:
     @contextmanager
     def _started(self, schedule: Schedule) -> Iterator[subprocess.Popen[bytes]]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "output.txt").open("wb") as output:
+        with (self.folder / OUTPUT).open("wb") as output:
             process = subprocess.Popen(
                 self._command(schedule), stdout=output, stderr=output, env=_environment(), start_new_session=True
             )
@@ -123,13 +132,14 @@ class Run:
 
     def _lines(self) -> list[str]:
         """The complete lines of the log."""
-        log = self.folder / "log.jsonl"
+        log = self.folder / LOG
         return log.read_text().split("\n")[:-1] if log.exists() else []
 
     def _output_tail(self) -> str:
-        output = self.folder / "output.txt"
-        tail = output.read_text(errors="replace").splitlines()[-30:] if output.exists() else []
-        return f"The last lines of {output}:\n" + "\n".join(tail)
+        """The end of what the processes printed, without the launcher's summary, which hides the cause."""
+        output = self.folder / OUTPUT
+        text = output.read_text(errors="replace").partition(LAUNCHER)[0]
+        return f"{output} ends:\n" + "\n".join(text.splitlines()[-30:])
 
 
 def _show(event: dict[str, Any], console: Console) -> None:

@@ -43,11 +43,12 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
         "extra_state": progress,
         "rng": bcp.RankLocal(RandomState()),
     }
+    root = args.out / "checkpoints"
     log = RunLog(args.out / "log.jsonl", rank=rank)
     log.write("started", layout=args.layout, pids=gather_pids(world_size))
 
-    if bcp.latest(args.out / "checkpoints") is not None:
-        report = bcp.load(args.out / "checkpoints", state, exclude=foreign_streams(args, world_size))
+    if bcp.latest(root) is not None:
+        report = bcp.load(root, state, exclude=foreign_streams(root, world_size))
         log.write("loaded", step=report.step, load_s=report.seconds, **logged_digests(args, model, optimizer))
 
     corpus = read_corpus()
@@ -62,7 +63,7 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
         if progress["step"] % args.save_every == 0 or progress["step"] == args.steps:
             started = time.perf_counter()
             pending_save = bcp.save(
-                args.out / "checkpoints",
+                root,
                 state,
                 step=progress["step"],
                 async_save=True,  # returns once the state may change again; the writing goes on beside the training
@@ -86,9 +87,9 @@ class RandomState:
         torch.set_rng_state(state["torch"])
 
 
-def foreign_streams(args: argparse.Namespace, world_size: int) -> list[str]:
+def foreign_streams(root: Path, world_size: int) -> list[str]:
     """What to leave out of a load: random streams belong to ranks, so another number of ranks starts new ones."""
-    is_same = bcp.open(args.out / "checkpoints").info.world_size == world_size
+    is_same = bcp.open(root).info.world_size == world_size
     return [] if is_same else ["rng*"]
 
 

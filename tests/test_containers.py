@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import Counter, OrderedDict, defaultdict
@@ -29,6 +30,8 @@ def equal(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, complex):
+        return equal(a.real, b.real) and equal(a.imag, b.imag)
     if isinstance(a, float) and math.isnan(a):
         return math.isnan(b)
     return a == b and repr(a) == repr(b)
@@ -108,15 +111,27 @@ def test_plain_data_comes_back_at_the_top_in_rank_local_and_in_an_empty_dict(tmp
     assert equal(target["open"], {"value": value, "t": torch.ones(2)})
 
 
-keys = st.one_of(st.text(max_size=5), st.sampled_from([".", "a.b", "0", "[0:1]", "a/b", "a\nb", "é", "*", "x@0"]), st.integers())
+keys = st.one_of(
+    st.text(max_size=5),
+    st.sampled_from([".", "a.b", "0", "[0:1]", "a/b", "a\nb", "é", "*", "x@0"]),
+    st.integers(-(2**63), 2**63),
+)
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=5), st.complex_numbers()
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.complex_numbers(),
 )
 tensors = st.integers(0, 5).map(lambda length: torch.arange(float(length)))
 trees = st.recursive(
     st.one_of(scalars, tensors),
     lambda children: st.one_of(
-        st.lists(children, max_size=3), st.lists(children, max_size=3).map(tuple), st.dictionaries(keys, children, max_size=3)
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.dictionaries(keys, children, max_size=3),
     ),
     max_leaves=8,
 )
@@ -128,16 +143,16 @@ def test_any_tree_comes_back_as_it_was_or_is_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, state: dict[Any, Any]
 ) -> None:
     path = tmp_path_factory.mktemp("tree")
-    try:
+    with contextlib.suppress(bcp.CheckpointSaveError):
         bcp.save(path, copy.deepcopy(state))
-    except bcp.CheckpointSaveError as error:
-        assert error.kind == "unsupported_value", error
-        assert "the name of two values" in error.message, error
-        assert list(path.iterdir()) == []
-        return
-    target = blank(state)
-    bcp.load(path, target)
-    assert equal(target, state)
+    if list(path.iterdir()):
+        target = blank(state)
+        bcp.load(path, target)
+        assert equal(target, state)
+    else:
+        with pytest.raises(bcp.CheckpointSaveError, match=r"the name of two values|more than 64 bits") as error:
+            bcp.save(path, state)
+        assert error.value.kind == "unsupported_value"
 
 
 COLLISIONS = {
@@ -160,7 +175,9 @@ def test_two_values_of_one_name_are_refused_by_name(tmp_path: Path, state: dict[
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["a.b", "w[0:2]", "a/b", "../a", "a\nb", "\u00fc\U0001f600", "a b", "__metadata__", "*", "x@0", "0"])
+@pytest.mark.parametrize(
+    "key", ["a.b", "w[0:2]", "a/b", "../a", "a\nb", "\u00fc\U0001f600", "a b", "__metadata__", "*", "x@0", "0"]
+)
 def test_odd_keys_of_tensors_and_data(tmp_path: Path, key: str) -> None:
     bcp.save(tmp_path, {key: {key: torch.arange(3.0), "plain": {key: key}}, f"{key}-": torch.ones(1)})
     target: dict[str, Any] = {key: {key: torch.zeros(3), "plain": {key: ""}}, f"{key}-": torch.zeros(1)}
@@ -178,7 +195,9 @@ def test_a_key_that_starts_like_another_key(tmp_path: Path) -> None:
 
 
 def test_containers_and_tensors_stay_the_objects_that_they_are(tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"d": {"n": 1, "t": torch.ones(2)}, "l": [torch.ones(2), {"n": 2}], "h": [1, 2, 3], "a": np.ones(2)})
+    bcp.save(
+        tmp_path, {"d": {"n": 1, "t": torch.ones(2)}, "l": [torch.ones(2), {"n": 2}], "h": [1, 2, 3], "a": np.ones(2)}
+    )
     tensors, inner, history, array = [torch.zeros(2), torch.zeros(2)], {"n": 0}, [0], np.zeros(2)
     dictionary, listing = {"n": 0, "t": tensors[0]}, [tensors[1], inner]
     bcp.load(tmp_path, {"d": dictionary, "l": listing, "h": history, "a": array})

@@ -58,11 +58,16 @@ def test_the_package_has_a_guided_tour() -> None:
     assert "save" in bcp.__doc__
 
 
-def test_importing_brings_no_object_store_and_no_command_line() -> None:
-    code = "import sys, bytecheckpoint; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+@pytest.mark.parametrize("statement", ["import bytecheckpoint", "from bytecheckpoint import save"])
+def test_importing_brings_no_object_store_and_no_command_line(statement: str) -> None:
+    code = f"import sys; {statement}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     loaded = set(run_python(code).split())
-    assert "torch" in loaded
     assert loaded & {"s3fs", "botocore", "aiobotocore", "rich", "click"} == set()
+
+
+def test_torch_is_imported_by_the_first_name_that_needs_it() -> None:
+    code = "import sys, bytecheckpoint as bcp; print('torch' in sys.modules); bcp.save; print('torch' in sys.modules)"
+    assert run_python(code).split() == ["False", "True"]
 
 
 def test_importing_starts_nothing() -> None:
@@ -70,7 +75,7 @@ def test_importing_starts_nothing() -> None:
 import logging, signal, sys, threading
 import torch, torch.distributed
 before = (threading.active_count(), signal.getsignal(signal.SIGTERM), sys.excepthook, logging.root.handlers[:])
-import bytecheckpoint
+import bytecheckpoint.api
 after = (threading.active_count(), signal.getsignal(signal.SIGTERM), sys.excepthook, logging.root.handlers[:])
 print(before == after)
 """

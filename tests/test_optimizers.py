@@ -1,4 +1,4 @@
-"""Optimizers and schedulers go on, bit for bit, as if they had never stopped, in whatever groups their parameters are."""
+"""Optimizers and schedulers go on, bit for bit, as if they had never stopped, however their parameters are grouped."""
 
 from __future__ import annotations
 
@@ -172,10 +172,15 @@ def test_parameters_without_state_and_frozen_ones(tmp_path: Path) -> None:
 
 def test_a_tensor_learning_rate_keeps_its_tensor_and_a_number_stays_a_number(tmp_path: Path) -> None:
     model = mlp()
-    bcp.save(tmp_path / "tensor", {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))})
+    bcp.save(
+        tmp_path / "tensor", {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5))}
+    )
     bcp.save(tmp_path / "number", {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.25)})
     rate = torch.tensor(0.1)
-    with_tensor, with_number = torch.optim.Adam(model.parameters(), lr=rate), torch.optim.Adam(model.parameters(), lr=0.1)
+    with_tensor, with_number = (
+        torch.optim.Adam(model.parameters(), lr=rate),
+        torch.optim.Adam(model.parameters(), lr=0.1),
+    )
     for name, expected in (("tensor", 0.5), ("number", 0.25)):
         bcp.load(tmp_path / name, {"model": model, "optimizer": with_tensor})
         bcp.load(tmp_path / name, {"model": model, "optimizer": with_number})
@@ -235,7 +240,9 @@ def test_parameters_of_no_module_are_refused_with_advice(tmp_path: Path, call: A
     bcp.save(tmp_path / "there", {"model": model, "optimizer": torch.optim.Adam(model.parameters())})
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(7))])
     path = tmp_path / ("there" if call is bcp.load else "new")
-    with pytest.raises(bcp.CheckpointSaveError, match=r"optimizer .*shape \[7\].*pass the model.*named_parameters") as error:
+    with pytest.raises(
+        bcp.CheckpointSaveError, match=r"optimizer .*shape \[7\].*pass the model.*named_parameters"
+    ) as error:
         call(path, {"model": model, "optimizer": optimizer})
     assert error.value.kind == "unsupported_value"
     assert not (tmp_path / "new").exists()

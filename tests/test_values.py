@@ -100,7 +100,11 @@ def test_channels_last(
     tmp_path: Path, shape: tuple[int, ...], memory_format: torch.memory_format, dtype: torch.dtype
 ) -> None:
     content = random_bits(dtype, shape)
-    source = {"a": content.contiguous(memory_format=memory_format), "b": content, "c": content.permute(1, 0, *range(2, len(shape)))}
+    source = {
+        "a": content.contiguous(memory_format=memory_format),
+        "b": content,
+        "c": content.permute(1, 0, *range(2, len(shape))),
+    }
     target = {
         "a": torch.zeros(shape, dtype=dtype),
         "b": torch.zeros(shape, dtype=dtype).contiguous(memory_format=memory_format),
@@ -139,7 +143,11 @@ def test_negated_views(tmp_path: Path, dtype: torch.dtype) -> None:
     if dtype != torch.int32:
         content = content.nan_to_num(1.0)
     memory = torch.zeros(SHAPE, dtype=dtype)
-    source = {"from": torch._neg_view(content), "into": content, "imag": torch.complex(torch.ones(3), torch.ones(3)).conj().imag}
+    source = {
+        "from": torch._neg_view(content),
+        "into": content,
+        "imag": torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
+    }
     target = {"from": torch.zeros(SHAPE, dtype=dtype), "into": torch._neg_view(memory), "imag": torch.zeros(3)}
     assert source["imag"].is_neg()
     bcp.save(tmp_path, source)
@@ -180,7 +188,13 @@ def test_tensors_with_gradients_and_inference_tensors(tmp_path: Path) -> None:
         inference = torch.arange(6.0).reshape(2, 3)
         targets = {"inference": torch.zeros(2, 3), "inference_t": torch.zeros(3, 2).t()}
     leaf = torch.arange(4.0, requires_grad=True)
-    sources = {"inference": inference, "inference_t": inference, "leaf": leaf, "result": leaf * 2, "leaf_t": leaf[:, None]}
+    sources = {
+        "inference": inference,
+        "inference_t": inference,
+        "leaf": leaf,
+        "result": leaf * 2,
+        "leaf_t": leaf[:, None],
+    }
     targets |= {"leaf": torch.zeros(4, requires_grad=True), "result": torch.zeros(4, requires_grad=True) * 1}
     targets |= {"leaf_t": torch.zeros(4, 2)[:, ::2].requires_grad_()}
     bcp.save(tmp_path, sources)
@@ -216,7 +230,10 @@ def test_sizes_around_the_limits_of_extents_and_blocks(tmp_path: Path) -> None:
     """Large chunks have extents of their own, small ones share; every mixture has another seam."""
     sizes = [1, MiB - 1, 3, MiB, 5, MiB + 1, 7, 2 * MiB, 2 * MiB - 1, 4 * MiB + 9, 1, 16 * MiB + 3, 2]
     sources = {f"{index:02d}": random_bits(torch.uint8, (size,), index) for index, size in enumerate(sizes)}
-    sources |= {"wide": random_bits(torch.float64, (MiB // 8 + 1,)), "half": random_bits(torch.bfloat16, (MiB // 2 - 1,))}
+    sources |= {
+        "wide": random_bits(torch.float64, (MiB // 8 + 1,)),
+        "half": random_bits(torch.bfloat16, (MiB // 2 - 1,)),
+    }
     targets = {name: torch.zeros_like(tensor) for name, tensor in sources.items()}
     bcp.save(tmp_path, sources)
     bcp.load(tmp_path, targets)
@@ -293,7 +310,7 @@ UNSUPPORTED = {
     "namedtuple": lambda: Point(1, 2),
     "enum": lambda: Colour.RED,
     "str_subclass": lambda: Name("a"),
-    "generator": lambda: torch.Generator(),
+    "generator": torch.Generator,
     "device": lambda: torch.device("cpu"),
     "bytearray": lambda: bytearray(b"a"),
     "range": lambda: range(3),
@@ -304,6 +321,7 @@ UNSUPPORTED = {
     "float_key": lambda: {1.5: 3},
     "none_key": lambda: {None: 3},
     "bool_key": lambda: {True: 3},
+    "large_int_key": lambda: {2**64: 3},
     "deep": lambda: deep(100),
     "surrogate": lambda: "\ud800",
     "surrogate_key": lambda: {"\ud800": 1},

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bytecheckpoint.manifest import Chunk
 
-MAX_ROWS, MAX_COLUMNS = 12, 64
+MAX_ROWS, MAX_COLUMNS = 8, 48
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _HOLE = "."
 
@@ -41,7 +41,7 @@ def draw_chunks(shape: Sequence[int], chunks: Sequence[Chunk]) -> list[str]:
 
 
 def _fields(start: int, end: int, length: int, num_fields: int) -> range:
-    """The fields whose middle element lies in start:end. Field f has its middle at (2f + 1) * length // (2 * fields)."""
+    """The fields whose middle lies in start:end. That of field f is element (2f + 1) * length // (2 * num_fields)."""
 
     def first_from(element: int) -> int:
         return max(0, -(-(2 * num_fields * element - length) // (2 * length)))

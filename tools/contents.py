@@ -20,7 +20,7 @@ from bytecheckpoint.manifest import Chunk, Manifest
 from .arguments import Opened
 from .wording import shape_text, shortened, some_of
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"([0-9]+)")
 _MAX_TEXT = 200
 
 
@@ -147,9 +147,7 @@ class Contents:
 def natural_order(fqn: str) -> list[str | tuple[int, str]]:
     """A sort key under which numbers in a name count as numbers."""
     parts: list[Any] = _DIGITS.split(fqn)
-    parts[1::2] = [
-        (int(digits), digits) if digits.isascii() and len(digits) < 19 else (0, digits) for digits in parts[1::2]
-    ]
+    parts[1::2] = [(int(digits[:18]), digits) for digits in parts[1::2]]
     return parts
 
 

@@ -35,6 +35,12 @@ _COLUMNS = [
     Column("state"),
 ]
 
+_EXAMPLE = """\b
+Example:
+  bcp ls s3://bucket/run
+  bcp ls /data/run --json
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
@@ -55,19 +61,14 @@ class Listed:
     """Why the manifest cannot be read."""
 
 
-@click.command(short_help="The checkpoints under a root.")
+@click.command(short_help="The checkpoints under a root.", epilog=_EXAMPLE)
 @click.argument("root")
 @with_output_options
-def ls(root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
+def ls(*, root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
     """The checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
 
     Folders of saves that did not finish, or are still being written, are listed as not committed. Only manifests are
     read. Exit code 1 where one of them is damaged.
-
-    \b
-    Example:
-      bcp ls s3://bucket/run
-      bcp ls /data/run --json
     """
     store = open_store(root, storage_options=storage_options, writer_threads=1)
     found = _find(store)

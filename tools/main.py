@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -20,6 +21,12 @@ from .screen import printable
 from .show import show
 from .verify import verify
 
+_EXAMPLE = """\b
+Example:
+  bcp ls s3://bucket/run
+  bcp show s3://bucket/run --tree
+"""
+
 
 class Program(click.Group):
     """A group of commands that return their exit code, and whose errors are one line, or one JSON object."""
@@ -28,6 +35,9 @@ class Program(click.Group):
         given = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in given
         extra["standalone_mode"] = False
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode gets escapes, no traceback
         try:
             code = super().main(given, prog_name or "bcp", **extra)
         except click.Abort:
@@ -76,6 +86,7 @@ def _code_of(error: CheckpointError) -> int:
 
 @click.group(
     cls=Program,
+    epilog=_EXAMPLE,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
@@ -87,11 +98,6 @@ def cli(ctx: click.Context) -> None:
     Paths are folders or any URL that fsspec knows (s3://bucket/run).
 
     Exit codes: 0 fine, 1 corrupt or different, 2 usage, 3 not found, 4 storage, 130 Ctrl-C, 141 closed pipe.
-
-    \b
-    Example:
-      bcp ls s3://bucket/run
-      bcp show s3://bucket/run --tree
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -1,4 +1,4 @@
-"""Tensors as a tree of modules, in which layers that repeat are one: `layers.0-31`. It knows names, dtypes and shapes."""
+"""Tensors as a tree of modules, in which layers that repeat are one: `layers.0-31`. It knows names, dtypes, shapes."""
 
 from __future__ import annotations
 
@@ -44,10 +44,8 @@ def build_tree(tensors: Iterable[Tensor]) -> list[Node]:
             level = level.setdefault(part, {})
         level[None] = tensor
     signatures: dict[_Signature, int] = {}
-    return [
-        signed.node
-        for signed in _collapse([_build(name, below, signatures) for name, below in nested.items() if name is not None])
-    ]
+    built = [_build(name, below, signatures) for name, below in nested.items() if name is not None]
+    return [signed.node for signed in _collapse(built)]
 
 
 def _build(name: str, below: dict[str | None, Any], signatures: dict[_Signature, int]) -> _Signed:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import find_tiling_fault
 
@@ -18,9 +19,9 @@ from .progress import byte_progress
 from .screen import Screen, print_json
 from .show_text import (
     print_files,
+    print_in_depth,
     print_objects,
     print_summary,
-    print_tensor,
     print_tensors,
     print_tree,
 )
@@ -28,8 +29,14 @@ from .tensor_stats import Stats, tensor_stats
 
 _DEFAULT_ROWS = 40
 
+_EXAMPLE = """\b
+Example:
+  bcp show s3://bucket/run --step 1000 --tree
+  bcp show /data/run --tensor 'model.layers.0.*' --stats
+"""
 
-@click.command(short_help="What is in a checkpoint.")
+
+@click.command(short_help="What is in a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
 @with_step_option
 @click.option("--tree", "with_tree", is_flag=True, help="Tensors as a tree of modules; layers that repeat are one.")
@@ -58,6 +65,7 @@ _DEFAULT_ROWS = 40
 )
 @with_output_options
 def show(
+    *,
     ckpt: str,
     step: int | None,
     with_tree: bool,
@@ -72,11 +80,6 @@ def show(
     """What is in the checkpoint CKPT: a summary, then its tensors.
 
     Only the manifest is read, unless --stats asks for values.
-
-    \b
-    Example:
-      bcp show s3://bucket/run --step 1000 --tree
-      bcp show /data/run --tensor 'model.layers.0.*' --stats
     """
     opened = open_manifest(ckpt, step=step, storage_options=storage_options)
     contents = Contents(opened.manifest)
@@ -95,12 +98,12 @@ def show(
         print_json({**_summary_json(opened, contents), **sections})
         return exit_codes.FINE
     screen = Screen()
-    print_summary(screen, opened, contents)
+    if patterns:
+        screen.line(opened.path, style="bold")
+    else:
+        print_summary(screen, opened, contents)
     if patterns and tree is None:
-        for tensor in tensors[: limit or None]:
-            print_tensor(screen, opened.manifest, tensor, contents.chunks(tensor), stats, limit=limit)
-        if limit and len(tensors) > limit:
-            screen.line(f"\n  ... and {len(tensors) - limit:,} more tensors: --limit 0 shows all", style="dim")
+        print_in_depth(screen, opened.manifest, contents, tensors, stats, limit=limit)
     elif tree is not None:
         print_tree(screen, tree, limit=limit)
     elif with_stats or not (with_files or with_objects):
@@ -114,7 +117,7 @@ def show(
 
 def _read_stats(opened: Opened, tensors: Sequence[Tensor]) -> dict[str, Stats]:
     stored = list(dict.fromkeys(tensor.stored_fqn for tensor in tensors))
-    num_bytes = sum(tensor.num_bytes for tensor in tensors)
+    num_bytes = sum({tensor.stored_fqn: tensor.num_elements * itemsize(tensor.dtype) for tensor in tensors}.values())
     with byte_progress("reading", num_bytes) as on_progress:
         return tensor_stats(opened, stored, on_progress=on_progress)
 

@@ -150,15 +150,26 @@ def _tree_rows(node: Node, lead: str, below: str) -> list[list[str]]:
     return rows
 
 
-def print_tensor(
+def print_in_depth(
     screen: Screen,
     manifest: Manifest,
-    tensor: Tensor,
-    chunks: Sequence[Chunk],
+    contents: Contents,
+    tensors: Sequence[Tensor],
     stats: Mapping[str, Stats] | None,
     *,
     limit: int,
 ) -> None:
+    for tensor in tensors[: limit or None]:
+        chunks = contents.chunks(tensor)
+        _print_facts(screen, tensor, chunks, stats)
+        _print_chunks(screen, manifest, chunks, limit)
+        _print_map(screen, tensor, chunks)
+    if limit and len(tensors) > limit:
+        screen.line()
+    _say_rest(screen, len(tensors), limit, "more tensors: --limit 0 shows all")
+
+
+def _print_facts(screen: Screen, tensor: Tensor, chunks: Sequence[Chunk], stats: Mapping[str, Stats] | None) -> None:
     screen.line()
     screen.line(tensor.fqn, style=_NAME)
     fault = find_tiling_fault(tensor.shape, [chunk.region for chunk in chunks])
@@ -176,8 +187,6 @@ def print_tensor(
         screen.line()
         found = stats_cells(stats.get(tensor.stored_fqn))
         screen.table([Column(name, is_right=True) for name in (*_STATS, *_COUNTS)], [found], indent=4)
-    _print_chunks(screen, manifest, chunks, limit)
-    _print_map(screen, tensor, chunks)
 
 
 def _print_chunks(screen: Screen, manifest: Manifest, chunks: Sequence[Chunk], limit: int) -> None:

@@ -84,7 +84,7 @@ class Stats:
 def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, Stats]:
     """The statistics of these stored tensors; those whose dtype has no numbers in it (packed bits) are left out.
 
-    Raises what a load raises. `on_progress` gets the number of bytes that were read since it was last called.
+    Raises what a load raises. `on_progress` gets the number of their bytes that were seen since it was last called.
     """
     manifest, options = opened.manifest, LoadOptions()
     wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]
@@ -101,7 +101,7 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
             with lock:
                 found[fqn].add(values)
         with lock:
-            on_progress(fetch.byte_length)
+            on_progress(sum(part.byte_length for part in fetch.parts))
 
     reads = [_read(opened, fetch, partial(add, fetch), wanted) for fetch in fetches]
     run_reads(opened.store, reads, threads=options.reader_threads, verify=options.verify)

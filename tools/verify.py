@@ -1,4 +1,4 @@
-"""`bcp verify`: is every byte still what was written?"""
+"""`bcp verify`: whether every byte is still what was written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ _STORE_KINDS = {"permission", "unavailable", "unsupported"}
 _SHOWN_DAMAGE = 100
 _SHOWN_TENSORS = 3
 
+_EXAMPLE = """\b
+Example:
+  bcp verify s3://bucket/run --step 1000 --threads 16
+  bcp verify /data/run --sample 5
+"""
 
-@click.command(short_help="Read and check every byte of a checkpoint.")
+
+@click.command(short_help="Read and check every byte of a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
 @with_step_option
 @click.option(
@@ -44,6 +50,7 @@ _SHOWN_TENSORS = 3
 )
 @with_output_options
 def verify(
+    *,
     ckpt: str,
     step: int | None,
     sample_percent: float,
@@ -56,11 +63,6 @@ def verify(
     The manifest must be valid, every data file there with its size, every byte as its checksum says, every file's
     header as the manifest says, and the chunks of every tensor must cover it exactly once. Exit code 1 where something
     is damaged, 4 where the storage could not be read.
-
-    \b
-    Example:
-      bcp verify s3://bucket/run --step 1000 --threads 16
-      bcp verify /data/run --sample 5
     """
     opened = open_manifest(ckpt, step=step, storage_options=storage_options)
     started = time.monotonic()
@@ -130,7 +132,9 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
     if result.unchecked_files:
         screen.line(f"  without checksums, so not read: {some_of(result.unchecked_files, 10)}", style="yellow")
     if result.damage:
-        others = "Tensors that are not named are sound. " if sample_percent >= 100 else ""
+        others = (
+            "Tensors that are not named are sound. " if sample_percent >= 100 and not result.unchecked_files else ""
+        )
         screen.line()
         screen.line(f"{others}Restore the files from a good copy, or take another step.")
 

@@ -7,7 +7,7 @@ that are stages of a pipeline, whose FQNs are then those of the whole model. Tie
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Scope, Stored, placeholder
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves
+from bytecheckpoint.adapters.stateful import TreeTarget
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Scope, Stored
 from bytecheckpoint.adapters.tensors import LocalShard, local_shards, unsupported
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -36,7 +37,7 @@ class ModuleEntry:
     def __init__(self, fqn: str, modules: Sequence[torch.nn.Module]) -> None:
         self.fqn = fqn
         self._modules = [_unwrapped(fqn, module) for module in modules]
-        self._extra: dict[str, torch.Tensor] = {}
+        self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
 
@@ -65,7 +66,8 @@ class ModuleEntry:
         encoded: dict[str, tuple[Scope, bytes]] = {
             fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in plain.items()
         }
-        return Contents(shards, {*tensors, *aliases, *plain}, encoded, aliases)
+        names = {name for fqn, value in plain.items() for name in leaves(value, fqn)}
+        return Contents(shards, {*tensors, *aliases, *names}, encoded, aliases)
 
     def expect(self, stored: Stored) -> Expectation:
         tensors, aliases = self._tensors_and_aliases()
@@ -79,20 +81,21 @@ class ModuleEntry:
         claims = {*tensors, *aliases}
         problems: list[Problem] = []
         for fqn in self._extra_fqns():
-            found = stored.plain.get(fqn)
-            if fqn not in stored.plain:
+            found = stored.entry_tree(fqn)
+            if found is None:
                 problems.append(Problem("missing_key", fqn, f"{fqn}: not in the checkpoint"))
-            elif isinstance(found, TensorRef) and fqn in stored.tensors:
-                shards += local_shards(fqn, self._extra.get(fqn, placeholder(stored.tensors[fqn])))
-            claims.add(fqn)
+            elif found.is_taken:
+                shards += self._extra.shards(found.tree, found.fqn, {}, stored)
+                claims.update(map(stored.rename, leaves(found.tree, found.fqn)))
         return Expectation(shards, claims, problems)
 
     def prepare(self, stored: Stored) -> None:
         for fqn in self._extra_fqns():
-            if fqn in stored.tensors:
-                self._extra[fqn] = torch.empty_like(placeholder(stored.tensors[fqn]), device="cpu")
+            found = stored.entry_tree(fqn)
+            if found is not None:
+                self._extra.prepare(found.tree, found.fqn, {}, stored)
         for module in self._modules:
-            materialise(self.fqn, module)
+            materialise(self.fqn, module, {id(tensor) for tensor in self._loadable(module, stored)})
 
     def finish(self, stored: Stored) -> None:
         for module in self._modules:
@@ -101,11 +104,19 @@ class ModuleEntry:
                 fqn = join_fqn(self.fqn, plain_name(name))
                 if fqn in self._detached:
                     detached[name] = self._detached[fqn]
-                if _is_extra_state(name) and fqn in stored.plain:
+                found = stored.entry_tree(fqn) if _is_extra_state(name) else None
+                if found is not None and found.is_taken:
                     owner = module.get_submodule(name.rpartition(".")[0])
-                    owner.set_extra_state(self._extra.get(fqn, stored.plain[fqn]))
+                    owner.set_extra_state(self._extra.filled(found.tree, found.fqn, {}, stored))
             if detached:
                 module.load_state_dict(detached, strict=False)
+
+    def _loadable(self, module: torch.nn.Module, stored: Stored) -> Iterator[torch.Tensor]:
+        """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            found = stored.tensors.get(join_fqn(self.fqn, plain_name(name)))
+            if isinstance(tensor, torch.Tensor) and found is not None and found.shape == tuple(tensor.shape):
+                yield tensor
 
     def _tensors_and_aliases(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         tensors: dict[str, torch.Tensor] = {}
@@ -117,6 +128,9 @@ class ModuleEntry:
                 fqn = join_fqn(self.fqn, plain_name(name))
                 if not isinstance(value, torch.Tensor) or _is_extra_state(name):
                     continue
+                if torch.nn.parameter.is_lazy(value):
+                    advice = "call forward once, so that its shape is known"
+                    raise unsupported(fqn, "a parameter of a lazy module that has not been initialised", advice)
                 tensor = value if id(value) in live else self._detached.setdefault(fqn, value)
                 if fqn in tensors and tensors[fqn] is not tensor:
                     advice = "give the stages of a pipeline the names that their layers have in the whole model"
@@ -160,16 +174,14 @@ def _memory(tensor: torch.Tensor) -> object:
     return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
 
 
-def materialise(fqn: str, module: torch.nn.Module) -> None:
-    """Gives memory to what is on the meta device, keeping parameters the objects that they are.
+def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
+    """Gives memory to what is on the meta device and `wanted` (by id), keeping parameters the objects that they are.
 
-    Buffers that are not persistent are in no checkpoint: they stay on the meta device, where using them fails, and a
-    warning names them.
+    What a load does not fill stays on the meta device, where using it fails. A warning names buffers that are not
+    persistent, which no checkpoint holds.
     """
-    named = list(module.state_dict(keep_vars=True).values())
-    if not any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in named):
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return
-    wanted = {id(tensor) for tensor in named}
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) not in wanted:
@@ -184,7 +196,8 @@ def materialise(fqn: str, module: torch.nn.Module) -> None:
         module._apply(allocate)  # type: ignore[no-untyped-call]
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
-    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    persistent = module.state_dict(keep_vars=True)
+    left = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in persistent]
     if left:
         warnings.warn(
             f"{fqn}: buffers {left} are not persistent, so no checkpoint holds them; they are still on the meta "

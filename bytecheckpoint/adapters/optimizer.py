@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 import torch
 
 from bytecheckpoint.adapters.modules import ModuleEntry, plain_name
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, leaves, with_leaves
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, placeholder
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves, with_leaves
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, StoredTree, placeholder
 from bytecheckpoint.adapters.tensors import LocalShard, local_shards, torch_dtype, unsupported
 
 _NOT_HYPERPARAMETERS = {"params", "param_names"}
@@ -90,16 +90,13 @@ class OptimizerEntry:
         return groups
 
     def expect(self, stored: Stored) -> Expectation:
-        tree = stored.trees.get(self.fqn)
         expectation = Expectation([], set(), [])
-        if not stored.takes(self.fqn):
-            return expectation
-        if not _is_optimizer_tree(tree):
+        found = self._find(stored)
+        if found is None:
             text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
             expectation.problems.append(Problem("missing_key", self.fqn, text))
             return expectation
-        expectation.claims.update(map(stored.rename, leaves(tree, self.fqn)))
-        found = _StoredOptimizer(self.fqn, tree, stored, self._all_names(stored), self._module_fqns)
+        expectation.claims.update(found.plain_fqns())
         for optimizer in self._optimizers:
             for parameter, name in self._named(optimizer):
                 if found.hyperparameters_of(name) is None:
@@ -129,10 +126,9 @@ class OptimizerEntry:
         return shards
 
     def prepare(self, stored: Stored) -> None:
-        tree = stored.trees.get(self.fqn)
-        if not stored.takes(self.fqn) or not _is_optimizer_tree(tree):
+        found = self._find(stored)
+        if found is None:
             return
-        found = _StoredOptimizer(self.fqn, tree, stored, self._all_names(stored), self._module_fqns)
         for optimizer in self._optimizers:
             for parameter, name in self._named(optimizer):
                 self._prepare_state(optimizer, parameter, found.states_of(name))
@@ -147,10 +143,9 @@ class OptimizerEntry:
                 optimizer.state[parameter][key] = _new_state(optimizer, parameter, tensor, None)
 
     def finish(self, stored: Stored) -> None:
-        tree = stored.trees.get(self.fqn)
-        if not stored.takes(self.fqn) or not _is_optimizer_tree(tree):
+        found = self._find(stored)
+        if found is None:
             return
-        found = _StoredOptimizer(self.fqn, tree, stored, self._all_names(stored), self._module_fqns)
         for optimizer in self._optimizers:
             for parameter, name in self._named(optimizer):
                 for key, (fqn, value) in found.plain_states_of(name).items():
@@ -159,6 +154,12 @@ class OptimizerEntry:
                     optimizer.state[parameter][key] = with_leaves(value, fqn, new)
             for group in optimizer.param_groups:
                 _set_hyperparameters(group, self._hyperparameters(group, found)[0])
+
+    def _find(self, stored: Stored) -> _StoredOptimizer | None:
+        found = stored.entry_tree(self.fqn)
+        if found is None or not _is_optimizer_tree(found.tree):
+            return None
+        return _StoredOptimizer(self.fqn, found, stored, self._all_names(stored), self._module_fqns)
 
     def _hyperparameters(
         self, group: Mapping[str, Any], found: _StoredOptimizer
@@ -211,21 +212,36 @@ class _StoredOptimizer:
     def __init__(
         self,
         fqn: str,
-        tree: Mapping[str, Any],
+        found: StoredTree,
         stored: Stored,
         names: Mapping[str, Sequence[str]],
         module_fqns: Mapping[str, str],
     ) -> None:
         self._fqn = fqn
+        self._found = found
         self._stored = stored
         self._names = names
         self._known = {other for others in names.values() for other in others}
         self._prefixes = {module_fqn[: len(module_fqn) - len(name)] for name, module_fqn in module_fqns.items()}
         self._groups = {
-            self._in_state(name): group["values"] for group in tree["groups"].values() for name in group["params"]
+            self._in_state(name): self._taken(group["values"], f"{found.fqn}.groups.{first}.values")
+            for first, group in found.tree["groups"].items()
+            for name in group["params"]
         }
-        self._plain = {self._in_state(name): (name, state) for name, state in tree["state"].items()}
+        self._plain = {
+            self._in_state(name): (name, self._taken(state, f"{found.fqn}.state.{name}"))
+            for name, state in found.tree["state"].items()
+        }
         self._tensors = self._tensors_by_name()
+
+    def _taken(self, values: Mapping[str, Any], fqn: str) -> dict[str, Any]:
+        """Those values of the dict with this checkpoint FQN that include and exclude leave."""
+        takes = self._stored.takes
+        return {key: value for key, value in values.items() if all(map(takes, leaves(value, join_fqn(fqn, key))))}
+
+    def plain_fqns(self) -> Iterator[str]:
+        """State FQNs of all its plain data."""
+        return map(self._stored.rename, leaves(self._found.tree, self._found.fqn))
 
     def hyperparameters_of(self, name: str) -> Mapping[str, Any] | None:
         return next((self._groups[other] for other in self._names[name] if other in self._groups), None)
@@ -237,7 +253,7 @@ class _StoredOptimizer:
     def plain_states_of(self, name: str) -> dict[str, tuple[str, Any]]:
         """State key -> its checkpoint FQN, and the tree that is its value."""
         stored_name, state = next((self._plain[other] for other in self._names[name] if other in self._plain), ("", {}))
-        return {key: (f"{self._fqn}.state.{stored_name}.{key}", value) for key, value in state.items()}
+        return {key: (f"{self._found.fqn}.state.{stored_name}.{key}", value) for key, value in state.items()}
 
     def copies_of_tied(self) -> Iterator[str]:
         """FQNs of states that were stored once more under another name of a tied tensor."""

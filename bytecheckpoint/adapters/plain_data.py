@@ -91,6 +91,8 @@ def check_key(key: object, fqn: str) -> None:
     """Raises CheckpointSaveError (unsupported_value) for a key, in the dict of this FQN, that no FQN can hold."""
     if type(key) not in (str, int):
         raise unsupported(fqn, f"a dict with a key of type {type(key).__name__}, {key!r}", "use str or int keys")
+    if isinstance(key, int) and key not in _INT64:
+        raise unsupported(fqn, f"a dict with the key {key}, which takes more than 64 bits", "use str keys")
     _checked_text(str(key), f"{fqn}, in its key {key!r},")
 
 

@@ -5,23 +5,32 @@ meant to (and kept for each rank) or an error that says how to mean it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.plain_data import decode_plain, encode_plain, join_fqn
 from bytecheckpoint.adapters.stored import Scope
 from bytecheckpoint.errors import CheckpointMismatchError
 
 
+class _Conflict(NamedTuple):
+    """A value that two ranks (of the group) do not agree about."""
+
+    fqn: str
+    values: tuple[Any, Any]
+    ranks: tuple[int, int]
+
+
 def merge_plain(
-    plain: Sequence[Mapping[str, tuple[Scope, bytes]]],
+    plain: Sequence[Mapping[str, tuple[Scope, bytes]]], names: Sequence[int]
 ) -> tuple[dict[str, bytes], dict[str, dict[int, bytes]]]:
-    """What is common to all ranks, and what is kept for each, by FQN; `plain[r]` comes from rank r.
+    """What is common to all ranks, and what is kept for each, by FQN; `plain[r]` comes from rank r, whose global number
+    is `names[r]`.
 
     Raises CheckpointMismatchError (conflict) with all FQNs whose values differ without being allowed to.
     """
     shared: dict[str, bytes] = {}
     by_rank: dict[str, dict[int, bytes]] = {}
-    conflicts: list[str] = []
+    conflicts: list[_Conflict] = []
     for fqn in dict.fromkeys(fqn for of_rank in plain for fqn in of_rank):
         values = {rank: of_rank[fqn][1] for rank, of_rank in enumerate(plain) if fqn in of_rank}
         scope = next(of_rank[fqn][0] for of_rank in plain if fqn in of_rank)
@@ -33,31 +42,46 @@ def merge_plain(
         else:
             shared[fqn] = _united(fqn, values, conflicts)
     if conflicts:
-        raise CheckpointMismatchError(
-            f"{len(conflicts)} values of plain data differ between ranks; nothing was written. Wrap what is meant to "
-            "differ in bcp.RankLocal(value), or give every rank the same:\n  " + "\n  ".join(conflicts[:10]),
-            kind="conflict",
-        )
+        raise _conflict_error(conflicts, names)
     return shared, by_rank
 
 
-def _united(fqn: str, values: Mapping[int, bytes], conflicts: list[str]) -> bytes:
-    trees = [(rank, decode_plain(data)) for rank, data in values.items()]
-    first_rank, tree = trees[0]
-    for rank, other in trees[1:]:
-        tree = _unite(tree, other, fqn, (first_rank, rank), conflicts)
-    return _encoded(tree, fqn)
+def _conflict_error(conflicts: Sequence[_Conflict], names: Sequence[int]) -> CheckpointMismatchError:
+    lines = [
+        f"{fqn}: {_shown(a)} on rank {names[first]}, {_shown(b)} on rank {names[second]}"
+        for fqn, (a, b), (first, second) in conflicts[:10]
+    ]
+    return CheckpointMismatchError(
+        f"{len(conflicts)} values of plain data differ between ranks; nothing was written. Wrap what is meant to "
+        "differ in bcp.RankLocal(value), or give every rank the same:\n  " + "\n  ".join(lines),
+        kind="conflict",
+        ranks=tuple(sorted({names[rank] for conflict in conflicts for rank in conflict.ranks})),
+    )
 
 
-def _unite(a: Any, b: Any, fqn: str, ranks: tuple[int, int], conflicts: list[str]) -> Any:
-    if type(a) is dict and type(b) is dict:
-        united = dict(a)
-        for key, value in b.items():
-            united[key] = _unite(a[key], value, join_fqn(fqn, key), ranks, conflicts) if key in a else value
-        return united
-    if _encoded(a, fqn) != _encoded(b, fqn):
-        conflicts.append(f"{fqn}: {_shown(a)} on rank {ranks[0]}, {_shown(b)} on rank {ranks[1]}")
-    return a
+def _united(fqn: str, values: Mapping[int, bytes], conflicts: list[_Conflict]) -> bytes:
+    trees = {rank: decode_plain(data) for rank, data in values.items()}
+    return _encoded(_unite(trees, fqn, conflicts), fqn)
+
+
+def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict]) -> Any:
+    """The value that these ranks agree about; dicts are united key by key."""
+    (first, value), *others = values.items()
+    if all(type(of_rank) is dict for of_rank in values.values()):
+        keys = dict.fromkeys(key for of_rank in values.values() for key in of_rank)
+        return {
+            key: _unite(
+                {rank: of_rank[key] for rank, of_rank in values.items() if key in of_rank},
+                join_fqn(fqn, key),
+                conflicts,
+            )
+            for key in keys
+        }
+    encoded = _encoded(value, fqn)
+    odd = next(((rank, other) for rank, other in others if _encoded(other, fqn) != encoded), None)
+    if odd is not None:
+        conflicts.append(_Conflict(fqn, (value, odd[1]), (first, odd[0])))
+    return value
 
 
 def _encoded(tree: Any, fqn: str) -> bytes:

@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.stored import (
     Problem,
     RankMissing,
     Stored,
+    StoredTree,
     placeholder,
     rank_missing,
 )
@@ -101,7 +102,6 @@ class StatefulEntry:
         self._value = value
         self._target = TreeTarget()
         self._current: dict[str, Any] = {}
-        self._is_found = False
 
     def collect(self) -> Contents:
         state = self._value.state_dict()
@@ -117,27 +117,27 @@ class StatefulEntry:
     def expect(self, stored: Stored) -> Expectation:
         if not self._current:
             self._current = leaves(self._value.state_dict(), self.fqn)
-        tree = stored.trees.get(self.fqn)
-        if not stored.takes(self.fqn):
-            return Expectation([], set(), [])
-        if tree is None:
+        found = stored.entry_tree(self.fqn)
+        if found is None:
             text = f"{self.fqn}: the state of this {type(self._value).__name__} is not in the checkpoint"
             return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
-        self._is_found = True
-        shards = self._target.shards(tree, self.fqn, self._current, stored)
+        if not found.is_taken:
+            return Expectation([], set(), [])
+        shards = self._target.shards(found.tree, found.fqn, self._current, stored)
         known = {shard.fqn for shard in shards}
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
         problems = [Problem("missing_key", name, f"{name}: not in the checkpoint") for name in own if name not in known]
-        return Expectation(shards, set(map(stored.rename, leaves(tree, self.fqn))), problems)
+        return Expectation(shards, set(map(stored.rename, leaves(found.tree, found.fqn))), problems)
 
     def prepare(self, stored: Stored) -> None:
-        if self._is_found:
-            self._target.prepare(stored.trees[self.fqn], self.fqn, self._current, stored)
+        found = stored.entry_tree(self.fqn)
+        if found is not None and found.is_taken:
+            self._target.prepare(found.tree, found.fqn, self._current, stored)
 
     def finish(self, stored: Stored) -> None:
-        if self._is_found:
-            tree = stored.trees[self.fqn]
-            self._value.load_state_dict(self._target.filled(tree, self.fqn, self._current, stored))
+        found = stored.entry_tree(self.fqn)
+        if found is not None and found.is_taken:
+            self._value.load_state_dict(self._target.filled(found.tree, found.fqn, self._current, stored))
 
 
 class RankLocalEntry:
@@ -147,7 +147,7 @@ class RankLocalEntry:
         self.fqn = fqn
         self._holder = value
         self._target = TreeTarget()
-        self._is_found = False
+        self._found: StoredTree | None = None
 
     def collect(self) -> Contents:
         shards: list[LocalShard] = []
@@ -171,27 +171,29 @@ class RankLocalEntry:
         return torch.distributed.get_rank() if is_group else 0
 
     def expect(self, stored: Stored) -> Expectation:
-        tree = stored.trees.get(self.fqn)
-        if not stored.takes(self.fqn):
-            return Expectation([], set(), [])
-        if self.fqn not in stored.trees:
+        found = stored.entry_tree(self.fqn)
+        self._found = None
+        if found is None:
             text = f"{self.fqn}: not in the checkpoint"
             return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
-        claims = set(map(stored.rename, leaves(tree, self.fqn)))
-        missing = [value for value in leaves(tree, self.fqn).values() if isinstance(value, RankMissing)]
+        if not found.is_taken:
+            return Expectation([], set(), [])
+        values = leaves(found.tree, found.fqn)
+        claims = set(map(stored.rename, values))
+        missing = [value for value in values.values() if isinstance(value, RankMissing)]
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
-        self._is_found = True
-        return Expectation(self._target.shards(tree, self.fqn, {}, stored), claims, [])
+        self._found = found
+        return Expectation(self._target.shards(found.tree, found.fqn, {}, stored), claims, [])
 
     def prepare(self, stored: Stored) -> None:
-        if self._is_found:
-            self._target.prepare(stored.trees[self.fqn], self.fqn, {}, stored)
+        if self._found is not None:
+            self._target.prepare(self._found.tree, self._found.fqn, {}, stored)
 
     def finish(self, stored: Stored) -> None:
-        if not self._is_found:
+        if self._found is None:
             return
-        value = self._target.filled(stored.trees[self.fqn], self.fqn, {}, stored)
+        value = self._target.filled(self._found.tree, self._found.fqn, {}, stored)
         if is_stateful(self._holder.value):
             self._holder.value.load_state_dict(value)
         else:

@@ -36,6 +36,16 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+class StoredTree(NamedTuple):
+    """The plain data of one entry, as it was saved."""
+
+    fqn: str
+    """In the checkpoint."""
+    tree: Any
+    is_taken: bool
+    """Include and exclude leave something of it."""
+
+
 class Contents(NamedTuple):
     """What an entry of the state gives to a save."""
 
@@ -95,11 +105,7 @@ class Stored:
                 continue
             name = self.rename(fqn)
             if name in selected:
-                raise CheckpointMismatchError(
-                    f"key_map gives {name} to both {selected[name].fqn} and {fqn}; nothing was loaded. Make the new "
-                    "names differ, or leave one out with exclude",
-                    kind="conflict",
-                )
+                raise _renamed_alike(name, selected[name].fqn, fqn)
             selected[name] = StoredTensor(*record)
         return selected
 
@@ -126,7 +132,24 @@ class Stored:
         """The leaves of all plain data by state FQN. Those that differ between ranks and were saved by no rank of
         this number are `RankMissing`.
         """
-        return {self.rename(fqn): value for fqn, value in self._tree_leaves.items() if self.takes(fqn)}
+        sources: dict[str, str] = {}
+        for fqn in filter(self.takes, self._tree_leaves):
+            name = self.rename(fqn)
+            if sources.setdefault(name, fqn) != fqn:
+                raise _renamed_alike(name, sources[name], fqn)
+        return {name: self._tree_leaves[fqn] for name, fqn in sources.items()}
+
+    def entry_tree(self, fqn: str) -> StoredTree | None:
+        """What the entry of this state FQN was saved as, where the checkpoint has it."""
+        source = self._tree_names.get(fqn)
+        if source is None:
+            return None
+        tree = self.trees[source]
+        return StoredTree(source, tree, any(map(self.takes, leaves(tree, source))))
+
+    @cached_property
+    def _tree_names(self) -> dict[str, str]:
+        return {self.rename(fqn): fqn for fqn in self.trees}
 
     def tree_at(self, fqn: str) -> Any:
         """The part of the plain data at this checkpoint FQN, or None."""
@@ -154,6 +177,14 @@ class Stored:
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:
         return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
+
+
+def _renamed_alike(name: str, fqn: str, other: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"key_map gives {name} to both {fqn} and {other}; nothing was loaded. Make the new names differ, or leave one "
+        "out with exclude",
+        kind="conflict",
+    )
 
 
 class RankMissing(NamedTuple):
@@ -195,14 +226,25 @@ def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
     if isinstance(key_map, Mapping):
         names = dict(key_map)
         return lambda fqn: names.get(fqn, fqn)
-    rules = [(re.compile(pattern), replacement) for pattern, replacement in key_map]
+    rules = list(key_map)
 
     def rename(fqn: str) -> str:
         for pattern, replacement in rules:
-            fqn = pattern.sub(replacement, fqn)
+            fqn = _substitute(pattern, replacement, fqn)
         return fqn
 
     return rename
+
+
+def _substitute(pattern: str, replacement: str, fqn: str) -> str:
+    try:
+        return re.sub(pattern, replacement, fqn)
+    except re.error as error:
+        raise CheckpointMismatchError(
+            f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing was "
+            "loaded",
+            kind="conflict",
+        ) from error
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:

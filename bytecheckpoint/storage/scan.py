@@ -158,7 +158,7 @@ def _check(store: Store, name: str, piece: Piece, buffer: memoryview) -> tuple[l
     position = piece.byte_offset
     for length, expected, found in zip(piece.extent_lengths, piece.extent_digests, digests, strict=True):
         if found != expected:
-            what = f"checksum {found:016x} found, {expected:016x} expected"
+            what = f"{found:016x} found, {expected:016x} expected"
             faults.append(Fault("checksum", piece.file, position, length, what))
         position += length
     return faults, True

@@ -123,9 +123,7 @@ def test_a_rank_that_fails_in_a_save_fails_all(
 
 @pytest.mark.parametrize("phase", COORDINATOR_PHASES.keys() - {"committing"})
 def test_a_coordinator_that_fails_in_a_save_fails_all(workers: WorkerPool, tmp_path: Path, phase: str) -> None:
-    outcomes = workers.run(
-        try_a_failing_save, str(tmp_path), COORDINATOR_PHASES[phase], boom, 0, False, world_size=3
-    )
+    outcomes = workers.run(try_a_failing_save, str(tmp_path), COORDINATOR_PHASES[phase], boom, 0, False, world_size=3)
     check(outcomes, 0, ("CheckpointSaveError", "rank_failed"))
 
 
@@ -235,33 +233,72 @@ def test_an_object_that_fails_on_one_rank_fails_the_load_on_all(
     assert (errors[0].kind, errors[0].ranks) == ("rank_failed", (1,))
 
 
-def go_missing(
-    rank: int, world_size: int, path: str, kind: str, function: str, missing_rank: int, how: str
-) -> tuple[Seen | None, bool]:
-    """One rank stops or dies at a function. The others wake it once they have their error; then all save again."""
-    pids: list[int] = [0] * world_size
-    dist.all_gather_object(pids, os.getpid())
-    call, error = _call(path, rank, kind), None
+class Case(NamedTuple):
+    """A rank of a group that goes missing in a call."""
+
+    kind: str
+    function: str
+    missing_rank: int
+    how: str
+
+
+PAIRS = [
+    [
+        Case("save", SAVE_PHASES["planning"], 1, "killed"),
+        Case("save", SAVE_PHASES["staging"], 1, "stopped"),
+        Case("async save", SAVE_PHASES["writing"], 1, "killed"),
+        Case("load", LOAD_PHASES["matching"], 1, "stopped"),
+    ],
+    [
+        Case("save", SAVE_PHASES["planning"], 0, "stopped"),
+        Case("save", SAVE_PHASES["writing"], 0, "killed"),
+        Case("save", COORDINATOR_PHASES["committing"], 0, "killed"),
+        Case("load", LOAD_PHASES["opening"], 0, "killed"),
+    ],
+    [
+        Case("async save", SAVE_PHASES["reporting"], 1, "stopped"),
+        Case("async save", SAVE_PHASES["writing"], 0, "stopped"),
+        Case("load", LOAD_PHASES["planning"], 1, "killed"),
+        Case("load", LOAD_PHASES["reading"], 0, "stopped"),
+    ],
+]
+TRIPLES = [
+    [Case("save", SAVE_PHASES["writing"], 1, "stopped"), Case("load", LOAD_PHASES["reading"], 2, "killed")],
+]
+
+
+def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[Seen | None, bool]:
+    """In each group of ranks one rank stops or dies, all groups at once. The others wake it when they have their
+    error, and then all save again.
+    """
+    size = world_size // len(cases)
+    number, own_rank = divmod(rank, size)
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    case, group, path = cases[number], groups[number], f"{root}/{number}"
+    pids: list[int] = [0] * size
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    bcp.save(path, state_of(own_rank, 1.0), step=1, options=OPTIONS, process_group=group)
     with ExitStack() as stack:
-        if rank == missing_rank:
-            number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
-            stack.enter_context(before(function, once(lambda: os.kill(os.getpid(), number))))
-        error = seen(call)
-    if how == "killed":
+        if own_rank == case.missing_rank:
+            signal_number = signal.SIGKILL if case.how == "killed" else signal.SIGSTOP
+            stack.enter_context(before(case.function, once(lambda: os.kill(os.getpid(), signal_number))))
+        error = seen(_call(path, own_rank, case.kind, group))
+    if case.how == "killed":
         return error, True
-    if rank == (missing_rank + 1) % world_size:
-        os.kill(pids[missing_rank], signal.SIGCONT)
-    dist.barrier()
-    bcp.save(path, state_of(rank, 3.0), step=3, options=OPTIONS)
-    return error, loads_as(path, rank, 3.0)
+    if own_rank == (case.missing_rank + 1) % size:
+        os.kill(pids[case.missing_rank], signal.SIGCONT)
+    dist.barrier(group=group)
+    bcp.save(path, state_of(own_rank, 3.0), step=3, options=OPTIONS, process_group=group)
+    return error, loads_as(path, own_rank, 3.0, process_group=group)
 
 
-def _call(path: str, rank: int, kind: str) -> Callable[[], object]:
+def _call(path: str, rank: int, kind: str, group: Any = None) -> Callable[[], object]:
     if kind == "load":
-        return lambda: bcp.load(path, state_of(rank, 9.0), options=bcp.LoadOptions(timeout_s=IMPATIENT_S))
-    options = bcp.SaveOptions(timeout_s=IMPATIENT_S)
-    is_async = kind == "async save"
-    return lambda: bcp.save(path, state_of(rank, 2.0), step=2, async_save=is_async, options=options).result()
+        load_options = bcp.LoadOptions(timeout_s=IMPATIENT_S)
+        return lambda: bcp.load(path, state_of(rank, 9.0), options=load_options, process_group=group)
+    is_async, options = kind == "async save", bcp.SaveOptions(timeout_s=IMPATIENT_S)
+    state = state_of(rank, 2.0)
+    return lambda: bcp.save(path, state, step=2, async_save=is_async, options=options, process_group=group).result()
 
 
 def once(action: Callable[[], object]) -> Callable[[], object]:
@@ -269,53 +306,26 @@ def once(action: Callable[[], object]) -> Callable[[], object]:
     return lambda: left.pop()() if left else None
 
 
-def save_first(rank: int, world_size: int, path: str) -> None:
-    bcp.save(path, state_of(rank, 1.0), step=1, options=OPTIONS)
-
-
-def previous_is_whole(rank: int, world_size: int, path: str) -> bool:
-    return loads_as(path, rank, 1.0, step=1)
-
-
-MISSING = [
-    ("save", SAVE_PHASES["planning"], 1, "killed"),
-    ("save", SAVE_PHASES["writing"], 1, "killed"),
-    ("save", SAVE_PHASES["staging"], 1, "stopped"),
-    ("save", SAVE_PHASES["reporting"], 1, "stopped"),
-    ("async save", SAVE_PHASES["writing"], 1, "killed"),
-    ("async save", SAVE_PHASES["writing"], 2, "stopped"),
-    ("save", SAVE_PHASES["planning"], 0, "stopped"),
-    ("save", SAVE_PHASES["writing"], 0, "killed"),
-    ("save", COORDINATOR_PHASES["committing"], 0, "killed"),
-    ("load", LOAD_PHASES["opening"], 0, "killed"),
-    ("load", LOAD_PHASES["matching"], 1, "stopped"),
-    ("load", LOAD_PHASES["planning"], 1, "killed"),
-    ("load", LOAD_PHASES["reading"], 1, "killed"),
-    ("load", LOAD_PHASES["reading"], 0, "stopped"),
-]
-
-
-@pytest.mark.parametrize(("kind", "function", "missing_rank", "how"), MISSING)
+@pytest.mark.parametrize(("cases", "size"), [*((cases, 2) for cases in PAIRS), *((cases, 3) for cases in TRIPLES)])
 def test_a_rank_that_does_not_come_is_named_by_all_others(
-    workers: WorkerPool, tmp_path: Path, kind: str, function: str, missing_rank: int, how: str
+    workers: WorkerPool, tmp_path: Path, cases: list[Case], size: int
 ) -> None:
-    workers.run(save_first, str(tmp_path), world_size=3)
-    outcomes = workers.run_each(
-        go_missing, str(tmp_path), kind, function, missing_rank, how, world_size=3, timeout_s=40
-    )
-    for rank, outcome in enumerate(outcomes):
-        if rank == missing_rank and how == "killed":
-            assert isinstance(outcome.error, WorkerDied)
-            continue
-        assert outcome.error is None, outcome.error
-        error, next_loads = outcome.value
-        assert error is not None
-        assert next_loads
-        if rank != missing_rank:
-            assert (error.kind, error.ranks) == ("rank_missing", (missing_rank,))
-            assert f"rank {missing_rank} did not answer" in error.message
-    assert bcp.steps(tmp_path) == [1] if how == "killed" else [1, 3]
-    assert workers.run(previous_is_whole, str(tmp_path), world_size=3) == [True] * 3
+    outcomes = workers.run_each(go_missing, str(tmp_path), cases, world_size=size * len(cases), timeout_s=60)
+    for number, case in enumerate(cases):
+        of_case = outcomes[number * size : (number + 1) * size]
+        if case.how == "killed":
+            assert isinstance(of_case.pop(case.missing_rank).error, WorkerDied)
+        for outcome in of_case:
+            assert outcome.error is None, (case, outcome.error)
+            error, next_loads = outcome.value
+            assert error is not None, case
+            assert next_loads, case
+            name = number * size + case.missing_rank
+            assert (error.kind, error.ranks) == ("rank_missing", (name,)), case
+            assert f"rank {name} did not answer" in error.message
+        path = tmp_path / str(number)
+        assert bcp.steps(path) == ([1] if case.how == "killed" else [1, 3])
+        assert all(loads_as(path, rank, 1.0, step=1, strict=False) for rank in range(size))
 
 
 def one_does_not_call(rank: int, world_size: int, path: str) -> Seen | None:
@@ -335,7 +345,7 @@ def load_beside_another_failure(rank: int, world_size: int, path: str) -> Seen |
     if rank == 1:
         return None
     with before(SAVE_PHASES["planning"], raising(boom())) if rank == 2 else nullcontext():
-        return seen(lambda: bcp.save(path, state_of(rank, 1.0), options=bcp.SaveOptions(timeout_s=60)))
+        return seen(lambda: bcp.save(path, state_of(rank, 1.0), options=bcp.SaveOptions(timeout_s=IMPATIENT_S)))
 
 
 def test_a_failure_is_not_kept_waiting_for_a_rank_that_does_not_come(workers: WorkerPool, tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Programs as a user starts them, without waiting seconds for the import of torch: one process has imported it, and
+forks for each program. A program ends as any Python program does, exit hooks and all; run as a script, this is that
+process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    exit_code: int | None
+    """Negative for a signal; None for one that had to be killed because it did not end."""
+    output: str
+    """Of stdout and stderr together."""
+
+
+class Launcher:
+    """The process that has torch, as seen from a test. To be closed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._outputs: dict[int, Path] = {}
+        root = Path(__file__).parents[2]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+
+    def start(self, code: str, *arguments: object) -> int:
+        """Starts a program with these arguments and returns its process id."""
+        output = self._folder / f"output-{len(self._outputs)}.txt"
+        pid = int(self._ask({"code": code, "argv": ["program", *map(str, arguments)], "output": str(output)}))
+        self._outputs[pid] = output
+        return pid
+
+    def wait(self, pid: int, timeout_s: float = 30.0) -> Ended:
+        return Ended(self._ask({"wait": pid, "timeout_s": timeout_s}), self._outputs[pid].read_text())
+
+    def wait_for_output(self, pid: int, text: str, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self._outputs[pid].read_text():
+            assert time.monotonic() < deadline, self._outputs[pid].read_text()
+            time.sleep(0.002)
+
+    def run(self, code: str, *arguments: object, timeout_s: float = 30.0) -> Ended:
+        return self.wait(self.start(code, *arguments), timeout_s)
+
+    def close(self) -> None:
+        if self._process.stdin and self._process.stdout:
+            self._process.stdin.close()
+            self._process.stdout.close()
+        self._process.wait(10)
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        assert self._process.stdin
+        assert self._process.stdout
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+def serve() -> dict[str, Any] | None:
+    """Answers requests until the end; in a child, the program that it is to run."""
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        if "wait" in request:
+            print(json.dumps(_wait_for(request["wait"], request["timeout_s"])), flush=True)
+            continue
+        Path(request["output"]).touch()
+        pid = os.fork()
+        if pid == 0:
+            _redirect(request["output"])
+            return dict(request)
+        print(json.dumps(pid), flush=True)
+    return None
+
+
+def _wait_for(pid: int, timeout_s: float) -> int | None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _redirect(output: str) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    import torch.distributed
+
+    import bytecheckpoint
+    import faults.seams  # noqa: F401  programs use it
+
+    torch.set_num_threads(1)
+    gc.freeze()  # collections in the children would copy every page
+    program = serve()
+    if program is not None:
+        sys.argv = program["argv"]
+        exec(compile(program["code"], "<program>", "exec"), {"__name__": "__main__", "bcp": bytecheckpoint})

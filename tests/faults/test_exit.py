@@ -1,0 +1,179 @@
+"""A program that ends while an asynchronous save is under way, in every way in which programs end: the save finishes,
+or the exit code and a message say that it did not.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint as bcp
+from faults.launcher import Launcher
+from faults.seams import loads_as
+
+SLOW_SAVE = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from bytecheckpoint import writing
+from faults.seams import state_of
+
+path = sys.argv[1]
+write_image = writing.write_image
+
+def write_late(*arguments):
+    # Not before the program has come to its end.
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+    return write_image(*arguments)
+
+writing.write_image = write_late
+"""
+
+FAILING_SAVE = (
+    SLOW_SAVE
+    + """
+def fail(*arguments):
+    time.sleep(0.3)
+    raise OSError(5, "the disk fell off")
+
+writing.write_image = fail
+"""
+)
+
+START = "handle = bcp.save(path, state_of(0, 1.0), async_save=True)\n"
+
+ENDINGS = {
+    "end of program": ("", 0),
+    "sys.exit with a code": ("sys.exit(3)", 3),
+    "uncaught exception": ("raise ValueError('training broke')", 1),
+    "a worker is forked": (
+        "pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nassert os.waitpid(pid, 0)[1] == 0\n",
+        0,
+    ),
+    "a worker is forked and saves itself": (
+        "pid = os.fork()\nif pid == 0:\n    bcp.save(path + '-child', state_of(0, 5.0))\n    sys.exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n",
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_save_that_is_under_way_is_finished(launcher: Launcher, tmp_path: Path, ending: str) -> None:
+    code, exit_code = ENDINGS[ending]
+    ended = launcher.run(SLOW_SAVE + START + code, tmp_path / "ckpt")
+    assert ended.exit_code == exit_code, ended.output
+    assert loads_as(tmp_path / "ckpt", 0, 1.0)
+
+
+def test_a_save_of_several_blocks_is_finished_too(launcher: Launcher, tmp_path: Path) -> None:
+    """Its writer threads start when executors already refuse work."""
+    code = "bcp.save(path, {'x': torch.ones(40 << 20, dtype=torch.uint8)}, async_save=True)\n"
+    ended = launcher.run(SLOW_SAVE + code, tmp_path / "ckpt")
+    assert ended.exit_code == 0, ended.output
+    assert bcp.open(tmp_path / "ckpt")["x"].shape == (40 << 20,)
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(0)", "time.sleep(0.6)", "raise ValueError('x')"])
+def test_a_save_that_fails_at_the_end_is_not_silent(launcher: Launcher, tmp_path: Path, ending: str) -> None:
+    ended = launcher.run(FAILING_SAVE + START + ending, tmp_path / "ckpt")
+    assert ended.exit_code not in {0, None}, ended.output
+    assert "the disk fell off" in ended.output
+    assert f"the save to {tmp_path / 'ckpt'} failed and was not committed" in ended.output
+    assert bcp.steps(tmp_path / "ckpt") == []
+
+
+def test_a_failure_that_was_seen_is_not_reported_again(launcher: Launcher, tmp_path: Path) -> None:
+    ended = launcher.run(FAILING_SAVE + START + "assert handle.exception() is not None", tmp_path / "ckpt")
+    assert ended == (0, "")
+
+
+def test_other_exit_functions_run_and_output_is_flushed_when_a_save_failed(launcher: Launcher, tmp_path: Path) -> None:
+    code = "import atexit; atexit.register(print, 'goodbye')\n" + START + "print('end', end='')"
+    ended = launcher.run(FAILING_SAVE + code, tmp_path / "ckpt")
+    assert ended.exit_code == 1
+    assert "goodbye" in ended.output
+    assert "end" in ended.output
+
+
+GROUP = """
+port, rank = int(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+handle = bcp.save(path, state_of(rank, 1.0), async_save=True, options=bcp.SaveOptions(timeout_s=20))
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def run_two(launcher: Launcher, code: str, path: Path) -> list[tuple[int | None, str]]:
+    port = free_port()
+    pids = [launcher.start(code, path, port, rank) for rank in range(2)]
+    return [launcher.wait(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("ending", ["dist.destroy_process_group()", "", "if rank == 1: time.sleep(1)"])
+def test_two_ranks_end_with_or_without_their_group(launcher: Launcher, tmp_path: Path, ending: str) -> None:
+    for exit_code, output in run_two(launcher, SLOW_SAVE + GROUP + ending, tmp_path / "ckpt"):
+        assert exit_code == 0, output
+    info = bcp.open(tmp_path / "ckpt").info
+    assert (info.world_size, info.num_tensors) == (2, 3)
+
+
+def test_a_rank_that_fails_at_the_end_fails_both(launcher: Launcher, tmp_path: Path) -> None:
+    failing_on_one = SLOW_SAVE + FAILING_SAVE[len(SLOW_SAVE) :].replace(
+        "writing.write_image = fail", "if sys.argv[3] == '1':\n    writing.write_image = fail"
+    )
+    for exit_code, output in run_two(launcher, failing_on_one + GROUP, tmp_path / "ckpt"):
+        assert exit_code == 1, output
+        assert "the disk fell off" in output
+    assert bcp.steps(tmp_path / "ckpt") == []
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_rank_whose_program_ends_with_its_error_tells_the_other_first(
+    launcher: Launcher, tmp_path: Path, failing_rank: int
+) -> None:
+    """Rank 0 holds the store of the group: when it is gone, nobody can be told anything."""
+    code = SLOW_SAVE + GROUP.replace("async_save=True", "async_save=False").replace(
+        "handle =", f"if rank == {failing_rank}:\n    writing.write_image = None\nhandle ="
+    )
+    for exit_code, output in run_two(launcher, code, tmp_path / "ckpt"):
+        assert exit_code == 1, output
+        assert f"failed on rank {failing_rank}" in output
+        assert "TypeError" in output
+
+
+def test_a_rank_that_is_killed_at_the_end_is_named_by_the_other(launcher: Launcher, tmp_path: Path) -> None:
+    code = SLOW_SAVE + GROUP.replace("timeout_s=20", "timeout_s=2") + "if rank == 1: os.kill(os.getpid(), 9)"
+    first, second = run_two(launcher, code, tmp_path / "ckpt")
+    assert second[0] == -9
+    assert first[0] == 1
+    assert "rank 1 did not answer" in first[1]
+
+
+def test_the_death_of_the_rank_with_the_store_is_named_by_the_other(launcher: Launcher, tmp_path: Path) -> None:
+    code = SLOW_SAVE + GROUP.replace("timeout_s=20", "timeout_s=2") + "if rank == 0: os.kill(os.getpid(), 9)"
+    first, second = run_two(launcher, code, tmp_path / "ckpt")
+    assert first[0] == -9
+    assert second[0] == 1
+    assert "rank_missing" in second[1] or "rank 0" in second[1]
+
+
+@pytest.mark.parametrize("number", [2, 15])
+def test_a_signal_leaves_nothing_committed_or_all(launcher: Launcher, tmp_path: Path, number: int) -> None:
+    """Ctrl-C and SIGTERM while the program waits for its save."""
+    code = START + f"os.kill(os.getpid(), {number})\nhandle.result()\n"
+    ended = launcher.run(SLOW_SAVE + code, tmp_path / "ckpt")
+    assert ended.exit_code in {-number, 1, 130}, ended.output
+    if number == 2:  # Python's own KeyboardInterrupt: the program ends in order, and so does the save
+        assert "KeyboardInterrupt" in ended.output
+        assert loads_as(tmp_path / "ckpt", 0, 1.0)
+    else:
+        assert not (tmp_path / "ckpt" / "manifest.bcp").exists()

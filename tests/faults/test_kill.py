@@ -1,0 +1,132 @@
+"""SIGKILL at every system call that a save makes on the file system: the previous checkpoint loads, and the new one is
+whole or absent. A save that comes later is not disturbed by what is left.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint as bcp
+from faults.launcher import Ended, Launcher
+from faults.seams import loads_as, state_of
+
+CALLS = "mkdir,openat,pwritev,fsync,link,linkat,rename,renameat,renameat2,unlink,unlinkat"
+MAX_CALLS = 80
+
+SAVE = """
+import os, sys
+from faults.seams import state_of
+
+path, gate, kind = sys.argv[1:]
+gate = os.open(gate, os.O_RDWR)
+os.write(1, b"ready")
+os.read(gate, 1)
+if kind == "overwrite":
+    bcp.save(path, state_of(0, 2.0), step=1, options=bcp.SaveOptions(overwrite=True))
+else:
+    bcp.save(path, state_of(0, 2.0), step=2)
+os._exit(0)
+"""
+
+
+def can_trace() -> bool:
+    strace = shutil.which("strace")
+    return strace is not None and subprocess.run([strace, "-o", os.devnull, "true"], check=False).returncode == 0
+
+
+needs_strace = pytest.mark.skipif(not can_trace(), reason="strace is not installed, or may not trace here")
+
+
+def save_and_kill(launcher: Launcher, folder: Path, kind: str, k: int) -> Ended:
+    """A save in a process that is killed at its k-th call."""
+    gate = folder.with_suffix(".gate")
+    os.mkfifo(gate)
+    pid = launcher.start(SAVE, folder, gate, kind)
+    launcher.wait_for_output(pid, "ready")
+    tracer = subprocess.Popen(
+        ["strace", "-p", str(pid), "-o", os.devnull, "-e", f"trace={CALLS}"]
+        + ["-e", f"inject={CALLS}:signal=SIGKILL:when={k}"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert tracer.stderr
+    assert "attached" in tracer.stderr.readline()
+    descriptor = os.open(gate, os.O_RDWR)  # which does not wait for a reader, who may be dead
+    os.write(descriptor, b"!")
+    ended = launcher.wait(pid)
+    os.close(descriptor)
+    tracer.communicate(timeout=10)
+    return ended
+
+
+def is_killed(launcher: Launcher, root: Path, kind: str, k: int) -> bool:
+    """One kill, and all that must hold after it; False where the save made fewer calls."""
+    folder = root / f"{kind}-{k}"
+    bcp.save(folder, state_of(0, 1.0), step=1)
+    ended = save_and_kill(launcher, folder, kind, k)
+    assert ended.exit_code in {0, -signal.SIGKILL}, ended.output
+    if kind == "overwrite":
+        is_new = loads_as(folder, 0, 2.0)
+        assert is_new or loads_as(folder, 0, 1.0), k
+    else:
+        steps = bcp.steps(folder)
+        is_new = steps == [1, 2]
+        assert is_new or steps == [1], k
+        assert loads_as(folder, 0, 1.0, step=1), k
+        assert not is_new or loads_as(folder, 0, 2.0, step=2), k
+    if ended.exit_code == 0:
+        assert is_new
+    bcp.save(folder, state_of(0, 3.0), step=2, options=bcp.SaveOptions(overwrite=True))
+    assert loads_as(folder, 0, 3.0, step=2), k
+    return ended.exit_code != 0
+
+
+@needs_strace
+@pytest.mark.privileged
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["save", "overwrite"])
+def test_a_kill_at_every_call_loses_nothing(launcher: Launcher, tmp_path: Path, kind: str) -> None:
+    kills = 0
+    while is_killed(launcher, tmp_path, kind, kills + 1):
+        kills += 1
+        assert kills < MAX_CALLS
+    assert kills > 10
+
+
+KILL_AT_RANDOM = """
+import sys
+from faults.seams import state_of
+
+path = sys.argv[1]
+print("ready", flush=True)
+for step in range(2, 10_000):
+    bcp.save(path, state_of(0, float(step)), step=step)
+    bcp.save(path + "-over", state_of(0, float(step)), options=bcp.SaveOptions(overwrite=True))
+"""
+
+
+def test_kills_at_random_times_lose_nothing(launcher: Launcher, tmp_path: Path) -> None:
+    chooser = random.Random(20)
+    for number in range(8):
+        path = tmp_path / str(number)
+        bcp.save(path, state_of(0, 1.0), step=1)
+        pid = launcher.start(KILL_AT_RANDOM, path)
+        while bcp.latest(path) == 1:
+            time.sleep(0.002)
+        time.sleep(chooser.random() * 0.1)
+        os.kill(pid, signal.SIGKILL)
+        assert launcher.wait(pid).exit_code == -signal.SIGKILL
+        steps = bcp.steps(path)
+        assert steps == list(range(1, len(steps) + 1))
+        assert all(loads_as(path, 0, float(step), step=step) for step in steps[-2:])
+        over = tmp_path / f"{number}-over"
+        if over.exists() and (over / "manifest.bcp").exists():
+            assert any(loads_as(over, 0, float(step)) for step in steps[-2:])

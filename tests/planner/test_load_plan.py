@@ -1,0 +1,211 @@
+"""The load plan against brute force: chunks at random places in random files, read as the plan says, give the numbers
+that numpy gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
+from bytecheckpoint.planner import coalesce as coalescing
+from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Part, coalesce
+from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load, target_region, wanted_files
+from bytecheckpoint.region import Region, relative, rows, whole
+
+
+@pytest.fixture(autouse=True)
+def _small_direct_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that parts of a few bytes are read straight into their targets as well."""
+    monkeypatch.setattr(coalescing, "MIN_DIRECT_BYTES", 16)
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region]:
+    """The shape cut in two, again and again, at random places."""
+    parts = [whole(shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        part = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        dims = [dim for dim, length in enumerate(part.lengths) if length > 1]
+        if not dims:
+            parts.append(part)
+            continue
+        dim = draw(st.sampled_from(dims))
+        at = draw(st.integers(1, part.lengths[dim] - 1))
+        parts += [rows(part, dim, 0, at), rows(part, dim, at, part.lengths[dim] - at)]
+    return parts
+
+
+@st.composite
+def regions_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    lengths = [draw(st.integers(0, length)) for length in shape]
+    offsets = [draw(st.integers(0, length - taken)) for length, taken in zip(shape, lengths, strict=True)]
+    return Region(tuple(offsets), tuple(lengths))
+
+
+def cut(array: np.ndarray, region: Region) -> np.ndarray:
+    return array[(*map(slice, region.offsets, region.ends), ...)]
+
+
+class Stored:
+    """Tensors in files that exist in memory only."""
+
+    def __init__(self, manifest: Manifest, arrays: dict[str, np.ndarray], contents: list[bytes]) -> None:
+        self.manifest, self.arrays, self.contents = manifest, arrays, contents
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Stored:
+    arrays, places = {}, []
+    for index in range(draw(st.integers(1, 3))):
+        shape = draw(st.lists(st.integers(0, 7), max_size=3).map(tuple))
+        dtype = draw(st.sampled_from(["uint8", "int32", "complex128"]))
+        numbers = np.random.default_rng(index).integers(0, 256, prod(shape) * np.dtype(dtype).itemsize, np.uint8)
+        arrays[f"t{index}"] = numbers.view(dtype).reshape(shape)
+        places += [(f"t{index}", region) for region in draw(tilings(shape))]
+    num_files = draw(st.integers(1, 3))
+    contents = [bytearray(draw(st.binary(max_size=9))) for _ in range(num_files)]
+    chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in arrays}
+    for fqn, region in draw(st.permutations(places)):
+        file = draw(st.integers(0, num_files - 1))
+        content = cut(arrays[fqn], region).tobytes()
+        chunks[fqn].append(Chunk(region, file, len(contents[file]), len(content)))
+        contents[file] += content + draw(st.binary(max_size=9))
+    files = [
+        DataFile(f"data/{index}", len(content), draw(extents(len(content)))) for index, content in enumerate(contents)
+    ]
+    tensors = {fqn: tensor_record(str(arrays[fqn].dtype), arrays[fqn].shape, chunks[fqn]) for fqn in arrays}
+    return Stored(Manifest(save_id="x", files=files, tensors=tensors), arrays, [bytes(content) for content in contents])
+
+
+@st.composite
+def extents(draw: st.DrawFn, num_bytes: int) -> list[int]:
+    ends = sorted({*draw(st.lists(st.integers(1, num_bytes), max_size=8)), num_bytes}) if num_bytes else []
+    return np.diff([0, *ends]).tolist()
+
+
+def carry_out(stored: Stored, wants: Sequence[Want], fetches: Sequence[Fetch]) -> list[np.ndarray]:
+    """What the wants' targets hold after the reads; what nothing wrote stays 0xAA."""
+    targets = []
+    for want in wants:
+        dtype = stored.arrays[want.fqn].dtype
+        targets.append(
+            np.full(want.region.numel * dtype.itemsize, 0xAA, np.uint8).view(dtype).reshape(want.region.lengths)
+        )
+    for fetch in fetches:
+        content = stored.contents[fetch.file][fetch.byte_offset : fetch.end]
+        assert len(content) == fetch.byte_length
+        if fetch.is_direct:
+            (part,) = fetch.parts
+            assert isinstance(part, FlatPart)
+            assert (part.byte_offset, part.byte_length) == (fetch.byte_offset, fetch.byte_length)
+        for part in fetch.parts:
+            place(part, content[part.byte_offset - fetch.byte_offset :][: part.byte_length], wants, targets)
+    return targets
+
+
+def place(part: Part, content: bytes, wants: Sequence[Want], targets: Sequence[np.ndarray]) -> None:
+    assert len(content) == part.byte_length
+    target = targets[part.want]
+    if isinstance(part, FlatPart):
+        flat = target.reshape(-1).view(np.uint8)
+        flat[part.target_byte_offset : part.target_byte_offset + part.byte_length] = np.frombuffer(content, np.uint8)
+        return
+    lengths, strides = box_layout(part)
+    size = target.dtype.itemsize
+    box = np.lib.stride_tricks.as_strided(
+        np.frombuffer(content, np.uint8)[: len(content) // size * size].view(target.dtype),
+        lengths,
+        [stride * size for stride in strides],
+    )
+    cut(target, target_region(part, wants))[...] = box
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_what_the_plan_reads_is_what_was_stored(data: st.DataObject) -> None:
+    stored = data.draw(checkpoints())
+    wants = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        fqn = data.draw(st.sampled_from(sorted(stored.arrays)))
+        region = data.draw(st.just(whole(stored.arrays[fqn].shape)) | regions_in(stored.arrays[fqn].shape))
+        wants.append(Want(fqn, region, data.draw(st.booleans())))
+    verify = data.draw(st.booleans())
+    limit = data.draw(st.integers(1, 200))
+    fetches = plan_load(
+        stored.manifest, wants, verify=verify, max_gap_bytes=data.draw(st.integers(0, 50)), max_fetch_bytes=limit
+    )
+    for want, target in zip(wants, carry_out(stored, wants, fetches), strict=True):
+        assert target.tobytes() == cut(stored.arrays[want.fqn], want.region).tobytes()
+    check_fetches(stored, fetches, verify=verify, limit=limit)
+
+
+def check_fetches(stored: Stored, fetches: Sequence[Fetch], *, verify: bool, limit: int) -> None:
+    """Each fetch is one of whole extents, and no larger than it may be."""
+    for fetch in fetches:
+        assert fetch.byte_length > 0
+        largest = 1
+        if verify:
+            bounds = [0, *np.cumsum(stored.manifest.files[fetch.file].extent_lengths).tolist()]
+            assert fetch.byte_offset in bounds
+            assert fetch.end in bounds
+            largest = max(stored.manifest.files[fetch.file].extent_lengths)
+        part_bytes = max(part.byte_length for part in fetch.parts)
+        assert fetch.byte_length <= max(limit, part_bytes) + 2 * largest
+
+
+def test_reads_of_neighbours_are_merged_and_far_ones_are_not() -> None:
+    def part(start: int) -> FlatPart:
+        return FlatPart(0, start, 10, start)
+
+    index = ExtentIndex(DataFile("f", 1000), verify=False)
+    fetches = coalesce(0, [part(start) for start in (30, 0, 12, 500)], index, max_gap_bytes=8, max_fetch_bytes=100)
+    assert [(fetch.byte_offset, fetch.end, len(fetch.parts)) for fetch in fetches] == [(0, 40, 3), (500, 510, 1)]
+    fetches = coalesce(0, [part(start) for start in (0, 12)], index, max_gap_bytes=0, max_fetch_bytes=100)
+    assert len(fetches) == 2
+
+
+def test_a_large_flat_part_is_read_in_place_but_for_ends_that_share_extents() -> None:
+    file = DataFile("f", 100, (30, 30, 40), (0, 0, 0))
+    fetches = coalesce(
+        0, [FlatPart(0, 10, 80, 0)], ExtentIndex(file, verify=True), max_gap_bytes=0, max_fetch_bytes=1000
+    )
+    assert [(fetch.byte_offset, fetch.end, fetch.is_direct) for fetch in fetches] == [
+        (30, 60, True),
+        (0, 30, False),
+        (60, 100, False),
+    ]
+    assert wanted_files(fetches) == {0: 100}
+
+
+def test_a_hole_in_what_is_stored_is_named_and_only_if_it_is_wanted() -> None:
+    chunks = [Chunk(Region((0, 0), (2, 4)), 0, 0, 8), Chunk(Region((3, 0), (1, 4)), 0, 8, 4)]
+    manifest = Manifest(save_id="x", files=[DataFile("f", 12)], tensors={"t": tensor_record("uint8", (4, 4), chunks)})
+
+    def load(region: Region) -> list[Fetch]:
+        return plan_load(manifest, [Want("t", region, True)], verify=True, max_gap_bytes=0, max_fetch_bytes=100)
+
+    assert load(Region((0, 0), (2, 4)))
+    with pytest.raises(CheckpointMismatchError, match=r"t: \[2:3, 0:4\] of \[0:4, 0:4\] lies in no chunk") as error:
+        load(whole((4, 4)))
+    assert error.value.kind == "coverage"
+
+
+def test_chunks_that_overlap_are_refused() -> None:
+    chunks = [Chunk(Region((0,), (3,)), 0, 0, 3), Chunk(Region((2,), (2,)), 0, 3, 2)]
+    manifest = Manifest(save_id="x", files=[DataFile("f", 5)], tensors={"t": tensor_record("uint8", (4,), chunks)})
+    with pytest.raises(CheckpointMismatchError, match=r"two chunks hold \[2:3\]") as error:
+        plan_load(manifest, [Want("t", whole((4,)), True)], verify=True, max_gap_bytes=0, max_fetch_bytes=100)
+    assert error.value.kind == "coverage"
+
+
+def test_the_layout_of_a_box_is_that_of_its_chunk() -> None:
+    chunk = Chunk(Region((0, 0, 0), (4, 5, 6)), 0, 0, 120)
+    assert box_layout(BoxPart(0, 0, 1, Region((1, 1, 1), (2, 3, 4)), chunk)) == ((2, 3, 4), (30, 6, 1))
+    assert relative(Region((1, 1, 1), (2, 3, 4)), Region((1, 0, 0), (3, 5, 6))) == Region((0, 1, 1), (2, 3, 4))

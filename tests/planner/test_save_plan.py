@@ -1,0 +1,219 @@
+"""The save plan: every element is written exactly once, by a rank that holds it, and no rank writes much more than
+another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.planner.file_plan import EXTENT_BYTES, cut_extents, lay_out_files
+from bytecheckpoint.planner.save_plan import MIN_SPLIT_BYTES, Offer, SavePlan, Write, plan_save
+from bytecheckpoint.region import Region, find_tiling_fault, intersect, whole
+
+MiB = 1 << 20
+
+
+def offer(
+    fqn: str, shape: Sequence[int], region: Region | None = None, *, dtype: str = "float32", digest: int | None = None
+) -> Offer:
+    region = region or whole(tuple(shape))
+    return Offer(fqn, dtype, tuple(shape), region.offsets, region.lengths, digest)
+
+
+def plan(offers: Sequence[Sequence[Offer]], aliases: Sequence[dict[str, str]] | None = None) -> SavePlan:
+    return plan_save(offers, aliases or [{}] * len(offers))
+
+
+def bytes_by_rank(found: SavePlan, offers: Sequence[Sequence[Offer]]) -> list[int]:
+    return [
+        sum(write.region.numel * itemsize(of_rank[write.offer].dtype) for write in writes)
+        for writes, of_rank in zip(found.writes, offers, strict=True)
+    ]
+
+
+def check_whole(found: SavePlan, offers: Sequence[Sequence[Offer]]) -> None:
+    """Every tensor is tiled by what is written, and a rank writes only what it offered."""
+    written: dict[str, list[Region]] = {}
+    shapes = {each.fqn: each.shape for of_rank in offers for each in of_rank}
+    for writes, of_rank in zip(found.writes, offers, strict=True):
+        for write in writes:
+            own = of_rank[write.offer]
+            written.setdefault(own.fqn, []).append(write.region)
+            assert not write.region.numel or intersect(write.region, own.region) == write.region
+    assert written.keys() == shapes.keys() - found.aliases.keys()
+    for fqn, regions in written.items():
+        assert find_tiling_fault(shapes[fqn], regions) is None, fqn
+
+
+shapes = st.lists(st.integers(0, 3000), min_size=0, max_size=3).map(tuple).filter(lambda shape: np.prod(shape) < 1e8)
+dtypes = st.sampled_from(["float32", "bfloat16", "int8", "complex128"])
+
+
+@given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=12), st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_replicas_are_written_once_and_evenly(tensors: list[tuple[tuple[int, ...], str]], num_ranks: int) -> None:
+    offers = [[offer(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]] * num_ranks
+    found = plan(offers)
+    check_whole(found, offers)
+    loads = bytes_by_rank(found, offers)
+    row_bytes = max((np.prod(shape[1:]) * itemsize(dtype) for shape, dtype in tensors if len(shape)), default=0)
+    assert max(loads) - sum(loads) / num_ranks <= 2 * MIN_SPLIT_BYTES + row_bytes
+
+
+def gpt_shapes() -> list[tuple[int, ...]]:
+    layer = [(2048, 2048)] * 4 + [(8192, 2048), (2048, 8192), (2048,), (2048,)]
+    return [(32000, 2048), *layer * 12, (2048,)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8, 16, 64])
+def test_data_parallel_ranks_each_write_an_equal_part(num_ranks: int) -> None:
+    offers = [[offer(f"t{index:03d}", shape) for index, shape in enumerate(gpt_shapes())]] * num_ranks
+    found = plan(offers)
+    loads = bytes_by_rank(found, offers)
+    assert max(loads) <= 1.02 * sum(loads) / num_ranks
+    check_whole(found, offers)
+
+
+def test_one_large_tensor_is_split_by_rows_over_its_holders() -> None:
+    offers = [[offer("t", (4096, 4096))]] * 4
+    found = plan(offers)
+    assert [write.region for writes in found.writes for write in writes] == [
+        Region((1024 * rank, 0), (1024, 4096)) for rank in range(4)
+    ]
+
+
+def test_replicas_even_out_what_only_one_rank_holds() -> None:
+    own = [[offer("own", (4 * MiB,))], [], []]
+    replicas = [offer(f"r{index}", (MiB,)) for index in range(8)]
+    offers = [[*of_rank, *replicas] for of_rank in own]
+    assert bytes_by_rank(plan(offers), offers) == [16 * MiB] * 3
+
+
+def test_shards_of_a_hybrid_mesh_are_written_by_one_replica_each() -> None:
+    """HSDP 2 x 2: two shards, each on two ranks."""
+    offers = [
+        [offer(f"t{index}", (8, 4), Region((4 * (rank % 2), 0), (4, 4))) for index in range(40)] for rank in range(4)
+    ]
+    found = plan(offers)
+    check_whole(found, offers)
+    assert bytes_by_rank(found, offers) == [40 * 8 * 4 * 4 // 4] * 4
+
+
+@given(st.integers(0, 7), st.integers(1, 6))
+def test_uneven_shards_with_empty_ones(length: int, num_ranks: int) -> None:
+    part = -(-length // num_ranks)
+    starts = [min(rank * part, length) for rank in range(num_ranks)]
+    lengths = [min(part, length - start) for start in starts]
+    offers = [
+        [offer("t", (length, 3), Region((start, 0), (count, 3)))] for start, count in zip(starts, lengths, strict=True)
+    ]
+    check_whole(plan(offers), offers)
+
+
+def test_scalars_and_empty_tensors_are_written_once() -> None:
+    offers = [[offer("scalar", ()), offer("empty", (0, 5)), offer("empty too", (5, 0))]] * 3
+    found = plan(offers)
+    check_whole(found, offers)
+    assert sum(map(len, found.writes)) == 3
+
+
+def test_the_plan_is_the_same_each_time_and_whatever_the_order_of_offers() -> None:
+    offers = [[offer(f"t{index}", (500 + index, 700)) for index in range(20)]] * 3
+    turned = [list(reversed(of_rank)) for of_rank in offers]
+    by_name = [
+        [
+            [(of_rank[write.offer].fqn, write.region) for write in writes]
+            for writes, of_rank in zip(plan(these).writes, these, strict=True)
+        ]
+        for these in (offers, offers, turned)
+    ]
+    assert by_name[0] == by_name[1] == by_name[2]
+
+
+def test_differing_small_replicas_are_told_and_the_lowest_rank_writes() -> None:
+    offers = [[offer("x", (4,), digest=rank), offer("same", (4,), digest=7)] for rank in (5, 1, 1)]
+    found = plan(offers)
+    assert list(found.differing_replicas) == ["x"]
+    assert Write(0, whole((4,))) in found.writes[0]
+
+
+def test_aliases_are_not_written_but_where_a_rank_holds_the_tensor_alone() -> None:
+    tied = [[offer("a", (4,))]] * 2
+    found = plan(tied, [{"b": "a"}] * 2)
+    assert found.aliases == {"b": "a"}
+    stages = [[offer("a", (4,))], [offer("b", (4,))]]
+    found = plan(stages, [{"b": "a"}, {}])
+    assert found.aliases == {}
+    check_whole(found, stages)
+
+
+def refused(offers: Sequence[Sequence[Offer]], kind: str) -> str:
+    with pytest.raises(CheckpointMismatchError) as error:
+        plan(offers)
+    assert error.value.kind == kind
+    return str(error.value)
+
+
+def test_ranks_that_disagree_about_a_tensor() -> None:
+    text = refused(
+        [[offer("s", (4,)), offer("d", (4,))], [offer("s", (5,)), offer("d", (4,), dtype="int8")]], "conflict"
+    )
+    assert "s: float32[4] on rank 0, float32[5] on rank 1" in text
+    assert "d: float32[4] on rank 0, int8[4] on rank 1" in text
+
+
+def test_shards_that_overlap() -> None:
+    parts = [[offer("t", (4, 4), Region((0, 0), (3, 4)))], [offer("t", (4, 4), Region((2, 0), (2, 4)))]]
+    assert "[2:3, 0:4]" in refused(parts, "conflict")
+
+
+def test_a_part_that_no_rank_holds() -> None:
+    parts = [[offer("t", (4, 4), Region((0, 0), (1, 4)))], [offer("t", (4, 4), Region((3, 0), (1, 4)))]]
+    assert "no rank holds [1:3, 0:4]" in refused(parts, "coverage")
+
+
+def test_the_first_ten_are_listed() -> None:
+    text = refused([[offer(f"t{index:02d}", (4,), Region((0,), (2,))) for index in range(15)]], "coverage")
+    assert "t09" in text
+    assert "t10" not in text
+    assert "and 5 more" in text
+
+
+@given(st.lists(st.tuples(shapes, dtypes), max_size=12), st.integers(MiB, 8 * MiB))
+@settings(max_examples=50, deadline=None)
+def test_files_hold_all_chunks_without_gaps_each_aligned(
+    tensors: list[tuple[tuple[int, ...], str]], max_file_bytes: int
+) -> None:
+    offers = [offer(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]
+    writes = [Write(index, each.region) for index, each in enumerate(offers)]
+    files = lay_out_files(offers, reversed(writes), max_file_bytes=max_file_bytes)
+    assert sorted(chunk.offer for file in files for chunk in file) == list(range(len(offers)))
+    order = [(-itemsize(chunk.dtype), chunk.fqn, chunk.region) for file in files for chunk in file]
+    assert order == sorted(order)
+    for file in files:
+        ends = np.cumsum([chunk.byte_length for chunk in file]).tolist()
+        assert [chunk.data_offset for chunk in file] == [0, *ends[:-1]]
+        assert all(chunk.data_offset % itemsize(chunk.dtype) == 0 for chunk in file)
+        assert ends[-1] <= max_file_bytes or len(file) == 1
+
+
+@given(
+    st.integers(1, 3 * MiB),
+    st.lists(st.integers(0, 3 * MiB) | st.sampled_from([0, MiB - 1, MiB, MiB + 1]), max_size=20),
+)
+def test_extents_add_up_and_large_chunks_start_their_own(header_bytes: int, chunk_bytes: list[int]) -> None:
+    extents = cut_extents(header_bytes, chunk_bytes)
+    assert sum(extents) == header_bytes + sum(chunk_bytes)
+    assert all(0 < length <= EXTENT_BYTES for length in extents)
+    starts = {0, *np.cumsum(extents).tolist()}
+    position = header_bytes
+    for num_bytes in chunk_bytes:
+        assert num_bytes < EXTENT_BYTES or position in starts
+        position += num_bytes

@@ -1,0 +1,316 @@
+"""Wrong paths, damaged checkpoints and wrong arguments: each is an error of the right kind that says what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from training import mlp, same_module
+
+import bytecheckpoint as bcp
+from bytecheckpoint.manifest import decode_manifest, encode_manifest
+from bytecheckpoint.manifest_envelope import MAGIC
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"a": torch.full((1000,), value), "n": value}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "saved"
+    bcp.save(path, state(1.0))
+    return path
+
+
+def read_through_load(path: Path) -> Any:
+    """The error of a load, which has to leave the state as it was."""
+    target = state()
+    try:
+        bcp.load(path, target)
+    finally:
+        assert not target["a"].any()
+        assert target["n"] == 0.0
+
+
+def read_through_open(path: Path) -> Any:
+    bcp.open(path)["a"][...]
+
+
+READERS = pytest.mark.parametrize("read", [read_through_load, read_through_open], ids=["load", "open"])
+
+
+@READERS
+def test_a_path_that_does_not_exist(tmp_path: Path, read: Any) -> None:
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"nowhere.*does not exist.*check the path") as error:
+        read(tmp_path / "nowhere")
+    assert error.value.kind == "not_found"
+    assert not (tmp_path / "nowhere").exists()
+    assert bcp.latest(tmp_path / "nowhere") is None
+    assert bcp.steps(tmp_path / "nowhere") == []
+
+
+@READERS
+def test_an_empty_folder_and_a_folder_of_something_else(tmp_path: Path, read: Any) -> None:
+    with pytest.raises(bcp.CheckpointNotFoundError, match="check the path"):
+        read(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"is no checkpoint.*notes\.txt") as error:
+        read(tmp_path)
+    assert error.value.kind == "not_found"
+
+
+@pytest.mark.parametrize("call", [read_through_load, read_through_open, lambda path: bcp.save(path, state())])
+def test_a_path_that_is_a_file(tmp_path: Path, call: Any) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    with pytest.raises(bcp.CheckpointError, match="file") as error:
+        call(path)
+    assert not isinstance(error.value, bcp.CheckpointSaveError) or error.value.kind != "rank_failed"
+    assert path.read_text() == "precious"
+    with pytest.raises(bcp.CheckpointError, match="file"):
+        bcp.save(path / "below", state())
+
+
+@READERS
+def test_a_folder_that_was_not_committed(saved: Path, read: Any) -> None:
+    (saved / "manifest.bcp").unlink()
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"not committed.*did not finish") as error:
+        read(saved)
+    assert error.value.kind == "not_committed"
+
+
+def test_a_step_that_is_not_there_or_not_committed(tmp_path: Path) -> None:
+    for step in (1, 5, 9):
+        bcp.save(tmp_path, state(float(step)), step=step)
+    (tmp_path / "step_00000009" / "manifest.bcp").unlink()
+    assert (bcp.latest(tmp_path), bcp.steps(tmp_path)) == (5, [1, 5])
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"no step 7.*5, 1") as error:
+        bcp.load(tmp_path, state(), step=7)
+    assert error.value.kind == "not_found"
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"step 9 .* not committed.*5, 1") as error:
+        bcp.load(tmp_path, state(), step=9)
+    assert (error.value.kind, error.value.step) == ("not_committed", 9)
+    target = state()
+    assert bcp.load(tmp_path, target).step == 5
+    assert target["n"] == 5
+    with pytest.raises(bcp.CheckpointNotFoundError):
+        bcp.load(tmp_path, state(), step=None)
+
+
+def forge(path: Path, change: Any) -> None:
+    """Changes the bytes of the manifest and gives them a checksum that fits."""
+    manifest = path / "manifest.bcp"
+    content = change(manifest.read_bytes()[:-8])
+    manifest.write_bytes(content + struct.pack("<Q", xxhash.xxh3_64_intdigest(content)))
+
+
+@READERS
+@pytest.mark.parametrize("keep", [0, 1, 20, 40, -1, -9])
+def test_a_manifest_that_was_cut_short(saved: Path, read: Any, keep: int) -> None:
+    manifest = saved / "manifest.bcp"
+    manifest.write_bytes(manifest.read_bytes()[:keep])
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"manifest\.bcp") as error:
+        read(saved)
+    assert error.value.kind == "bad_manifest"
+
+
+@READERS
+def test_a_manifest_with_a_flipped_bit(saved: Path, read: Any) -> None:
+    manifest = saved / "manifest.bcp"
+    content = bytearray(manifest.read_bytes())
+    content[len(content) // 2] ^= 4
+    manifest.write_bytes(content)
+    with pytest.raises(bcp.CheckpointCorruptError, match="checksum") as error:
+        read(saved)
+    assert error.value.kind == "bad_manifest"
+
+
+@READERS
+def test_a_manifest_from_the_future(saved: Path, read: Any) -> None:
+    forge(saved, lambda content: MAGIC + struct.pack("<H", 2) + content[len(MAGIC) + 2 :])
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"version 2\..*nothing is wrong with the checkpoint") as error:
+        read(saved)
+    assert error.value.kind == "unsupported_version"
+
+
+def test_a_later_minor_version_is_read(saved: Path) -> None:
+    forge(saved, lambda content: MAGIC + struct.pack("<HH", 1, 7) + content[len(MAGIC) + 4 :])
+    target = state()
+    bcp.load(saved, target)
+    assert target["a"].all()
+
+
+@READERS
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "data/../../x"])
+def test_a_manifest_that_points_out_of_its_folder(saved: Path, read: Any, name: str) -> None:
+    manifest = decode_manifest((saved / "manifest.bcp").read_bytes())
+    fields = {field: getattr(manifest, field) for field in manifest.__dataclass_fields__}
+    fields["files"] = [file._replace(name=name) for file in manifest.files]
+    (saved / "manifest.bcp").write_bytes(encode_manifest(type(manifest)(**fields)))
+    with pytest.raises(bcp.UnsafeCheckpointError) as error:
+        read(saved)
+    assert error.value.kind == "path_escape"
+
+
+@READERS
+def test_a_missing_data_file(saved: Path, read: Any) -> None:
+    (file,) = (saved / "data").iterdir()
+    file.unlink()
+    with pytest.raises(bcp.CheckpointNotFoundError, match=rf"misses 1 of 1.*{file.name}.*restore") as error:
+        read(saved)
+    assert error.value.kind == "missing_file"
+
+
+@READERS
+@pytest.mark.parametrize("change", [-1, -4000, 1, 4096])
+def test_a_data_file_of_the_wrong_size(saved: Path, read: Any, change: int) -> None:
+    (file,) = (saved / "data").iterdir()
+    os.truncate(file, file.stat().st_size + change)
+    with pytest.raises(bcp.CheckpointCorruptError, match=rf"{file.name} .*expected.*restore") as error:
+        read(saved)
+    assert error.value.kind == "truncated"
+
+
+@READERS
+def test_data_files_of_two_saves_that_were_swapped(tmp_path: Path, read: Any) -> None:
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        bcp.save(tmp_path / name, state(value))
+    (one,), (two,) = (tmp_path / "one/data").iterdir(), (tmp_path / "two/data").iterdir()
+    shutil.copyfile(two, one)
+    with pytest.raises(bcp.CheckpointCorruptError, match="damaged") as error:
+        bcp.open(tmp_path / "one")["a"][...] if read is read_through_open else bcp.load(tmp_path / "one", state())
+    assert error.value.kind == "checksum"
+
+
+def test_saving_twice_to_one_path(saved: Path) -> None:
+    files = sorted(saved.rglob("*"))
+    with pytest.raises(bcp.CheckpointExistsError, match=r"left as it is.*overwrite=True") as error:
+        bcp.save(saved, state(2.0))
+    assert error.value.kind == "exists"
+    assert sorted(saved.rglob("*")) == files
+    target = state()
+    bcp.load(saved, target)
+    assert target["n"] == 1.0
+
+
+def test_overwriting_replaces_the_checkpoint_and_removes_its_files(saved: Path) -> None:
+    (old,) = (saved / "data").iterdir()
+    bcp.save(saved, state(2.0), options=bcp.SaveOptions(overwrite=True))
+    (new,) = (saved / "data").iterdir()
+    assert new != old
+    target = state()
+    bcp.load(saved, target)
+    assert target["n"] == 2.0
+    assert (target["a"] == 2).all()
+
+
+def test_an_overwrite_that_is_refused_leaves_the_old_checkpoint(saved: Path) -> None:
+    with pytest.raises(bcp.CheckpointSaveError):
+        bcp.save(saved, {"a": torch.ones(3), "bad": object()}, options=bcp.SaveOptions(overwrite=True))
+    target = state()
+    bcp.load(saved, target)
+    assert target["n"] == 1.0
+
+
+def test_overwriting_mends_a_checkpoint_that_cannot_be_read(saved: Path) -> None:
+    (saved / "manifest.bcp").write_bytes(b"nonsense")
+    bcp.save(saved, state(2.0), options=bcp.SaveOptions(overwrite=True))
+    target = state()
+    bcp.load(saved, target)
+    assert target["n"] == 2.0
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "7"])
+def test_a_step_that_is_none(tmp_path: Path, step: Any) -> None:
+    with pytest.raises((ValueError, bcp.CheckpointError), match="a step is"):
+        bcp.save(tmp_path, state(), step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("role", ["", ".", "..", "a/b", "a:b", "a\\b"])
+def test_a_role_that_is_no_folder_name(tmp_path: Path, role: str) -> None:
+    with pytest.raises((ValueError, bcp.CheckpointError), match="a role is the name of a folder"):
+        bcp.save(tmp_path, state(), role=role)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_roles_are_checkpoints_side_by_side(tmp_path: Path) -> None:
+    for role, value in (("actor", 1.0), ("critic", 2.0)):
+        bcp.save(tmp_path, state(value), role=role, step=4)
+    target = state()
+    assert bcp.load(tmp_path, target, role="critic").step == 4
+    assert target["n"] == 2.0
+    with pytest.raises(bcp.CheckpointNotFoundError):
+        bcp.load(tmp_path, target, role="judge")
+
+
+@pytest.mark.parametrize("call", [bcp.save, bcp.load])
+@pytest.mark.parametrize("framework", ["tensorflow", "", "FSDP"])
+def test_a_framework_that_is_not_known(tmp_path: Path, call: Any, framework: str) -> None:
+    bcp.save(tmp_path / "there", state())
+    with pytest.raises(bcp.CheckpointError, match=r"auto.*fsdp2") as error:
+        call(tmp_path / "there" if call is bcp.load else tmp_path / "new", state(), framework=framework)
+    assert error.value.kind == "unsupported_value"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "bad", [[1, 2], mlp(), torch.ones(1), None, "model"], ids=["list", "module", "tensor", "none", "str"]
+)
+@pytest.mark.parametrize("call", [bcp.save, bcp.load])
+def test_a_state_that_is_no_dict(tmp_path: Path, call: Any, bad: Any) -> None:
+    bcp.save(tmp_path / "there", state())
+    with pytest.raises(bcp.CheckpointError, match="pass a dict") as error:
+        call(tmp_path / "there" if call is bcp.load else tmp_path / "new", bad)
+    assert error.value.kind == "unsupported_value"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("metadata", [{1: 2}, {"a": object()}, {"a": 2**70}, {"a": "\ud800"}, [1]], ids=str)
+def test_metadata_that_cannot_be_written_down(tmp_path: Path, metadata: Any) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match=r"metadata.*nothing was written") as error:
+        bcp.save(tmp_path, state(), metadata=metadata)
+    assert error.value.kind == "unsupported_value"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key_map", [[("(", "x")], [("a", r"\9")]], ids=["pattern", "group"])
+def test_a_key_map_that_is_no_pattern(saved: Path, key_map: Any) -> None:
+    target = state()
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"key_map rule .* is no pattern") as error:
+        bcp.load(saved, target, key_map=key_map)
+    assert error.value.kind == "conflict"
+    assert target["n"] == 0.0
+
+
+def test_a_checkpoint_that_was_copied_and_moved_still_loads(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    shutil.rmtree(saved)
+    target = state()
+    bcp.load(tmp_path / "copy", target)
+    assert target["a"].all()
+
+
+@pytest.mark.parametrize(
+    "make", [str, Path, lambda path: f"file://{path}", lambda path: f"{path}/"], ids=["str", "path", "url", "slash"]
+)
+def test_every_way_to_write_a_path(tmp_path: Path, make: Any) -> None:
+    bcp.save(make(tmp_path / "a b"), {"model": mlp(0)}, step=2)
+    model = mlp(1)
+    bcp.load(make(tmp_path / "a b"), {"model": model})
+    assert same_module(model, mlp(0))
+    assert (tmp_path / "a b" / "step_00000002" / "manifest.bcp").exists()
+
+
+def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    bcp.save("run/one", state(1.0))
+    assert (tmp_path / "run/one/manifest.bcp").exists()
+    assert bcp.open("run/one")["a"][3] == 1.0

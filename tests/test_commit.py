@@ -1,0 +1,156 @@
+"""The commit: nothing can be seen before it, everything is there after it, and of two savers one wins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import api
+from bytecheckpoint.storage.store import Block, Store
+from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
+
+OVERWRITING = bcp.SaveOptions(overwrite=True)
+
+
+class WatchedStore:
+    """Tells of each write, after it."""
+
+    def __init__(self, store: Store, watch: Callable[[str], object]) -> None:
+        self._store = store
+        self._watch = watch
+
+    def __str__(self) -> str:
+        return str(self._store)
+
+    def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
+        self._store.write(name, blocks, replace=replace)
+        self._watch(name)
+
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+        self._store.read_into(name, byte_offset, buffer)
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        return self._store.list(folder)
+
+    def delete(self, name: str) -> None:
+        self._watch(f"delete {name}")
+        self._store.delete(name)
+
+
+def save_watched(watch: Callable[[str], object], *arguments: Any, **options: Any) -> None:
+    open_store = api.open_store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.api.open_store", lambda *args, **kw: WatchedStore(open_store(*args, **kw), watch))
+        bcp.save(*arguments, **options)
+
+
+def test_no_reader_sees_a_checkpoint_before_its_manifest_which_is_written_last(tmp_path: Path) -> None:
+    seen: list[tuple[str, list[int]]] = []
+    bcp.save(tmp_path, state_of(0, 1.0), step=1)
+
+    def watch(name: str) -> None:
+        seen.append((name.rpartition("/")[2], bcp.steps(tmp_path)))
+
+    options = bcp.SaveOptions(max_file_bytes=1 << 20)
+    state = {name: torch.ones(200_000) for name in "abc"}
+    save_watched(watch, tmp_path, state, step=2, options=options)
+    names = [name for name, _ in seen]
+    assert len(names) > 2
+    assert names[-1] == "manifest.bcp"
+    assert [steps for _, steps in seen] == [[1]] * (len(seen) - 1) + [[1, 2]]
+
+
+def test_an_overwrite_deletes_only_after_its_commit_and_only_what_it_replaced(tmp_path: Path) -> None:
+    bcp.save(tmp_path, state_of(0, 1.0))
+    old = [name for name in files_under(tmp_path) if name.startswith("data/")]
+    seen: list[str] = []
+    save_watched(seen.append, tmp_path, state_of(0, 2.0), options=OVERWRITING)
+    assert seen[-len(old) - 1 :] == ["manifest.bcp", *(f"delete {name}" for name in old)]
+    assert loads_as(tmp_path, 0, 2.0)
+
+
+def test_a_committed_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+    bcp.save(tmp_path, state_of(0, 1.0))
+    before_it = files_under(tmp_path)
+    with pytest.raises(bcp.CheckpointExistsError) as raised:
+        bcp.save(tmp_path, state_of(0, 2.0))
+    assert (raised.value.kind, raised.value.ranks) == ("exists", ())
+    assert "overwrite" in str(raised.value)
+    assert files_under(tmp_path) == before_it
+    assert loads_as(tmp_path, 0, 1.0)
+
+
+def test_of_two_that_save_to_one_place_one_wins_and_the_other_leaves_nothing(tmp_path: Path) -> None:
+    """The other one commits while this one writes."""
+
+    def other(name: str) -> None:
+        if name.startswith("data/") and not (tmp_path / "manifest.bcp").exists():
+            thread = threading.Thread(target=lambda: bcp.save(tmp_path, state_of(0, 2.0)))
+            thread.start()
+            thread.join()
+
+    open_store = api.open_store
+    with pytest.raises(bcp.CheckpointExistsError) as raised, pytest.MonkeyPatch.context() as patch:
+
+        def open_once(*args: Any, **kwargs: Any) -> Any:
+            patch.setattr("bytecheckpoint.api.open_store", open_store)
+            return WatchedStore(open_store(*args, **kwargs), other)
+
+        patch.setattr("bytecheckpoint.api.open_store", open_once)
+        bcp.save(tmp_path, state_of(0, 1.0))
+    assert raised.value.kind == "exists"
+    assert loads_as(tmp_path, 0, 2.0)
+    assert len(files_under(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("kind", ["no_space", "permission"])
+def test_a_commit_that_is_refused_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    cls = bcp.StorageError if kind == "permission" else bcp.CheckpointSaveError
+    with before(COORDINATOR_PHASES["committing"], raising(cls("refused", kind=kind))), pytest.raises(cls) as raised:
+        bcp.save(tmp_path, state_of(0, 1.0))
+    assert raised.value.kind == kind
+    assert "whether" not in str(raised.value)
+    assert files_under(tmp_path) == []
+
+
+def test_a_commit_without_an_answer_keeps_its_data_and_says_that_it_may_stand(tmp_path: Path) -> None:
+    lost = bcp.StorageError("connection reset", kind="unavailable")
+    with before(COORDINATOR_PHASES["committing"], raising(lost)), pytest.raises(bcp.StorageError) as raised:
+        bcp.save(tmp_path, state_of(0, 1.0))
+    assert raised.value.kind == "unavailable"
+    assert "whether the checkpoint was committed" in str(raised.value)
+    assert len(files_under(tmp_path)) == 1
+
+
+def test_an_overwrite_of_a_damaged_checkpoint_mends_it(tmp_path: Path) -> None:
+    bcp.save(tmp_path, state_of(0, 1.0))
+    (tmp_path / "manifest.bcp").write_bytes(b"rubbish")
+    bcp.save(tmp_path, state_of(0, 2.0), options=OVERWRITING)
+    assert loads_as(tmp_path, 0, 2.0)
+
+
+def test_what_a_dead_save_left_does_not_disturb_a_later_one(tmp_path: Path) -> None:
+    bcp.save(tmp_path, state_of(0, 1.0), step=1)
+    folder = tmp_path / "step_00000002" / "data"
+    folder.mkdir(parents=True)
+    (folder / "0123456789abcdef-00000-0.safetensors").write_bytes(b"half")
+    (folder / ".tmp-xyz").write_bytes(b"half")
+    assert bcp.steps(tmp_path) == [1]
+    assert bcp.latest(tmp_path) == 1
+    assert loads_as(tmp_path, 0, 1.0)
+    bcp.save(tmp_path, state_of(0, 2.0), step=2)
+    assert loads_as(tmp_path, 0, 2.0, step=2)
+
+
+def test_two_values_of_one_place_cannot_be_mixed(tmp_path: Path) -> None:
+    """Data names carry a save id: a manifest never points to another save's bytes."""
+    bcp.save(tmp_path, state_of(0, 1.0), step=1)
+    bcp.save(tmp_path, state_of(0, 2.0), step=2)
+    names = [next((tmp_path / f"step_0000000{step}" / "data").iterdir()).name for step in (1, 2)]
+    assert names[0] != names[1]

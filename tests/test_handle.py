@@ -1,0 +1,181 @@
+"""What a SaveHandle promises: the state may change at once, the outcome is told in every way, and a failure that nobody
+asked about is told by the next save.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import writing
+from bytecheckpoint.handle import SaveHandle
+from faults.seams import before, loads_as, raising, state_of
+
+WRITING = "bytecheckpoint.writing.write_image"
+
+
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Nothing is written within the block until the event is set; it is in the end."""
+    go = threading.Event()
+    write_image = writing.write_image
+
+    def write_late(*arguments: Any) -> Any:
+        assert go.wait(20)
+        return write_image(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WRITING, write_late)
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+def every_kind_of_memory() -> dict[str, Any]:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    return {
+        "flat": base.clone(),
+        "transposed": base.clone().T,
+        "strided": base.clone()[:, ::2],
+        "scalar": torch.tensor(7.0),
+        "empty": torch.zeros(0, 3),
+        "step": optimizer.state[parameter]["step"],
+        "plain": {"epoch": 1, "seen": [1, 2]},
+    }
+
+
+def test_the_state_is_saved_as_it_was_at_the_call(tmp_path: Path) -> None:
+    state, expected = every_kind_of_memory(), every_kind_of_memory()
+    with held_back() as go:
+        handle = bcp.save(tmp_path, state, async_save=True)
+        assert not handle.done()
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.add_(100)
+        state["plain"]["epoch"] = 2
+        state["plain"]["seen"].append(3)
+        go.set()
+        handle.result(20)
+    bcp.load(tmp_path, state)
+    for name, value in expected.items():
+        assert torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value, name
+
+
+def test_a_handle_tells_how_far_it_is(tmp_path: Path) -> None:
+    called: list[SaveHandle] = []
+    with held_back() as go:
+        handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
+        handle.add_done_callback(called.append)
+        handle.staged()
+        assert not handle.done()
+        assert not called
+        assert "under way" in repr(handle)
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0.01)
+        with pytest.raises(TimeoutError):
+            handle.exception(timeout=0.01)
+        go.set()
+        info = handle.result(20)
+    assert (info.path, info.step, info.num_tensors) == (str(tmp_path), None, 2)
+    assert handle.done()
+    assert handle.exception() is None
+    assert called == [handle]
+    handle.add_done_callback(called.append)
+    assert called == [handle] * 2
+    assert "done" in repr(handle)
+
+
+def test_a_synchronous_save_gives_a_finished_handle(tmp_path: Path) -> None:
+    handle = bcp.save(tmp_path, state_of(0, 1.0))
+    handle.staged()
+    assert handle.done()
+    assert handle.exception(0) is None
+    assert handle.result(0).num_tensors == 2
+
+
+def failed_save(path: Path) -> SaveHandle:
+    with before(WRITING, raising(OSError(5, "the disk fell off"))):
+        handle = bcp.save(path, state_of(0, 1.0), async_save=True)
+        while not handle.done():
+            threading.Event().wait(0.001)
+    return handle
+
+
+def test_a_failed_save_raises_in_result_every_time(tmp_path: Path) -> None:
+    handle = failed_save(tmp_path)
+    for _ in range(2):
+        with pytest.raises(bcp.CheckpointSaveError, match="the disk fell off") as raised:
+            handle.result()
+        assert raised.value.kind == "rank_failed"
+        with pytest.raises(bcp.CheckpointSaveError, match="the disk fell off"):
+            handle.staged()
+    assert isinstance(handle.exception(), bcp.CheckpointSaveError)
+    assert "failed" in repr(handle)
+    bcp.save(tmp_path, state_of(0, 2.0))
+    assert loads_as(tmp_path, 0, 2.0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failure_that_nobody_saw_raises_at_the_next_save_and_only_there(tmp_path: Path, is_async: bool) -> None:
+    failed_save(tmp_path / "first")
+    with pytest.raises(bcp.CheckpointSaveError, match="earlier asynchronous save failed") as raised:
+        bcp.save(tmp_path / "second", state_of(0, 2.0), async_save=is_async)
+    assert "the disk fell off" in str(raised.value)
+    assert raised.value.path == str(tmp_path / "first")
+    assert not (tmp_path / "second").exists()
+    bcp.save(tmp_path / "second", state_of(0, 3.0), async_save=is_async).result()
+    assert loads_as(tmp_path / "second", 0, 3.0)
+
+
+def test_a_callback_is_no_one_who_saw_a_failure(tmp_path: Path) -> None:
+    handle = failed_save(tmp_path)
+    handle.add_done_callback(lambda _: None)
+    with pytest.raises(bcp.CheckpointSaveError):
+        bcp.save(tmp_path, state_of(0, 2.0))
+
+
+def test_a_timeout_is_no_one_who_saw_a_failure(tmp_path: Path) -> None:
+    with held_back() as go, before("bytecheckpoint.writing.encode_report", raising(OSError(5, "gone"))):
+        handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
+        with pytest.raises(TimeoutError):
+            handle.result(0.01)
+        go.set()
+        with pytest.raises(bcp.CheckpointSaveError, match="earlier"):
+            bcp.save(tmp_path, state_of(0, 2.0))
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    with held_back() as go:
+        first = bcp.save(tmp_path, state_of(0, 1.0), step=1, async_save=True)
+        threading.Timer(0.2, go.set).start()
+        second = bcp.save(tmp_path, state_of(0, 2.0), step=2, async_save=True)
+        assert first.done()
+        info = second.result(20)
+    assert info.seconds["wait"] > 0.05
+    assert info.seconds["stall"] >= info.seconds["wait"]
+    assert bcp.steps(tmp_path) == [1, 2]
+    assert loads_as(tmp_path, 0, 2.0)
+
+
+def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("bytecheckpoint.handle.threading.Thread.start", no_more)
+    handle = bcp.save(tmp_path, {"x": torch.ones(3)}, async_save=True)
+    assert handle.done()
+    handle.result(0)
+    monkeypatch.undo()
+    bcp.save(tmp_path / "next", {"x": torch.ones(3)})

@@ -1,0 +1,341 @@
+"""Modules: buffers, extra state, tied weights, wrappers, hooks, and modules that have no memory yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import Tied, mlp, same_module, same_optimizer, train
+
+import bytecheckpoint as bcp
+
+
+def round_trip(path: Path, source: Any, target: Any) -> None:
+    bcp.save(path, {"model": source})
+    bcp.load(path, {"model": target})
+
+
+class WithBuffers(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.full((3,), value))
+        self.register_buffer("scratch", torch.full((3,), value), persistent=False)
+        self.register_buffer("absent", None)
+        self.register_parameter("nothing", None)
+
+
+def test_persistent_buffers_are_saved_and_others_are_not(tmp_path: Path) -> None:
+    target = WithBuffers(0.0)
+    round_trip(tmp_path, WithBuffers(1.0), target)
+    assert bcp.open(tmp_path).keys() == ["model.kept"]
+    assert target.kept.tolist() == [1.0] * 3
+    assert target.scratch.tolist() == [0.0] * 3
+
+
+class WithExtraState(nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("extra", "initial"),
+    [
+        ({"scale": 2.0, "history": [1, (2,)]}, {"scale": 0.0, "history": []}),
+        (torch.arange(3), torch.zeros(3).long()),
+        (torch.arange(3), torch.zeros(0)),
+        (torch.arange(3), None),
+        ({"amax": torch.arange(3.0), "n": 1, "list": [torch.ones(2)]}, {"amax": torch.zeros(3), "n": 0}),
+        (b"bytes", b""),
+        (7, None),
+        (None, 7),
+    ],
+    ids=["plain", "tensor", "tensor into another shape", "tensor into none", "both", "bytes", "number", "none"],
+)
+def test_extra_state_is_given_back_to_set_extra_state(tmp_path: Path, extra: Any, initial: Any) -> None:
+    source = nn.ModuleDict({"a": WithExtraState(extra), "b": WithExtraState(1)})
+    target = nn.ModuleDict({"a": WithExtraState(initial), "b": WithExtraState(0)})
+    round_trip(tmp_path, source, target)
+    assert repr(target["a"].extra) == repr(extra)
+    assert target["b"].extra == 1
+
+
+def test_missing_extra_state_is_named(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"weight": torch.ones(2)}})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"missing_key: model\._extra_state"):
+        bcp.load(tmp_path, {"model": WithExtraState(1)})
+
+
+@pytest.mark.parametrize("is_tied_there", [True, False])
+@pytest.mark.parametrize("is_tied_here", [True, False])
+def test_tied_weights(tmp_path: Path, is_tied_there: bool, is_tied_here: bool) -> None:
+    source, target = Tied(is_tied=is_tied_there), Tied(is_tied=is_tied_here)
+    if not is_tied_there:
+        source.head.weight.data.copy_(source.embedding.weight.data)
+    round_trip(tmp_path, source, target)
+    assert torch.equal(target.embedding.weight, source.embedding.weight)
+    assert torch.equal(target.head.weight, source.head.weight)
+    assert (target.head.weight is target.embedding.weight) == is_tied_here
+    opened = bcp.open(tmp_path)
+    assert opened.info.num_tensors == (3 if is_tied_there else 4)
+    assert len(opened.keys()) == 4
+    assert torch.equal(opened["model.head.weight"][...], source.head.weight)
+    mlp_state = opened.state_dict("model.")
+    assert Tied(is_tied=False).load_state_dict(mlp_state)
+
+
+def test_tensors_that_share_memory_in_part_are_each_saved(tmp_path: Path) -> None:
+    memory = torch.arange(12.0)
+    source, target = nn.Module(), nn.Module()
+    for module, base in ((source, memory), (target, torch.zeros(12))):
+        module.register_buffer("all", base)
+        module.register_buffer("first", base[:6])
+        module.register_buffer("square", base.view(3, 4))
+    round_trip(tmp_path, source, target)
+    assert same_module(source, target)
+
+
+class Compiled(nn.Module):
+    """Names as torch.compile gives them, without compiling."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
+    inner = nn.ModuleDict({"block": Compiled(mlp(0))})
+    source = Compiled(inner)
+    target = nn.ModuleDict({"block": mlp(1)})
+    round_trip(tmp_path / "wrapped", source, target)
+    assert same_module(target["block"], mlp(0))
+    assert "model.block.0.weight" in bcp.open(tmp_path / "wrapped").keys()
+    wrapped = Compiled(nn.ModuleDict({"block": mlp(2)}))
+    optimizer = torch.optim.Adam(wrapped.parameters())
+    plain = nn.ModuleDict({"block": mlp(0)})
+    plain_optimizer = torch.optim.Adam(plain.parameters())
+    train(plain["block"], [plain_optimizer], 2)
+    bcp.save(tmp_path / "plain", {"model": plain, "optimizer": plain_optimizer})
+    bcp.load(tmp_path / "plain", {"model": wrapped, "optimizer": optimizer})
+    assert same_module(wrapped._orig_mod["block"], plain["block"])
+    assert same_optimizer(optimizer, plain_optimizer)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_a_module_that_torch_compile_has_wrapped(tmp_path: Path) -> None:
+    target = torch.compile(mlp(1))
+    round_trip(tmp_path, mlp(0), target)
+    assert same_module(target._orig_mod, mlp(0))
+
+
+def test_activation_checkpointing_does_not_change_names(tmp_path: Path) -> None:
+    wrappers = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    target = nn.Sequential(*(wrappers.checkpoint_wrapper(layer) for layer in mlp(1)))
+    round_trip(tmp_path, mlp(0), target)
+    assert torch.equal(target[0].weight, mlp(0)[0].weight)
+
+
+class Fused(nn.Module):
+    """Holds one matrix, and shows the three that others know it as: its state_dict makes new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.randn(6, 2))
+        self.bias = nn.Parameter(torch.randn(2))
+        self.register_state_dict_post_hook(self._split)
+        self.register_load_state_dict_pre_hook(self._join)
+
+    @staticmethod
+    def _split(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        fused = state.pop(f"{prefix}fused")
+        for index, name in enumerate("qkv"):
+            state[f"{prefix}{name}"] = fused.detach()[2 * index : 2 * index + 2].clone()
+
+    @staticmethod
+    def _join(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        if f"{prefix}q" in state:
+            state[f"{prefix}fused"] = torch.cat([state.pop(f"{prefix}{name}") for name in "qkv"])
+
+
+def test_tensors_that_state_dict_hooks_make_are_loaded_through_load_state_dict(tmp_path: Path) -> None:
+    source, target = nn.Sequential(Fused(), nn.Linear(2, 2)), nn.Sequential(Fused(), nn.Linear(2, 2))
+    parameter = target[0].fused
+    round_trip(tmp_path, source, target)
+    assert {"model.0.q", "model.0.k", "model.0.v", "model.0.bias"} < set(bcp.open(tmp_path).keys())
+    assert torch.equal(target[0].fused, source[0].fused)
+    assert target[0].fused is parameter
+    assert same_module(source, target)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Linear(4, 4), lambda: nn.Conv2d(2, 3, 2)], ids=["linear", "conv"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+    ],
+)
+def test_parametrized_modules(tmp_path: Path, build: Any, norm: Any) -> None:
+    if norm is nn.utils.parametrizations.orthogonal and isinstance(build(), nn.Conv2d):
+        pytest.skip("orthogonal takes matrices")
+    source, target = norm(build()), norm(build())
+    round_trip(tmp_path, source, target)
+    assert same_module(source, target)
+    assert torch.equal(source.eval().weight, target.eval().weight)
+
+
+def test_frozen_parameters_and_modes_stay(tmp_path: Path) -> None:
+    target = mlp(1).eval()
+    target[0].requires_grad_(False)
+    round_trip(tmp_path, mlp(0), target)
+    assert same_module(target, mlp(0))
+    assert [parameter.requires_grad for parameter in target.parameters()] == [False, False, True, True, True, True]
+    assert not target.training
+
+
+def test_a_list_of_modules_with_the_names_of_the_whole(tmp_path: Path) -> None:
+    layers = mlp(0)
+    stages = [nn.ModuleDict({"0": layers[0], "1": layers[1]}), nn.ModuleDict({"3": layers[3]})]
+    target = mlp(1)
+    round_trip(tmp_path / "stages", stages, target)
+    assert same_module(target, mlp(0))
+    others = mlp(2)
+    parts = (nn.ModuleDict({"3": others[3]}), nn.ModuleDict({"1": others[1], "0": others[0]}))
+    round_trip(tmp_path / "whole", mlp(0), parts)
+    assert same_module(others, mlp(0))
+
+
+def test_two_modules_of_a_list_with_the_same_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        bcp.CheckpointSaveError, match=r"model\.0\.weight is the name of tensors in two modules"
+    ) as error:
+        bcp.save(tmp_path, {"model": [mlp(0), mlp(1)]})
+    assert error.value.kind == "unsupported_value"
+
+
+@pytest.mark.parametrize("call", [bcp.save, bcp.load])
+def test_lazy_modules_are_refused_by_name(tmp_path: Path, call: Any) -> None:
+    bcp.save(tmp_path / "there", {"model": nn.Sequential(nn.Linear(3, 3))})
+    path = tmp_path / ("there" if call is bcp.load else "new")
+    with pytest.raises(bcp.CheckpointSaveError, match=r"model\.0\.weight.*not been initialised.*forward") as error:
+        call(path, {"model": nn.Sequential(nn.LazyLinear(3))})
+    assert error.value.kind == "unsupported_value"
+    assert not (tmp_path / "new").exists()
+
+
+def test_modules_in_nested_containers(tmp_path: Path) -> None:
+    def build(seed: int) -> dict[str, Any]:
+        return {
+            "nets": {"a": mlp(seed), "more": [1, {"b": mlp(seed + 1)}]},
+            "pair": (mlp(seed + 2), torch.full((2,), seed)),
+        }
+
+    source, target = build(0), build(5)
+    target["nets"]["more"][0] = 7
+    bcp.save(tmp_path, source)
+    bcp.load(tmp_path, target)
+    assert same_module(target["nets"]["a"], mlp(0))
+    assert same_module(target["nets"]["more"][1]["b"], mlp(1))
+    assert same_module(target["pair"][0], mlp(2))
+    assert target["nets"]["more"][0] == 1
+    assert target["pair"][1].tolist() == [0, 0]
+
+
+def test_one_module_under_two_names(tmp_path: Path) -> None:
+    model = mlp(0)
+    bcp.save(tmp_path, {"a": model, "b": model})
+    first, second = mlp(1), mlp(2)
+    bcp.load(tmp_path, {"a": first, "b": second})
+    assert same_module(first, model)
+    assert same_module(second, model)
+
+
+def test_a_module_without_tensors(tmp_path: Path) -> None:
+    round_trip(tmp_path, nn.ReLU(), nn.ReLU())
+
+
+def test_an_averaged_model(tmp_path: Path) -> None:
+    source = torch.optim.swa_utils.AveragedModel(mlp(0))
+    source.update_parameters(mlp(1))
+    target = torch.optim.swa_utils.AveragedModel(mlp(2))
+    round_trip(tmp_path, source, target)
+    assert same_module(source, target)
+    assert target.n_averaged.item() == 1
+
+
+def on_meta(build: Any) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def test_a_module_on_the_meta_device_is_materialised_with_its_ties(tmp_path: Path) -> None:
+    source, target = Tied(), on_meta(Tied)
+    parameters = list(target.parameters())
+    round_trip(tmp_path, source, target)
+    assert same_module(source, target)
+    assert target.head.weight is target.embedding.weight
+    assert all(map(lambda a, b: a is b, parameters, target.parameters()))
+    assert torch.equal(source(torch.arange(6)), target(torch.arange(6)))
+
+
+def test_an_optimizer_that_was_built_on_meta_parameters_stays_valid(tmp_path: Path) -> None:
+    source, target = mlp(0), on_meta(lambda: mlp(1))
+    optimizer = torch.optim.Adam(source.parameters(), lr=0.1)
+    restored = torch.optim.Adam(target.parameters())
+    train(source, [optimizer], 3)
+    bcp.save(tmp_path, {"model": source, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": target, "optimizer": restored})
+    assert same_optimizer(optimizer, restored)
+    train(source, [optimizer], 2)
+    train(target, [restored], 2)
+    assert same_module(source, target)
+
+
+def test_a_meta_module_stays_on_the_meta_device_when_the_load_fails(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": mlp(0)})
+    target = on_meta(lambda: mlp(1).append(nn.Linear(1, 1)))
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.4\.weight"):
+        bcp.load(tmp_path, {"model": target})
+    assert all(parameter.is_meta for parameter in target.parameters())
+
+
+def test_a_meta_module_with_another_dtype_or_partly_on_the_host(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": mlp(0)})
+    target = on_meta(lambda: mlp(1).double())
+    bcp.load(tmp_path, {"model": target}, cast=True)
+    assert target[0].weight.dtype == torch.float64
+    assert torch.equal(target[0].weight, mlp(0)[0].weight.double())
+    mixed = mlp(1)
+    mixed[3] = on_meta(lambda: nn.Linear(8, 3))
+    first = mixed[0].weight
+    bcp.load(tmp_path, {"model": mixed})
+    assert same_module(mixed, mlp(0))
+    assert mixed[0].weight is first
+
+
+def test_buffers_that_no_checkpoint_holds_stay_on_meta_with_a_warning(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": WithBuffers(1.0)})
+    target = on_meta(lambda: WithBuffers(0.0))
+    with pytest.warns(UserWarning, match=r"scratch.*not persistent"):
+        bcp.load(tmp_path, {"model": target})
+    assert target.kept.tolist() == [1.0] * 3
+
+
+def test_meta_parameters_that_were_not_loaded_are_no_memory_full_of_noise(tmp_path: Path) -> None:
+    """With strict=False or exclude a parameter may get no values: it must not look as if it had."""
+    bcp.save(tmp_path, {"model": nn.Sequential(nn.Linear(2, 2))})
+    target = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    bcp.load(tmp_path, {"model": target}, strict=False)
+    assert not target[0].weight.is_meta
+    assert target[1].weight.is_meta

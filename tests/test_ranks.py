@@ -1,0 +1,201 @@
+"""How ranks agree, with threads for ranks and a store in memory; and what happens when the store itself is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.group_ranks import GroupRanks
+from bytecheckpoint.ranks import Ranks, SoleRank, Subject, join_ranks, together
+from distributed.workers import WorkerDied, WorkerPool
+
+ABOUT = Subject("/ckpt", 7, is_save=True)
+NAMES = (4, 5, 9)
+"""Global ranks of a group that is not the first."""
+
+
+def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[Any]:
+    """What the function returns or raises on each of three ranks."""
+    store = HashStore()
+    ranks = [GroupRanks(store, rank, NAMES, timeout_s) for rank in range(len(NAMES))]
+
+    def run(of_rank: Ranks) -> Any:
+        try:
+            return function(of_rank)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(len(NAMES)) as pool:
+        return list(pool.map(run, ranks))
+
+
+def test_messages_arrive_in_order() -> None:
+    def exchange(ranks: Ranks) -> Any:
+        gathered = [ranks.gather(b"%d-%d" % (ranks.rank, number)) for number in range(3)]
+        told = [ranks.broadcast(b"all%d" % number) for number in range(2)]
+        own = ranks.scatter([b"\x00", b"", b"\xff+-"] if ranks.rank == 0 else [])
+        ranks.farewell()
+        return gathered, told, own
+
+    (gathered, *_), *others = results = on_all(exchange)
+    assert gathered == [[b"0-%d" % number, b"1-%d" % number, b"2-%d" % number] for number in range(3)]
+    assert [result[0] for result in others] == [[[]] * 3] * 2
+    assert [result[1] for result in results] == [[b"all0", b"all1"]] * 3
+    assert [result[2] for result in results] == [b"\x00", b"", b"\xff+-"]
+
+
+def failing(failing_rank: int, error: Exception) -> Callable[[Ranks], Any]:
+    def phases(ranks: Ranks) -> Any:
+        with together(ranks, "trying", about=ABOUT):
+            if ranks.rank == failing_rank:
+                raise error
+            ranks.gather(b"")
+        with together(ranks, "trying on", about=ABOUT):
+            ranks.gather(b"")
+            ranks.broadcast(b"")
+        return "fine"
+
+    return phases
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_a_phase_that_fails_on_one_rank_fails_on_all_with_its_global_rank(failing_rank: int) -> None:
+    errors = on_all(failing(failing_rank, KeyError("x")))
+    name = NAMES[failing_rank]
+    assert {type(error) for error in errors} == {CheckpointSaveError}
+    assert {(error.kind, error.ranks, error.path, error.step) for error in errors} == {
+        ("rank_failed", (name,), "/ckpt", 7)
+    }
+    assert {str(error) for error in errors} == {f"trying failed on rank {name} ({socket.gethostname()}): KeyError: 'x'"}
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_an_error_of_ours_keeps_class_kind_and_path(failing_rank: int) -> None:
+    error = CheckpointCorruptError("bad bytes", kind="checksum", path="/file", step=3)
+    errors = on_all(failing(failing_rank, error))
+    assert {type(error) for error in errors} == {CheckpointCorruptError}
+    assert {(error.kind, error.ranks, error.path, error.step) for error in errors} == {
+        ("checksum", (NAMES[failing_rank],), "/file", 3)
+    }
+
+
+def test_the_error_is_chained_to_its_cause_where_it_happened() -> None:
+    errors = on_all(failing(1, KeyError("x")))
+    assert isinstance(errors[1].__cause__, KeyError)
+
+
+def test_what_the_coordinator_finds_by_comparing_blames_nobody() -> None:
+    errors = on_all(failing(0, CheckpointMismatchError("they differ", kind="conflict")))
+    assert {(error.kind, error.ranks, str(error)) for error in errors} == {("conflict", (), "they differ")}
+
+
+def test_what_another_rank_finds_by_itself_is_its_own() -> None:
+    errors = on_all(failing(2, CheckpointMismatchError("odd local tensor", kind="conflict")))
+    assert {(error.kind, error.ranks) for error in errors} == {("conflict", (9,))}
+    assert all("rank 9" in str(error) for error in errors)
+
+
+def test_a_rank_that_never_comes_is_named_by_its_global_rank() -> None:
+    def one_stays_away(ranks: Ranks) -> Any:
+        if ranks.rank == 1:
+            return None
+        with together(ranks, "waiting", about=ABOUT):
+            ranks.gather(b"")
+            ranks.broadcast(b"")
+        return "fine"
+
+    first, _, third = on_all(one_stays_away, timeout_s=0.3)
+    assert (str(first), first.kind, first.ranks) == (str(third), third.kind, third.ranks)
+    assert (type(first), first.kind, first.ranks) == (CheckpointSaveError, "rank_missing", (5,))
+
+
+def test_a_coordinator_that_never_comes_is_named() -> None:
+    def coordinator_stays_away(ranks: Ranks) -> Any:
+        if ranks.rank == 0:
+            return None
+        with together(ranks, "waiting", about=ABOUT):
+            ranks.gather(b"")
+            ranks.broadcast(b"")
+        return "fine"
+
+    _, second, third = on_all(coordinator_stays_away, timeout_s=0.3)
+    assert {(error.kind, error.ranks) for error in (second, third)} == {("rank_missing", (4,))}
+
+
+def test_a_sole_rank_needs_nobody() -> None:
+    ranks = join_ranks(None, 1.0, about=ABOUT)
+    assert isinstance(ranks, SoleRank)
+    assert (ranks.gather(b"x"), ranks.broadcast(b"y"), ranks.scatter([b"z"])) == ([b"x"], b"y", b"z")
+    with pytest.raises(CheckpointSaveError, match=r"\Atrying failed: KeyError: 'x'\Z") as raised:
+        failing(0, KeyError("x"))(ranks)
+    assert raised.value.ranks == (0,)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def lose_the_store(rank: int, world_size: int, port: int, end: signal.Signals) -> tuple[str, tuple[int, ...], str]:
+    """Rank 0 holds the store, and is killed or stopped once rank 1 waits for it."""
+    if rank == 0:
+        server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        server.get("is up")
+        os.kill(os.getpid(), end)
+        return "", (), ""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    store.set("pid", "")
+    ranks = GroupRanks(PrefixStore("x", store), 1, (0, 1), timeout_s=1.0)
+    store.set("is up", "yes")
+    try:
+        with together(ranks, "waiting", about=ABOUT):
+            ranks.gather(b"")
+            ranks.broadcast(b"")
+    except CheckpointSaveError as error:
+        return error.kind, error.ranks, str(error)
+    return "", (), ""
+
+
+def test_a_store_whose_process_is_killed_is_an_error(workers: WorkerPool) -> None:
+    outcomes = workers.run_each(
+        lose_the_store, free_port(), signal.SIGKILL, world_size=2, timeout_s=30, process_group=False
+    )
+    assert isinstance(outcomes[0].error, WorkerDied)
+    kind, ranks, message = outcomes[1].value
+    assert (kind, ranks) == ("rank_missing", (0,))
+    assert "store" in message
+
+
+def stop_and_wake(rank: int, world_size: int, port: int) -> Any:
+    """Rank 2 wakes rank 0 in the end, so that the worker can go on."""
+    if rank < 2:
+        return lose_the_store(rank, 2, port, signal.SIGSTOP) if rank else stop_with_pid(port)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    pid = int(store.get("pid of 0"))
+    time.sleep(8)
+    os.kill(pid, signal.SIGCONT)
+    return None
+
+
+def stop_with_pid(port: int) -> None:
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server.set("pid of 0", str(os.getpid()))
+    server.get("is up")
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+
+
+def test_a_store_whose_process_is_stopped_is_no_hang(workers: WorkerPool) -> None:
+    outcomes = workers.run(stop_and_wake, free_port(), world_size=3, timeout_s=30, process_group=False)
+    kind, ranks, _ = outcomes[1]
+    assert (kind, ranks) == ("rank_missing", (0,))

@@ -1,0 +1,137 @@
+"""Objects with state_dict() and load_state_dict(), and RankLocal, in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from training import same_value
+
+import bytecheckpoint as bcp
+
+
+class Counter:
+    """Any object that brings its state along."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+        self.num_loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+        self.num_loads += 1
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "plain": {"step": 3, "history": [1, 2], "nested": {"a": (1, None), 2: b"x"}},
+    "tensors": {"a": torch.arange(3), "list": [torch.ones(2), 1], "empty": torch.empty(0)},
+    "arrays": {"rng": np.arange(5, dtype=np.uint32), "kind": "MT19937"},
+}
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES.keys())
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "used"])
+@pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["shared", "rank_local"])
+def test_an_object_gets_its_state_back(tmp_path: Path, state: dict[str, Any], is_fresh: bool, wrap: Any) -> None:
+    target = Counter(**({} if is_fresh else copy.deepcopy(state)))
+    bcp.save(tmp_path, {"object": wrap(Counter(**state))})
+    bcp.load(tmp_path, {"object": wrap(target)})
+    assert repr(target.state) == repr(state)
+    assert target.num_loads == 1
+
+
+def test_tensors_that_an_object_shows_are_filled_in_place(tmp_path: Path) -> None:
+    shown = torch.zeros(3, 2).t()
+    bcp.save(tmp_path, {"object": Counter(a=torch.ones(2, 3), b=torch.ones(2))})
+    target = Counter(a=shown)
+    bcp.load(tmp_path, {"object": target})
+    assert target.state["a"] is shown
+    assert shown.all()
+    assert target.state["b"].tolist() == [1.0, 1.0]
+
+
+def test_an_object_is_told_nothing_when_the_load_fails(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"object": Counter(a=torch.ones(2), n=1)})
+    target = Counter(a=torch.zeros(3), n=0)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"object\.a: shape"):
+        bcp.load(tmp_path, {"object": target})
+    assert (target.num_loads, target.state["n"]) == (0, 0)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"object\.z: not in the checkpoint"):
+        bcp.load(tmp_path, {"object": Counter(z=torch.zeros(3))})
+
+
+def test_an_object_that_is_not_in_the_checkpoint_is_named(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"a": 1})
+    target = Counter()
+    with pytest.raises(
+        bcp.CheckpointMismatchError, match="the state of this Counter is not in the checkpoint"
+    ) as error:
+        bcp.load(tmp_path, {"object": target})
+    assert error.value.kind == "missing_key"
+    report = bcp.load(tmp_path, {"object": target}, strict=False)
+    assert report.missing == ["object"]
+    assert target.num_loads == 0
+
+
+def test_objects_in_nested_containers(tmp_path: Path) -> None:
+    source = {"all": [{"a": Counter(n=1)}, (Counter(n=2), 3), Counter(n=4)]}
+    target = {"all": [{"a": Counter(n=0)}, (Counter(n=0), 3), Counter(n=0)]}
+    bcp.save(tmp_path, source)
+    bcp.load(tmp_path, target)
+    assert target["all"][0]["a"].state == {"n": 1}
+    assert target["all"][1][0].state == {"n": 2}
+    assert target["all"][2].state == {"n": 4}
+
+
+def test_what_an_object_cannot_save_is_named(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match=r"object\.deep\.0 is an object of type .*Counter") as error:
+        bcp.save(tmp_path, {"object": Counter(deep=[Counter()])})
+    assert error.value.kind == "unsupported_value"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_number_generators_go_on(tmp_path: Path) -> None:
+    def snapshot() -> dict[str, Any]:
+        kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  the global one is the case
+        return {"torch": torch.get_rng_state(), "numpy": (kind, keys, position, has_gauss, gauss)}
+
+    def draw() -> tuple[Any, Any]:
+        return torch.rand(3).tolist(), np.random.rand(3).tolist()  # noqa: NPY002
+
+    bcp.save(tmp_path, {"rng": bcp.RankLocal(snapshot()), "extra_state": {"rng": torch.get_rng_state()}})
+    expected = draw()
+    holder, extra = bcp.RankLocal(None), {"rng": torch.get_rng_state()}
+    bcp.load(tmp_path, {"rng": holder, "extra_state": extra})
+    torch.set_rng_state(holder.value["torch"])
+    np.random.set_state(holder.value["numpy"])  # noqa: NPY002
+    assert draw() == expected
+    torch.set_rng_state(extra["rng"])
+    assert torch.rand(3).tolist() == expected[0]
+
+
+def test_rank_local_over_a_scheduler(tmp_path: Path) -> None:
+    def build() -> torch.optim.lr_scheduler.StepLR:
+        return torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3)
+
+    source, target = build(), build()
+    source.last_epoch = 17
+    bcp.save(tmp_path, {"scheduler": bcp.RankLocal(source)})
+    bcp.load(tmp_path, {"scheduler": bcp.RankLocal(target)})
+    assert same_value(target.state_dict(), source.state_dict())
+
+
+def test_a_gradient_scaler(tmp_path: Path) -> None:
+    source, target = torch.amp.GradScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu")
+    bcp.save(tmp_path, {"scaler": source})
+    bcp.load(tmp_path, {"scaler": target})
+    assert target.get_scale() == 8.0
+    bcp.save(tmp_path / "off", {"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    bcp.load(tmp_path / "off", {"scaler": torch.amp.GradScaler("cpu", enabled=False)})

@@ -1,0 +1,348 @@
+"""What does not fit is one error that lists it all and leaves the state as it was, or a report of what was left out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sample_tensors import same_bits
+from torch import nn
+from training import mlp, same_module, same_optimizer, same_value, train
+
+import bytecheckpoint as bcp
+
+
+def training_state(seed: int, num_steps: int = 2) -> dict[str, Any]:
+    model = mlp(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 + seed)
+    train(model, [optimizer], num_steps, seed)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1 + seed)
+    plain = {"epoch": seed, "history": [seed], "extra": {"t": torch.full((2,), float(seed))}}
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "plain": plain}
+
+
+def frozen_copy(state: dict[str, Any]) -> Any:
+    """What the state holds now, bit for bit."""
+    kept = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+    return copy.deepcopy(
+        {name: value.value if isinstance(value, bcp.RankLocal) else value for name, value in kept.items()}
+    )
+
+
+def fails(path: Path, state: dict[str, Any], **arguments: Any) -> bcp.CheckpointMismatchError:
+    """The error of a load, after which the state has to be as it was."""
+    before = frozen_copy(state)
+    with pytest.raises(bcp.CheckpointMismatchError) as error:
+        bcp.load(path, state, **arguments)
+    assert same_value(frozen_copy(state), before)
+    return error.value
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    bcp.save(tmp_path, training_state(0))
+    return tmp_path
+
+
+def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
+    bcp.save(
+        tmp_path,
+        {"s": {"gone": torch.ones(1), "shape": torch.ones(2, 3), "dtype": torch.ones(4), "n": 1, "ok": torch.ones(2)}},
+    )
+    state = {
+        "s": {
+            "shape": torch.zeros(3, 2),
+            "dtype": torch.zeros(4).int(),
+            "new": torch.zeros(1),
+            "m": 1,
+            "ok": torch.zeros(2),
+        }
+    }
+    error = fails(tmp_path, state)
+    for text in (
+        "missing_key: s.new: not in the checkpoint",
+        "missing_key: s.m: not in the checkpoint",
+        "unexpected_key: s.gone: in the checkpoint, not in the state",
+        "unexpected_key: s.n",
+        "shape: s.shape: shape [2, 3] in the checkpoint, [3, 2] in the state",
+        "dtype: s.dtype: dtype float32 in the checkpoint, int32 in the state",
+        "2 missing_key, 2 unexpected_key, 1 shape, 1 dtype",
+        "strict=False",
+    ):
+        assert text in str(error)
+    assert error.kind == "missing_key"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda state: state["model"].append(nn.Linear(1, 1)), "missing_key"),
+        (lambda state: state["model"].__delitem__(3), "unexpected_key"),
+        (lambda state: state["model"].__setitem__(3, nn.Linear(8, 5)), "shape"),
+        (lambda state: state["model"][3].half(), "dtype"),
+        (lambda state: state["plain"].update(more=1), "missing_key"),
+        (lambda state: state["plain"].pop("epoch"), "unexpected_key"),
+        (lambda state: state.update(other=torch.ones(1)), "missing_key"),
+        (lambda state: state.update(other=torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)), "missing_key"),
+        (lambda state: state.update(other=bcp.RankLocal(1)), "missing_key"),
+    ],
+)
+def test_one_misfit_anywhere_leaves_all_of_the_state_unchanged(saved: Path, change: Any, kind: str) -> None:
+    state = training_state(1)
+    change(state)
+    state["optimizer"] = torch.optim.Adam(state["model"].parameters())
+    error = fails(saved, state)
+    assert error.kind == kind
+    assert len(state["optimizer"].state) == 0
+
+
+def test_the_first_ten_of_a_kind_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"s": {f"old{index:02d}": torch.ones(1) for index in range(25)}})
+    error = fails(tmp_path, {"s": {f"new{index:02d}": torch.ones(1) for index in range(12)}})
+    assert all(f"s.new{index:02d}" in str(error) for index in range(10))
+    assert "s.new10" not in str(error)
+    assert "missing_key: and 2 more" in str(error)
+    assert "unexpected_key: and 15 more" in str(error)
+
+
+def test_near_names_are_pointed_out(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"layers.0.attention.weight": torch.ones(1)}})
+    error = fails(tmp_path, {"model": {"layers.0.attn.weight": torch.ones(1)}})
+    assert "(near: model.layers.0.attention.weight)" in str(error)
+    assert "(near: model.layers.0.attn.weight)" in str(error)
+
+
+def test_not_strict_loads_what_fits_and_reports_the_rest(tmp_path: Path) -> None:
+    bcp.save(
+        tmp_path,
+        {"s": {"gone": torch.ones(1), "shape": torch.ones(2), "dtype": torch.ones(4), "ok": torch.ones(2), "n": 1}},
+    )
+    state = {
+        "s": {
+            "shape": torch.zeros(3),
+            "dtype": torch.zeros(4).int(),
+            "new": torch.zeros(1),
+            "ok": torch.zeros(2),
+            "n": 0,
+            "m": 5,
+        }
+    }
+    report = bcp.load(tmp_path, state, strict=False)
+    assert state["s"]["ok"].tolist() == [1.0, 1.0]
+    assert (state["s"]["n"], state["s"]["m"]) == (1, 5)
+    assert not any(state["s"][name].any() for name in ("shape", "dtype", "new"))
+    assert set(report.missing) == {"s.new", "s.m"}
+    assert report.unexpected == ["s.gone"]
+    assert [text.split(":")[0] for text in report.mismatched] == ["s.shape", "s.dtype"]
+    assert report.num_tensors == 1
+
+
+@pytest.mark.parametrize("name", ["s", "extra_state"])
+def test_tensor_here_and_data_there(tmp_path: Path, name: str) -> None:
+    big = torch.ones(20_000)  # too large to travel with plain data
+    bcp.save(tmp_path, {name: {"a": big, "b": 5, "beside": big}})
+    state = {name: {"a": 5, "b": torch.zeros(2), "beside": torch.zeros(20_000)}}
+    error = fails(tmp_path, state)
+    assert f"{name}.a: a tensor in the checkpoint, plain data in the state" in str(error)
+    assert f"{name}.b: plain data in the checkpoint, a tensor in the state" in str(error)
+
+
+def test_a_bare_tensor_at_the_top_where_the_state_has_data(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"a": torch.ones(2)})
+    error = fails(tmp_path, {"a": 5})
+    assert "a: a tensor in the checkpoint, plain data in the state" in str(error)
+
+
+def test_small_tensors_of_extra_state_are_checked_as_all_are(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"extra_state": {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}})
+    state = {"extra_state": {"a": torch.zeros(3), "b": torch.zeros(2).int(), "c": torch.zeros(2)}}
+    error = fails(tmp_path, state)
+    assert "extra_state.a: shape [2] in the checkpoint, [3] in the state" in str(error)
+    assert "extra_state.b: dtype float32 in the checkpoint, int32 in the state" in str(error)
+    bcp.load(tmp_path, state, strict=False)
+    assert not state["extra_state"]["a"].any()
+    assert not state["extra_state"]["b"].any()
+    assert state["extra_state"]["c"].all()
+
+
+@pytest.mark.parametrize("names", [["model"], ["optimizer", "model"], ["plain"], ["scheduler"]])
+def test_a_part_of_the_state_loads_and_the_rest_is_left_alone(saved: Path, names: list[str]) -> None:
+    state = training_state(1)
+    before, expected = frozen_copy(state), frozen_copy(training_state(0))
+    report = bcp.load(saved, {name: state[name] for name in names})
+    after = frozen_copy(state)
+    assert all(same_value(after[name], expected[name]) for name in names)
+    assert all(same_value(after[name], before[name]) for name in state if name not in names)
+    assert not report.unexpected
+
+
+def test_top_level_names_that_start_alike(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": mlp(0), "model_ema": mlp(1), "mode": {"l": 1}, "model2": [1]})
+    model = mlp(2)
+    bcp.load(tmp_path, {"model": model})
+    assert same_module(model, mlp(0))
+    bcp.load(tmp_path, {"model_ema": model})
+    assert same_module(model, mlp(1))
+
+
+def test_nothing_of_the_state_is_in_the_checkpoint(saved: Path) -> None:
+    error = fails(saved, {"net": mlp(1)})
+    assert error.kind == "missing_key"
+    assert "net.0.weight" in str(error)
+
+
+def test_include_and_exclude(saved: Path) -> None:
+    source, state = training_state(0), training_state(1)
+    before = frozen_copy(state)
+    report = bcp.load(saved, {"model": state["model"]}, include="model.0.*")
+    assert same_bits(state["model"][0].weight, source["model"][0].weight)
+    assert same_bits(state["model"][3].weight, before["model"]["3.weight"])
+    assert {"model.3.weight", "model.3.bias"} <= set(report.skipped)
+    assert not {"model.0.weight", "model.0.bias"} & set(report.skipped)
+
+    state = training_state(1)
+    report = bcp.load(saved, state, exclude=["optimizer*", "plain.epoch", "model.3.bias"])
+    assert same_bits(state["model"][3].weight, source["model"][3].weight)
+    assert same_bits(state["model"][3].bias, before["model"]["3.bias"])
+    assert same_value(state["optimizer"].state_dict()["state"], before["optimizer"]["state"])
+    assert (state["plain"]["epoch"], state["plain"]["history"]) == (1, [0])
+    assert "model.3.bias" in report.skipped
+
+
+def test_exclude_makes_place_for_what_does_not_fit(saved: Path) -> None:
+    model = mlp(1)
+    model[3] = nn.Linear(8, 10)
+    bias = model[3].bias.detach().clone()
+    bcp.load(saved, {"model": model}, exclude="model.3.*")
+    assert same_bits(model[0].weight, training_state(0)["model"][0].weight)
+    assert same_bits(model[3].bias, bias)
+
+
+def test_an_empty_dict_takes_only_what_is_included(saved: Path) -> None:
+    state: dict[str, Any] = {"plain": {}}
+    bcp.load(saved, state, exclude=["plain.epoch", "plain.extra.*"])
+    assert state == {"plain": {"history": [0]}}
+    bcp.load(saved, state := {"plain": {}}, exclude="plain*")
+    assert state == {"plain": {}}
+
+
+@pytest.mark.parametrize("exclude", ["optimizer*", "optimizer.*"])
+def test_an_excluded_optimizer_is_left_alone(saved: Path, exclude: str) -> None:
+    state = training_state(1)
+    before = frozen_copy(state)["optimizer"]
+    bcp.load(saved, state, exclude=exclude)
+    assert same_value(state["optimizer"].state_dict(), before)
+    assert same_module(state["model"], training_state(0)["model"])
+
+
+def test_include_of_what_is_below_an_entry_takes_that_entry(saved: Path) -> None:
+    source, state = training_state(0), training_state(1)
+    before = frozen_copy(state)
+    bcp.load(saved, state, include=["scheduler.*", "optimizer.state.*"])
+    assert same_value(state["scheduler"].state_dict(), source["scheduler"].state_dict())
+    found = state["optimizer"].state_dict()
+    assert same_value(found["state"], source["optimizer"].state_dict()["state"])
+    assert same_value(found["param_groups"], before["optimizer"]["param_groups"])
+    assert same_value(state["plain"], before["plain"])
+
+
+def test_one_hyperparameter_can_be_left_out(saved: Path) -> None:
+    state = training_state(1)
+    bcp.load(saved, state, exclude="optimizer.groups.*.values.lr")
+    assert state["optimizer"].param_groups[0]["lr"] == 1.1
+    assert same_value(state["optimizer"].state_dict()["state"], training_state(0)["optimizer"].state_dict()["state"])
+
+
+KEY_MAPS = {
+    "dict": {f"model.{name}": f"model.net.{name}" for name in mlp().state_dict()},
+    "regex": [(r"^model\.", "model.net.")],
+    "function": lambda fqn: fqn.replace("model.", "model.net.", 1) if fqn.startswith("model.") else fqn,
+}
+
+
+@pytest.mark.parametrize("key_map", KEY_MAPS.values(), ids=KEY_MAPS.keys())
+def test_key_map_renames_parameters_and_the_optimizer_follows(saved: Path, key_map: Any) -> None:
+    source, inner = training_state(0), mlp(1)
+    model = nn.Module()
+    model.net = inner
+    optimizer = torch.optim.Adam(model.parameters())
+    bcp.load(saved, {"model": model, "optimizer": optimizer}, key_map=key_map)
+    assert same_module(inner, source["model"])
+    assert same_value(optimizer.state_dict()["state"], source["optimizer"].state_dict()["state"])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_key_map_renames_whole_entries(saved: Path) -> None:
+    source = training_state(0)
+    model = mlp(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    state = {
+        "net": model,
+        "adam": optimizer,
+        "schedule": scheduler,
+        "data": {"epoch": 9, "history": [], "extra": {"t": torch.zeros(2)}},
+    }
+    rules = [(r"^model\.", "net."), (r"^optimizer\b", "adam"), (r"^scheduler\b", "schedule"), (r"^plain\b", "data")]
+    bcp.load(saved, state, key_map=rules)
+    assert same_module(model, source["model"])
+    assert same_optimizer(optimizer, source["optimizer"])
+    assert same_value(scheduler.state_dict(), source["scheduler"].state_dict())
+    assert same_value(state["data"], source["plain"])
+
+
+def test_key_map_swaps_names(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"s": {"a": torch.ones(1), "b": torch.zeros(1), "x": 1, "y": 2}})
+    state = {"s": {"a": torch.full((1,), 5.0), "b": torch.full((1,), 5.0), "x": 0, "y": 0}}
+    bcp.load(tmp_path, state, key_map={"s.a": "s.b", "s.b": "s.a", "s.x": "s.y", "s.y": "s.x"})
+    assert (state["s"]["a"].item(), state["s"]["b"].item(), state["s"]["x"], state["s"]["y"]) == (0.0, 1.0, 2, 1)
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), 1], ids=["tensors", "data"])
+def test_key_map_that_gives_one_name_to_two_is_refused(tmp_path: Path, value: Any) -> None:
+    bcp.save(tmp_path, {"s": {"a": value, "b": value}})
+    state = {"s": {"a": value, "b": value}}
+    error = fails(tmp_path, state, key_map={"s.a": "s.b"})
+    assert error.kind == "conflict"
+    assert "s.b" in str(error)
+
+
+def test_cast_converts_and_reports(tmp_path: Path) -> None:
+    values = torch.randn(300, 7)
+    bcp.save(tmp_path, {"s": {"a": values, "b": values.bfloat16(), "c": values, "d": torch.arange(5)}})
+    state = {
+        "s": {
+            "a": torch.zeros(300, 7, dtype=torch.bfloat16),
+            "b": torch.zeros(7, 300, dtype=torch.float64).t(),
+            "c": torch.zeros(300, 7),
+            "d": torch.zeros(5),
+        }
+    }
+    assert fails(tmp_path, state).kind == "dtype"
+    report = bcp.load(tmp_path, state, cast=True)
+    assert same_bits(state["s"]["a"], values.bfloat16())
+    assert same_bits(state["s"]["b"], values.bfloat16().double())
+    assert same_bits(state["s"]["c"], values)
+    assert state["s"]["d"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert report.cast == ["s.a", "s.b", "s.d"]
+
+
+def test_cast_of_a_model_keeps_the_optimizer_as_it_was_saved(saved: Path) -> None:
+    model = mlp(1).bfloat16()
+    optimizer = torch.optim.Adam(model.parameters())
+    bcp.load(saved, {"model": model, "optimizer": optimizer}, cast=True)
+    assert same_bits(model[0].weight, training_state(0)["model"][0].weight.bfloat16())
+    assert same_value(optimizer.state_dict(), training_state(0)["optimizer"].state_dict())
+
+
+def test_the_report_tells_what_was_loaded(saved: Path) -> None:
+    state = training_state(1)
+    report = bcp.load(saved, state)
+    info = bcp.open(saved).info
+    assert (report.path, report.step, report.save_id) == (str(saved), None, info.save_id)
+    assert report.num_tensors == info.num_tensors
+    assert report.num_bytes_read > 0
+    assert not any((report.missing, report.unexpected, report.mismatched, report.cast, report.skipped))

@@ -1,0 +1,200 @@
+"""What holds for every command: exit codes, one line or one object for an error, no traceback, no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_files import data_file
+from click.testing import CliRunner
+
+import bytecheckpoint as bcp
+from bytecheckpoint.tools.arguments import _parse_value
+from bytecheckpoint.tools.main import cli
+
+COMMANDS = sorted(cli.commands)
+
+
+def test_the_version_is_the_packages(call) -> None:
+    from importlib.metadata import version
+
+    assert call("--version").out == f"bcp {version('bytecheckpoint')}\n"
+
+
+def test_without_arguments_it_says_what_it_can(call) -> None:
+    ended = call()
+    assert ended.code == 0
+    assert all(command in ended.out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(call, command: str) -> None:
+    ended = call(command, "--help")
+    assert ended.code == 0
+    assert f"Example:\n    bcp {command} " in ended.out.replace("  Example", "Example")
+    assert "--json" in ended.out
+    assert "--storage-option" in ended.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("place", "code", "kind", "words"),
+    [
+        ("nowhere", 3, "not_found", "there is nothing at"),
+        ("file", 3, "not_found", "is a file, not a folder"),
+        ("empty", 3, "not_found", "there is nothing at"),
+        ("noise", 3, "not_found", "is no checkpoint"),
+        ("nosuch://bucket/run", 4, "unsupported", "no backend is known"),
+        ("", 4, "unsupported", "the path is empty"),
+    ],
+)
+def test_a_wrong_path_is_one_line(call, tmp_path, command, place, code, kind, words) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "noise").mkdir()
+    (tmp_path / "noise" / "a.txt").write_text("x")
+    path = place if not place or "://" in place else str(tmp_path / place)
+    ended = call(command, path)
+    assert (ended.code, ended.out) == (code, "")
+    assert ended.err.count("\n") == 1
+    assert ended.err.startswith("error: ")
+    assert words in ended.err
+    ended = call(command, path, "--json")
+    assert (ended.code, ended.err) == (code, "")
+    assert ended.json.keys() == {"error"}
+    assert ended.json["error"].keys() == {"kind", "message", "path"}
+    assert ended.json["error"]["kind"] == kind
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"ls"}))
+def test_an_uncommitted_folder_is_not_found(call, root, command) -> None:
+    step = root / "step_00001000"
+    (step / "manifest.bcp").unlink()
+    for args in ([step], [root, "--step", 1000]):
+        ended = call(command, *args)
+        assert ended.code == 3
+        assert "is not committed" in ended.err
+    assert call(command, root, "--json").json["step"] == 5
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"ls"}))
+@pytest.mark.parametrize("position", [0, 10, 100, -1])
+def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> None:
+    manifest = root / "step_00001000" / "manifest.bcp"
+    content = bytearray(manifest.read_bytes())
+    content[position] ^= 1
+    manifest.write_bytes(content)
+    ended = call(command, root, "--json")
+    assert ended.code == 1
+    assert ended.json["error"]["kind"] == "bad_manifest"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonsense"],
+        ["show"],
+        ["show", "a", "b"],
+        ["show", "a", "--nonsense"],
+        ["show", "a", "--step", "-1"],
+        ["verify", "a", "--sample", "0"],
+        ["verify", "a", "--threads", "0"],
+        ["ls", "a", "--storage-option", "secret"],
+        ["ls", "/a", "--storage-option", "key=value"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_one_line(call, args) -> None:
+    ended = call(*args)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.count("\n") == 1
+    assert "secret" not in ended.err
+    ended = call(*args, "--json")
+    assert (ended.code, ended.err) == (2, "")
+    assert ended.json["error"]["kind"] in {"usage", "conflict"}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True),
+        ("5", 5),
+        ('"5"', "5"),
+        ("abc", "abc"),
+        ("", ""),
+        ('{"endpoint_url": "http://127.0.0.1"}', {"endpoint_url": "http://127.0.0.1"}),
+    ],
+)
+def test_values_of_storage_options_are_json_or_text(text, value) -> None:
+    assert _parse_value(text) == value
+
+
+def test_urls_and_storage_options_work(call) -> None:
+    url = "memory://cli-urls"
+    bcp.save(url, {"x": 1}, step=7)
+    assert call("ls", url, "--json", "--storage-option", "skip_instance_cache=true").json["checkpoints"][0]["step"] == 7
+    assert call("show", url, "--json").json["step"] == 7
+    assert call("verify", url, "--json").json["ok"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_interrupting_is_exit_code_130(call, saved_root, monkeypatch, command) -> None:
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bytecheckpoint.storage.local_store.LocalStore.list", interrupt)
+    ended = call(command, saved_root)
+    assert (ended.code, ended.out) == (130, "")
+    assert ended.err == "error: interrupted; nothing stored was changed\n"
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(call, tmp_path) -> None:
+    bcp.save(tmp_path / "c", {"a\x1b[31m\nb": __import__("torch").zeros(1)})
+    ended = call("show", tmp_path / "c")
+    assert "\x1b" not in ended.out
+    assert "a\\x1b[31m\\nb" in ended.out
+
+
+def test_output_without_unicode_has_escapes(saved_root) -> None:
+    result = CliRunner(charset="ascii").invoke(cli, ["show", str(saved_root), "--tree"])
+    assert result.exit_code == 0
+    assert "\\u2514" in result.stdout
+
+
+def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) -> None:
+    """Like `bcp show x | head -1`, in a real process with a real pipe that is closed early."""
+    command = [sys.executable, "-m", "bytecheckpoint.tools", "show", str(saved_root), "--limit", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+        code = process.wait(timeout=100)
+    assert (code, err) == (141, b"")
+
+
+def test_no_command_needs_torch(saved_root) -> None:
+    """The package itself imports torch; nothing that the commands import does, so it is their package's to change."""
+    code = """
+import sys, types
+package = types.ModuleType("bytecheckpoint")
+package.__path__ = [sys.argv[1]]
+sys.modules["bytecheckpoint"] = package
+tools = types.ModuleType("bytecheckpoint.tools")
+tools.__path__ = [sys.argv[2]]
+sys.modules["bytecheckpoint.tools"] = tools
+from bytecheckpoint.tools.main import cli
+for args in (["ls"], ["show", "--tree", "--stats"], ["verify"]):
+    try:
+        cli.main([*args, sys.argv[3], "--json"])
+    except SystemExit as ended:
+        assert ended.code == 0, args
+assert "torch" not in sys.modules
+assert "rich" not in sys.modules
+"""
+    project = Path(__file__).parents[2]
+    arguments = [str(project / "bytecheckpoint"), str(project / "tools"), str(saved_root)]
+    ended = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert [json.loads(line).keys() for line in ended.stdout.splitlines()]
+    assert data_file(saved_root).exists()
