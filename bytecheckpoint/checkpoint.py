@@ -119,7 +119,7 @@ class StoredTensorView:
     def _shard(self, region: Region | None) -> LocalShard:
         shape = tuple(self.shape)
         region = whole(shape) if region is None else region
-        tensor = torch.empty(region.lengths, dtype=self.dtype)
+        tensor = torch.empty(region.lengths, dtype=self.dtype, device="cpu")
         return LocalShard(self._fqn, str(self.dtype).removeprefix("torch."), shape, region, tensor)
 
 

@@ -4,7 +4,7 @@ and told by every rank to all, because a key that one rank lacks another one may
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -36,9 +36,11 @@ class Match(NamedTuple):
     skipped: set[str]
 
 
-def match_state(entries: Iterable[Entry], stored: Stored, *, cast: bool) -> Match:
+def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Match:
     """Compares a state with a checkpoint. What does not fit is among the problems and not among the shards."""
     match = Match([], [], [], set(), set(), set())
+    names = {entry.fqn for entry in entries}
+    match.skipped.update(fqn for fqn in stored.skipped if _is_under(fqn, names))
     for entry in entries:
         expectation = entry.expect(stored)
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api
 from bytecheckpoint.storage.store import Block, Store
-from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
 
@@ -89,21 +89,16 @@ def test_a_committed_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
 def test_of_two_that_save_to_one_place_one_wins_and_the_other_leaves_nothing(tmp_path: Path) -> None:
     """The other one commits while this one writes."""
 
+    others = [threading.Thread(target=lambda: bcp.save(tmp_path, state_of(0, 2.0)))]
+
     def other(name: str) -> None:
-        if name.startswith("data/") and not (tmp_path / "manifest.bcp").exists():
-            thread = threading.Thread(target=lambda: bcp.save(tmp_path, state_of(0, 2.0)))
+        if name.startswith("data/") and others:
+            thread = others.pop()
             thread.start()
             thread.join()
 
-    open_store = api.open_store
-    with pytest.raises(bcp.CheckpointExistsError) as raised, pytest.MonkeyPatch.context() as patch:
-
-        def open_once(*args: Any, **kwargs: Any) -> Any:
-            patch.setattr("bytecheckpoint.api.open_store", open_store)
-            return WatchedStore(open_store(*args, **kwargs), other)
-
-        patch.setattr("bytecheckpoint.api.open_store", open_once)
-        bcp.save(tmp_path, state_of(0, 1.0))
+    with pytest.raises(bcp.CheckpointExistsError) as raised:
+        save_watched(other, tmp_path, state_of(0, 1.0))
     assert raised.value.kind == "exists"
     assert loads_as(tmp_path, 0, 2.0)
     assert len(files_under(tmp_path)) == 2

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from faults.seams import before, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint import writing
 from bytecheckpoint.handle import SaveHandle
-from faults.seams import before, loads_as, raising, state_of
 
 WRITING = "bytecheckpoint.writing.write_image"
 

@@ -82,13 +82,26 @@ def test_an_object_that_is_not_in_the_checkpoint_is_named(tmp_path: Path) -> Non
 
 
 def test_objects_in_nested_containers(tmp_path: Path) -> None:
-    source = {"all": [{"a": Counter(n=1)}, (Counter(n=2), 3), Counter(n=4)]}
-    target = {"all": [{"a": Counter(n=0)}, (Counter(n=0), 3), Counter(n=0)]}
+    source = {"all": [{"a": Counter(n=1)}, (Counter(n=2), [3]), Counter(n=4)]}
+    target = {"all": [{"a": Counter(n=0)}, (Counter(n=0), [0]), Counter(n=0)]}
     bcp.save(tmp_path, source)
     bcp.load(tmp_path, target)
     assert target["all"][0]["a"].state == {"n": 1}
     assert target["all"][1][0].state == {"n": 2}
+    assert target["all"][1][1] == [3]
     assert target["all"][2].state == {"n": 4}
+
+
+def test_plain_data_in_a_tuple_beside_an_object_is_refused_up_front(tmp_path: Path) -> None:
+    """A load would have nowhere to put it, and would find that out when all else is loaded."""
+    with pytest.raises(bcp.CheckpointSaveError, match=r"pair\.1 is plain data in a tuple") as error:
+        bcp.save(tmp_path / "new", {"a": 1, "pair": (Counter(n=1), 5)})
+    assert error.value.kind == "unsupported_value"
+    bcp.save(tmp_path, {"a": 1, "pair": [Counter(n=1), 5]})
+    state = {"a": 0, "pair": (Counter(n=0), 6)}
+    with pytest.raises(bcp.CheckpointSaveError, match=r"pair\.1 is plain data in a tuple"):
+        bcp.load(tmp_path, state)
+    assert state["a"] == 0
 
 
 def test_what_an_object_cannot_save_is_named(tmp_path: Path) -> None:

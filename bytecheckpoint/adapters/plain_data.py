@@ -172,7 +172,7 @@ def _tensor_from_wire(value: Any) -> torch.Tensor:
     if name not in DTYPE_ITEMSIZES or len(content) != prod(shape) * DTYPE_ITEMSIZES[name]:
         raise ValueError(f"{len(content)} bytes are no {name}{shape} tensor")
     if not content:
-        return torch.empty(shape, dtype=torch_dtype(name))
+        return torch.empty(shape, dtype=torch_dtype(name), device="cpu")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(torch_dtype(name)).reshape(shape)
 
 

@@ -87,16 +87,16 @@ def _walk(container: Any, fqn: str) -> Iterator[Entry]:
             yield _special_entry(value, child)
         elif _holds_special(value):
             yield from _walk(value, child)
+        elif type(container) is tuple and not isinstance(value, torch.Tensor | dict | list):
+            raise unsupported(child, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
         else:
-            yield PlainEntry(child, value, _assigner(container, key, child))
+            yield PlainEntry(child, value, _assigner(container, key))
 
 
-def _assigner(container: Any, key: Any, fqn: str) -> Callable[[Any], None]:
+def _assigner(container: Any, key: Any) -> Callable[[Any], None]:
     def assign(value: Any) -> None:
-        if type(container) is not tuple:
+        if container[key] is not value:  # tuples hold only what is filled in place
             container[key] = value
-        elif container[key] is not value:
-            raise unsupported(fqn, "plain data in a tuple beside modules", "use a list or a dict")
 
     return assign
 

@@ -163,10 +163,11 @@ class Stored:
 
     def skips(self, fqn: str) -> bool:
         """Whether include or exclude keep this state FQN from being loaded."""
-        return fqn in self._skipped or (fqn not in self._known and not self.takes(fqn))
+        return fqn in self.skipped or (fqn not in self._known and not self.takes(fqn))
 
     @cached_property
-    def _skipped(self) -> set[str]:
+    def skipped(self) -> set[str]:
+        """State FQNs of all that include and exclude leave out."""
         names = [*self._manifest.tensors, *self._manifest.aliases, *self._tree_leaves]
         return {self.rename(fqn) for fqn in names if not self.takes(fqn)}
 
@@ -241,8 +242,8 @@ def _substitute(pattern: str, replacement: str, fqn: str) -> str:
         return re.sub(pattern, replacement, fqn)
     except re.error as error:
         raise CheckpointMismatchError(
-            f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing was "
-            "loaded",
+            f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing "
+            "was loaded",
             kind="conflict",
         ) from error
 

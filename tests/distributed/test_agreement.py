@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from faults.seams import Seen, files_under, loads_as, seen, state_of
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
-from faults.seams import Seen, files_under, loads_as, seen, state_of
 
 OPTIONS = bcp.SaveOptions(timeout_s=30)
 OVERWRITING = bcp.SaveOptions(timeout_s=30, overwrite=True)

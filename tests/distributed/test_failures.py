@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-
-import bytecheckpoint as bcp
-from distributed.workers import WorkerDied, WorkerPool
 from faults.seams import (
     COORDINATOR_PHASES,
     LOAD_PHASES,
@@ -30,6 +27,9 @@ from faults.seams import (
     seen,
     state_of,
 )
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerDied, WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=30)
 IMPATIENT_S = 2.0
@@ -58,7 +58,7 @@ class Broken:
             raise RuntimeError("boom")
         return {"count": 1}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, _: dict[str, Any]) -> None:
         if self._breaks_on == "load":
             raise RuntimeError("boom")
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from faults.seams import Seen, seen
 from torch.distributed._shard.sharded_tensor import Shard as LocalPart
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed._shard.sharded_tensor.metadata import ShardMetadata
@@ -21,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
-from faults.seams import Seen, seen
 
 OPTIONS = bcp.SaveOptions(timeout_s=60)
 

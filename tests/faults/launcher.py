@@ -74,15 +74,20 @@ def serve() -> dict[str, Any] | None:
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "wait" in request:
-            print(json.dumps(_wait_for(request["wait"], request["timeout_s"])), flush=True)
+            _answer(_wait_for(request["wait"], request["timeout_s"]))
             continue
         Path(request["output"]).touch()
         pid = os.fork()
         if pid == 0:
             _redirect(request["output"])
             return dict(request)
-        print(json.dumps(pid), flush=True)
+        _answer(pid)
     return None
+
+
+def _answer(value: int | None) -> None:
+    sys.stdout.write(f"{json.dumps(value)}\n")
+    sys.stdout.flush()
 
 
 def _wait_for(pid: int, timeout_s: float) -> int | None:

@@ -46,19 +46,20 @@ writing.write_image = fail
 
 START = "handle = bcp.save(path, state_of(0, 1.0), async_save=True)\n"
 
+FORKING = """
+pid = os.fork()
+if pid == 0:
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+SAVING_IN_THE_FORK = FORKING.replace("sys.exit(0)", "bcp.save(path + '-child', state_of(0, 5.0)); sys.exit(0)")
+
 ENDINGS = {
     "end of program": ("", 0),
     "sys.exit with a code": ("sys.exit(3)", 3),
     "uncaught exception": ("raise ValueError('training broke')", 1),
-    "a worker is forked": (
-        "pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nassert os.waitpid(pid, 0)[1] == 0\n",
-        0,
-    ),
-    "a worker is forked and saves itself": (
-        "pid = os.fork()\nif pid == 0:\n    bcp.save(path + '-child', state_of(0, 5.0))\n    sys.exit(0)\n"
-        "assert os.waitpid(pid, 0)[1] == 0\n",
-        0,
-    ),
+    "a worker is forked": (FORKING, 0),
+    "a worker is forked and saves itself": (SAVING_IN_THE_FORK, 0),
 }
 
 

@@ -51,11 +51,9 @@ def save_and_kill(launcher: Launcher, folder: Path, kind: str, k: int) -> Ended:
     os.mkfifo(gate)
     pid = launcher.start(SAVE, folder, gate, kind)
     launcher.wait_for_output(pid, "ready")
+    injected = ["-e", f"trace={CALLS}", "-e", f"inject={CALLS}:signal=SIGKILL:when={k}"]
     tracer = subprocess.Popen(
-        ["strace", "-p", str(pid), "-o", os.devnull, "-e", f"trace={CALLS}"]
-        + ["-e", f"inject={CALLS}:signal=SIGKILL:when={k}"],
-        stderr=subprocess.PIPE,
-        text=True,
+        ["strace", "-p", str(pid), "-o", os.devnull, *injected], stderr=subprocess.PIPE, text=True
     )
     assert tracer.stderr
     assert "attached" in tracer.stderr.readline()

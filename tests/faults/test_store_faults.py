@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
+from storage.faulty_store import Fault, FaultyStore
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api
 from distributed.workers import WorkerPool
 from faults.seams import files_under, loads_as, seen, state_of
-from storage.faulty_store import Fault, FaultyStore
 
 OPTIONS = bcp.SaveOptions(timeout_s=20)
 OVERWRITING = bcp.SaveOptions(timeout_s=20, overwrite=True)
