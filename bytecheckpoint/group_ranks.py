@@ -76,6 +76,7 @@ class GroupRanks:
         self._num_down = 0
         self._sent: list[str] = []
         self._has_given_up = False
+        self._is_store_lost = False
 
     def gather(self, payload: bytes) -> list[bytes]:
         return self._exchange(lambda: self._gather(payload))
@@ -87,6 +88,8 @@ class GroupRanks:
         return self._exchange(lambda: self._scatter(payloads))
 
     def fail(self, error: CheckpointError) -> CheckpointError:
+        if self._is_store_lost:
+            return error
         try:
             return self._exchange(lambda: self._fail(error))
         except CheckpointError:
@@ -203,7 +206,7 @@ class GroupRanks:
         except CheckpointError:
             raise
         except (TimeoutError, RuntimeError) as error:
-            self._has_given_up = True
+            self._is_store_lost = True
             raise store_lost(error) from error
 
     @staticmethod

@@ -105,7 +105,7 @@ class InFlight:
         error = handle._unseen_error()
         self._handle = None
         if isinstance(error, CheckpointError):
-            message = f"an earlier asynchronous save failed, and this one was not begun: {error.message}"
+            message = f"the asynchronous save to {handle._path} failed, and this one was not begun: {error.message}"
             raise type(error)(message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks) from error
         if error is not None:
             raise error

@@ -41,14 +41,14 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
         "optimizer": optimizer,
         "scheduler": scheduler,
         "extra_state": progress,
-        "rng": bcp.RankLocal(RandomState()),
+        "rng": bcp.RankLocal(RandomState(), missing="keep"),  # ranks that the save did not have go on as they are
     }
     root = args.out / "checkpoints"
     log = RunLog(args.out / "log.jsonl", rank=rank)
     log.write("started", layout=args.layout, pids=gather_pids(world_size))
 
     if bcp.latest(root) is not None:
-        report = bcp.load(root, state, exclude=foreign_streams(root, world_size))
+        report = bcp.load(root, state)
         log.write("loaded", step=report.step, load_s=report.seconds, **logged_digests(args, model, optimizer))
 
     corpus = read_corpus()
@@ -85,12 +85,6 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         torch.set_rng_state(state["torch"])
-
-
-def foreign_streams(root: Path, world_size: int) -> list[str]:
-    """What to leave out of a load: random streams belong to ranks, so another number of ranks starts new ones."""
-    is_same = bcp.open(root).info.world_size == world_size
-    return [] if is_same else ["rng*"]
 
 
 def build_model(args: argparse.Namespace, *, world_size: int) -> GPT:

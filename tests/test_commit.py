@@ -88,7 +88,6 @@ def test_a_committed_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
 
 def test_of_two_that_save_to_one_place_one_wins_and_the_other_leaves_nothing(tmp_path: Path) -> None:
     """The other one commits while this one writes."""
-
     others = [threading.Thread(target=lambda: bcp.save(tmp_path, state_of(0, 2.0)))]
 
     def other(name: str) -> None:

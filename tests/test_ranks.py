@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -146,56 +147,36 @@ def free_port() -> int:
 
 
 def lose_the_store(rank: int, world_size: int, port: int, end: signal.Signals) -> tuple[str, tuple[int, ...], str]:
-    """Rank 0 holds the store, and is killed or stopped once rank 1 waits for it."""
+    """Rank 0 holds the store, and is killed or stopped once rank 1 waits for it, which wakes it in the end."""
     if rank == 0:
         server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        server.set("pid", str(os.getpid()))
         server.get("is up")
+        time.sleep(0.2)
         os.kill(os.getpid(), end)
         return "", (), ""
     store = TCPStore("127.0.0.1", port, is_master=False)
-    store.set("pid", "")
+    pid = int(store.get("pid"))
     ranks = GroupRanks(PrefixStore("x", store), 1, (0, 1), timeout_s=1.0)
     store.set("is up", "yes")
+    time.sleep(0.4)
     try:
         with together(ranks, "waiting", about=ABOUT):
             ranks.gather(b"")
             ranks.broadcast(b"")
     except CheckpointSaveError as error:
         return error.kind, error.ranks, str(error)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
     return "", (), ""
 
 
-def test_a_store_whose_process_is_killed_is_an_error(workers: WorkerPool) -> None:
-    outcomes = workers.run_each(
-        lose_the_store, free_port(), signal.SIGKILL, world_size=2, timeout_s=30, process_group=False
-    )
-    assert isinstance(outcomes[0].error, WorkerDied)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang(workers: WorkerPool, end: signal.Signals) -> None:
+    outcomes = workers.run_each(lose_the_store, free_port(), end, world_size=2, timeout_s=30, process_group=False)
+    assert isinstance(outcomes[0].error, WorkerDied) == (end == signal.SIGKILL)
+    assert outcomes[1].error is None, outcomes[1].error
     kind, ranks, message = outcomes[1].value
     assert (kind, ranks) == ("rank_missing", (0,))
     assert "store" in message
-
-
-def stop_and_wake(rank: int, world_size: int, port: int) -> Any:
-    """Rank 2 wakes rank 0 in the end, so that the worker can go on."""
-    if rank < 2:
-        return lose_the_store(rank, 2, port, signal.SIGSTOP) if rank else stop_with_pid(port)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    pid = int(store.get("pid of 0"))
-    time.sleep(8)
-    os.kill(pid, signal.SIGCONT)
-    return None
-
-
-def stop_with_pid(port: int) -> None:
-    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    server.set("pid of 0", str(os.getpid()))
-    server.get("is up")
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.5)
-
-
-def test_a_store_whose_process_is_stopped_is_no_hang(workers: WorkerPool) -> None:
-    outcomes = workers.run(stop_and_wake, free_port(), world_size=3, timeout_s=30, process_group=False)
-    kind, ranks, _ = outcomes[1]
-    assert (kind, ranks) == ("rank_missing", (0,))

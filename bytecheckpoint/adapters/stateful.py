@@ -7,7 +7,7 @@ any of it yet. Tensors that the object shows are loaded in place, others are cre
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -45,12 +45,16 @@ class RankLocal:
 
     `value` is plain data, tensors, or an object with state_dict() and load_state_dict(); every rank's is kept. `load`
     puts back, as `value` or through load_state_dict(), what the rank of the same number saved. On a larger number of
-    ranks those without a saved value are an error that says so (`strict=False` leaves them as they are); on a smaller
-    one the values of the other ranks can be had from `bcp.open(path).rank_values(fqn)`.
+    ranks some have no saved value: with missing="error" that is an error that says so, because a data loader that
+    starts anew repeats data; with missing="keep" they keep what they have, which is right for random numbers. On a
+    smaller number the values of the other ranks can be had from `bcp.open(path).rank_values(fqn)`.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, missing: Literal["error", "keep"] = "error") -> None:
+        if missing not in {"error", "keep"}:
+            raise ValueError(f"RankLocal.missing takes 'error' or 'keep', not {missing!r}")
         self.value = value
+        self.missing = missing
 
     def __repr__(self) -> str:
         return f"RankLocal({self.value!r})"
@@ -179,8 +183,12 @@ class RankLocalEntry:
         if not found.is_taken:
             return Expectation([], set(), [])
         values = leaves(found.tree, found.fqn)
-        claims = set(map(stored.rename, values))
+        # The large tensors of other ranks are nobody's here where there are fewer ranks than there were.
+        of_any_rank = (name for name in stored.tensors if name.startswith((f"{self.fqn}.", f"{self.fqn}@")))
+        claims = {*map(stored.rename, values), *of_any_rank}
         missing = [value for value in values.values() if isinstance(value, RankMissing)]
+        if missing and self._holder.missing == "keep":
+            return Expectation([], claims, [])
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
         self._found = found

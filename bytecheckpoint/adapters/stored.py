@@ -258,6 +258,6 @@ def rank_missing(fqn: str, num_saved: int) -> Problem:
         "missing_key",
         fqn,
         f"{fqn}: differed between the {num_saved} ranks that saved it, and none of them had this rank's number; read "
-        "all values with bcp.open(path).rank_values(fqn) and share them out, or load with strict=False to keep the "
-        "state's own",
+        "all values with bcp.open(path).rank_values(fqn) and share them out, or keep the state's own with "
+        'RankLocal(value, missing="keep")',
     )

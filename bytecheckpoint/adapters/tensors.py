@@ -79,7 +79,7 @@ def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
 
 def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"{fqn or repr(fqn)} is {what}, which cannot be saved; nothing was written. What to do: {advice}",
+        f"{fqn or repr(fqn)} is {what}, which no checkpoint holds; nothing was written or changed. Do this: {advice}",
         kind="unsupported_value",
     )
 

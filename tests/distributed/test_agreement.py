@@ -188,10 +188,7 @@ def load_rank_local(rank: int, world_size: int, path: str, strict: bool) -> tupl
     return error, [state["loader"].value.position, state["rng"].value, state["same"].value], sorted(missing)
 
 
-LARGE_ON_FEWER = pytest.mark.xfail(reason="large tensors of ranks that are not there count as unexpected keys")
-
-
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=LARGE_ON_FEWER) for size in (2, 1))])
+@pytest.mark.parametrize("world_size", [3, 2, 1])
 def test_rank_local_values_come_back_on_as_many_ranks_or_fewer(
     workers: WorkerPool, tmp_path: Path, world_size: int
 ) -> None:
@@ -210,8 +207,22 @@ def test_rank_local_values_on_more_ranks_are_an_error_that_says_what_to_do(worke
     assert error is not None
     assert (error.cls, error.kind) == ("CheckpointMismatchError", "missing_key")
     assert "rank_values" in error.message
-    assert "strict=False" in error.message
+    assert 'missing="keep"' in error.message
     assert [values for _, values, _ in outcomes] == [[1000 + rank, {"seed": 1000 + rank}, 5] for rank in range(3)]
+
+
+def load_kept_random_state(rank: int, world_size: int, path: str) -> object:
+    state = {"rng": bcp.RankLocal({"seed": 1000 + rank}, missing="keep")}
+    bcp.load(path, state, options=bcp.LoadOptions(timeout_s=30))
+    return state["rng"].value
+
+
+def test_ranks_that_the_save_did_not_have_keep_their_own_where_that_is_asked_for(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(save_rank_local, str(tmp_path), world_size=2)
+    values = workers.run(load_kept_random_state, str(tmp_path), world_size=3)
+    assert values == [{"seed": 0}, {"seed": 1}, {"seed": 1002}]
 
 
 def test_without_strict_the_ranks_that_are_new_keep_their_own(workers: WorkerPool, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,8 +117,11 @@ if __name__ == "__main__":
     import torch.distributed
 
     import bytecheckpoint
-    import faults.seams  # noqa: F401  programs use it
+    from faults.seams import state_of
 
+    with tempfile.TemporaryDirectory() as folder:  # imports what a first save and load import
+        bytecheckpoint.save(folder, state_of(0, 0.0))
+        bytecheckpoint.load(folder, state_of(0, 0.0))
     torch.set_num_threads(1)
     gc.freeze()  # collections in the children would copy every page
     program = serve()
