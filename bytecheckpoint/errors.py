@@ -14,7 +14,7 @@ react to what happened without reading messages; it knows nothing of how the fai
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 
 
 class CheckpointError(Exception):
@@ -48,7 +48,7 @@ class CheckpointError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        rebuild = partial(type(self), kind=self.kind, path=self.path, step=self.step, ranks=self.ranks)
+        rebuild = functools.partial(type(self), kind=self.kind, path=self.path, step=self.step, ranks=self.ranks)
         return rebuild, (self.message,)
 
 

@@ -152,7 +152,7 @@ def test_a_timeout_is_no_one_who_saw_a_failure(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError):
             handle.result(0.01)
         go.set()
-        with pytest.raises(bcp.CheckpointSaveError, match="earlier"):
+        with pytest.raises(bcp.CheckpointSaveError, match="this one was not begun"):
             bcp.save(tmp_path, state_of(0, 2.0))
 
 
