@@ -10,6 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
@@ -86,7 +87,7 @@ class _Scratch:
             self._free.put(None)
 
     def take(self) -> memoryview:
-        return self._free.get() or memoryview(bytearray(self._byte_length))
+        return self._free.get() or np.empty(self._byte_length, np.uint8).data  # a bytearray would be zeroed first
 
     def give(self, buffer: memoryview) -> None:
         self._free.put(buffer)
