@@ -18,7 +18,7 @@ from bytecheckpoint.adapters.plain_merge import merge_plain
 from bytecheckpoint.adapters.stored import Contents, Scope
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
 from bytecheckpoint.planner.file_plan import PlacedChunk
 from bytecheckpoint.planner.save_plan import Offer, SavePlan, Write, plan_save
 from bytecheckpoint.ranks import COORDINATOR, Ranks
@@ -64,7 +64,9 @@ class Agreed(NamedTuple):
     requests: list[SaveRequest]
     """Of all ranks; empty but on the coordinator."""
     plan: SavePlan | None
+    """None but on the coordinator."""
     objects: Mapping[str, bytes]
+    """Plain data that all ranks share, by FQN; here and below, empty but on the coordinator."""
     rank_objects: Mapping[str, Mapping[int, bytes]]
 
 
@@ -149,16 +151,16 @@ def build_manifest(
     reports = [msgspec.msgpack.decode(payload, type=SaveReport) for payload in payloads]
     files: list[DataFile] = []
     chunks: dict[str, list[Chunk]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    described: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, (request, report) in enumerate(zip(agreed.requests, reports, strict=True)):
         _check_report(agreed, rank, report)
         for index, offsets, lengths, file, byte_offset, byte_length in report.chunks:
             offer = request.offers[index]
-            kinds[offer.fqn] = offer.dtype, offer.shape
+            described[offer.fqn] = offer.dtype, offer.shape
             chunk = Chunk(Region(offsets, lengths), len(files) + file, byte_offset, byte_length)
             chunks.setdefault(offer.fqn, []).append(chunk)
         files += report.files
-    tensors: dict[str, TensorRecord] = {fqn: tensor_record(*kinds[fqn], sorted(chunks[fqn])) for fqn in chunks}
+    tensors = {fqn: tensor_record(*described[fqn], sorted(chunks[fqn])) for fqn in chunks}
     return Manifest(
         save_id=agreed.save_id,
         step=step,

@@ -19,12 +19,11 @@ from bytecheckpoint.agreement import agree, check_same, save_request
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle
-from bytecheckpoint.info import CheckpointInfo, LoadReport
+from bytecheckpoint.info import LoadReport
 from bytecheckpoint.location import root_of, save_location
 from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.planner.file_plan import lay_out_files
-from bytecheckpoint.planner.load_plan import wanted_files
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
 from bytecheckpoint.staging import image_of, stage_images, staged_bytes
@@ -59,7 +58,8 @@ def save(
         path: A directory or any fsspec URL; with `step` the checkpoint is at `path/step_00001000`.
         state: A dict of modules, optimizers, objects with state_dict(), tensors and plain data; every rank passes
             what it holds, and all call `save` together.
-        framework: `auto`, or the name of what sharded the state: see FRAMEWORKS in adapters/state.py.
+        framework: `auto`, `ddp`, `fsdp`, `fsdp2` or `dtensor`. All of them are read in the same way; a framework that
+            is not supported is refused by its name.
         step: The training step, at least 0.
         async_save: Return as soon as the state may change again, and write in the background.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.
@@ -74,8 +74,9 @@ def save(
 
     Raises:
         CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it).
-        CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target.
-        CheckpointSaveError: A value cannot be saved, or a rank failed; every rank raises it, nothing was committed.
+        CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; or `step` or `role` is none.
+        CheckpointSaveError: A value cannot be saved, or a rank failed or did not come. Every rank raises it, and
+            nothing was committed unless the message says so.
         StorageError: The store refused or could not be reached.
     """
     options = options or SaveOptions()
@@ -105,7 +106,18 @@ def save(
         clock.lap("stage")
 
     handle = SaveHandle(target)
-    saving = Saving(ranks, store, folder, about, options.overwrite, agreed, files, images, metadata, clock)
+    saving = Saving(
+        ranks=ranks,
+        store=store,
+        folder=folder,
+        about=about,
+        overwrite=options.overwrite,
+        agreed=agreed,
+        files=files,
+        images=images,
+        metadata=metadata,
+        clock=clock,
+    )
     if async_save:
         handle.mark_staged()
         clock.end_stall()
@@ -145,8 +157,8 @@ def load(
             Modules on the meta device get memory, optimizers without state get state.
         framework: As for `save`.
         step: A step, `latest` for the checkpoint at `path` itself or its newest committed step, None for `path` only.
-        strict: A key that is missing on either side, a shape or dtype that differs, is one error that lists them all;
-            otherwise what fits is loaded and the report tells the rest.
+        strict: Keys that are missing on either side and shapes and dtypes that differ are one error; otherwise what
+            fits is loaded and the report tells the rest.
         key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
             order, or a function. Optimizer state follows the parameters of its modules.
         include: Only checkpoint FQNs that match one of these globs.
@@ -161,6 +173,8 @@ def load(
         CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone.
         CheckpointMismatchError: State and checkpoint do not fit; the state is as it was.
         CheckpointCorruptError: Damaged bytes; the message says if the state was touched.
+        UnsafeCheckpointError: The checkpoint asks for something that loading must not do.
+        CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
         CheckpointError: A rank failed (`rank_failed`) or did not come (`rank_missing`).
         StorageError: The store refused or could not be reached.
     """
@@ -178,12 +192,13 @@ def load(
         )
         entries = entries_of(state, framework)
         match = match_state(entries, stored, cast=cast)
-        verdict = share_findings(ranks, match, stored, state, strict=strict)
+        verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
         fetches = source.plan(match.shards, match.stored_fqns)
         _wait_for_all(ranks)
 
     about = about._replace(aftermath=_HALF_LOADED)
     with together(ranks, f"reading {about.path}", about=about), collector_paused():
+        # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(shard.tensor.is_meta for shard in match.shards):
             for entry in entries:
                 entry.prepare(stored)
@@ -194,7 +209,8 @@ def load(
             entry.finish(stored)
         _wait_for_all(ranks)
     ranks.farewell()
-    report = _report(source, match, verdict, sum(wanted_files(fetches).values()), time.monotonic() - started)
+    num_bytes = sum(fetch.byte_length for fetch in fetches)
+    report = _report(source, match, verdict, num_bytes, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
@@ -214,6 +230,7 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
 
 
 def _wait_for_all(ranks: Ranks) -> None:
+    """Nobody goes on before every rank has come this far; where one has failed, all raise."""
     ranks.gather(b"")
     ranks.broadcast(b"")
 
@@ -224,14 +241,14 @@ def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:
 
 def _report(source: Source, match: Match, verdict: Verdict, num_bytes: int, seconds: float) -> LoadReport:
     return LoadReport(
-        path=join_name(str(source.store), source.folder),
+        path=source.path,
         step=source.manifest.step,
         save_id=source.manifest.save_id,
         num_tensors=len({shard.fqn for shard in match.shards}),
         num_bytes_read=num_bytes,
-        missing=[fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"],
+        missing=[problem.fqn for problem in verdict.problems if problem.kind == "missing_key"],
         unexpected=verdict.unexpected,
-        mismatched=[text for kind, _, text in verdict.problems if kind != "missing_key"],
+        mismatched=[problem.text for problem in verdict.problems if problem.kind != "missing_key"],
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
         seconds=seconds,
@@ -247,12 +264,13 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
 ) -> Checkpoint:
     """A committed checkpoint to look into, in one process and without a model. Reads the manifest only.
 
+    `path`, `step`, `storage_options` and `options` are as for `load`.
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     folder = layout.find_checkpoint(store, step, location=str(store))
     source = Source(store, folder, layout.read_manifest(store, folder), options or LoadOptions())
-    return Checkpoint(source, join_name(str(store), folder))
+    return Checkpoint(source, source.path)
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:
@@ -263,6 +281,3 @@ def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
     """All committed steps under a path, rising; [] where there is none."""
     return layout.committed_steps(open_store(path, storage_options=storage_options, writer_threads=1))
-
-
-__all__ = ["CheckpointInfo", "latest", "load", "open", "save", "steps"]

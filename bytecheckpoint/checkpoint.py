@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, leaves
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, torch_dtype
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manifest import Manifest
@@ -39,7 +39,7 @@ class Checkpoint:
 
     @cached_property
     def objects(self) -> dict[str, Any]:
-        """Plain data by FQN, as it was saved; of what differs between ranks, rank 0's is not here: `rank_values`."""
+        """Plain data by FQN, as it was saved; `rank_values` has what differs between ranks."""
         return {
             fqn: value
             for tree_fqn, data in self.manifest.objects.items()
@@ -50,6 +50,7 @@ class Checkpoint:
     def rank_values(self, fqn: str) -> dict[int, Any]:
         """What each rank saved under this FQN, by rank: RankLocal values, and extra_state that differed.
 
+        In the place of a tensor of more than 64 KiB stands a reference, whose `fqn` is the tensor's in this checkpoint.
         Raises CheckpointNotFoundError (not_found), which is no KeyError, for an FQN without such values.
         """
         by_rank = self.manifest.rank_objects.get(fqn)
@@ -120,7 +121,7 @@ class StoredTensorView:
         shape = tuple(self.shape)
         region = whole(shape) if region is None else region
         tensor = torch.empty(region.lengths, dtype=self.dtype, device="cpu")
-        return LocalShard(self._fqn, str(self.dtype).removeprefix("torch."), shape, region, tensor)
+        return LocalShard(self._fqn, dtype_name(self.dtype), shape, region, tensor)
 
 
 def _read(source: Source, shards: list[LocalShard]) -> None:

@@ -30,7 +30,7 @@ def root_of(path: str | os.PathLike[str], role: str | None) -> str:
     if not role or role in {".", ".."} or set(role) & set("/\\:\0"):
         what = f"a role is the name of a folder, without slashes or colons, not {role!r}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")
-    return join_name(root.rstrip("/"), role)
+    return join_name(root, role)
 
 
 def save_location(path: str | os.PathLike[str], *, step: object, role: str | None) -> Location:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.adapters.state import Entry
-from bytecheckpoint.adapters.stored import Problem, Stored
+from bytecheckpoint.adapters.stored import Problem, Stored, not_stored
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.ranks import COORDINATOR, Ranks
@@ -33,7 +33,9 @@ class Match(NamedTuple):
     claims: set[str]
     """Every state FQN that this rank has a place for."""
     cast: set[str]
+    """State FQNs that are loaded into another dtype."""
     skipped: set[str]
+    """State FQNs that include or exclude keep from being loaded."""
 
 
 def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Match:
@@ -67,7 +69,7 @@ def _problem(shard: LocalShard, stored: Stored, *, cast: bool) -> Problem | None
     if found is None:
         if fqn in stored.plain:
             return Problem("missing_key", fqn, f"{fqn}: plain data in the checkpoint, a tensor in the state")
-        return Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")
+        return not_stored(fqn)
     if found.shape != shard.global_shape:
         text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(shard.global_shape)} in the state"
         return Problem("shape", fqn, text)
@@ -95,9 +97,9 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
 class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """What one rank found."""
 
-    problems: list[tuple[str, str, str]]
-    names: list[str]
-    """Top-level names of its state."""
+    problems: list[Problem]
+    top_level: list[str]
+    """The names that are the keys of its state."""
     wanted: bytes
     """A bit for each stored name, in order: this rank has a place for it."""
 
@@ -105,19 +107,18 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks found, without repetitions."""
 
-    problems: list[tuple[str, str, str]]
+    problems: list[Problem]
     unexpected: list[str]
 
 
 def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iterable[str], *, strict: bool) -> Verdict:
-    """What does not fit on any rank; with `strict` the one error that lists it all, raised on every rank.
+    """What does not fit on any rank; with `strict` one error about all of it, raised on every rank.
 
     Keys are unexpected where the checkpoint has them under a top-level name of the state and no rank takes them.
     """
     names = sorted({*stored.tensors, *stored.plain})
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
-    problems = [(problem.kind, problem.fqn, problem.text) for problem in match.problems]
-    findings = _Findings(problems, list(map(str, state_names)), np.packbits(wanted).tobytes())
+    findings = _Findings(match.problems, list(map(str, state_names)), np.packbits(wanted).tobytes())
     payloads = ranks.gather(msgspec.msgpack.encode(findings))
     if ranks.rank != COORDINATOR:
         return msgspec.msgpack.decode(ranks.broadcast(b""), type=Verdict)
@@ -133,11 +134,11 @@ def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
     wanted = np.zeros(len(names), bool)
     for of_rank in findings:
         wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(names)).astype(bool)
-    top_level = {name for of_rank in findings for name in of_rank.names}
+    top_level = {name for of_rank in findings for name in of_rank.top_level}
     unexpected = [name for name, is_wanted in zip(names, wanted, strict=True) if not is_wanted]
     unexpected = [name for name in unexpected if _is_under(name, top_level)]
-    problems = {(kind, fqn): text for of_rank in findings for kind, fqn, text in of_rank.problems}
-    return Verdict([(kind, fqn, text) for (kind, fqn), text in problems.items()], unexpected)
+    problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
+    return Verdict(list(problems.values()), unexpected)
 
 
 def _is_under(fqn: str, top_level: set[str]) -> bool:

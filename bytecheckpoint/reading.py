@@ -10,7 +10,7 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
-from bytecheckpoint.staging import Target, is_flat, place, target_of
+from bytecheckpoint.staging import Target, place, takes_bytes, target_of
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.reader import Read, run_reads
@@ -26,6 +26,11 @@ class Source:
         self.manifest = manifest
         self._options = options
 
+    @property
+    def path(self) -> str:
+        """Where it stands, as messages and reports show it."""
+        return join_name(str(self.store), self.folder)
+
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
 
@@ -33,7 +38,7 @@ class Source:
         (truncated); nothing has been read then.
         """
         wants = [
-            Want(fqn, shard.region, self._takes_bytes(shard, fqn))
+            Want(fqn, shard.region, takes_bytes(shard, self.manifest.describe(fqn)[0]))
             for shard, fqn in zip(shards, stored_fqns, strict=True)
         ]
         fetches = plan_load(
@@ -53,10 +58,6 @@ class Source:
         ]
         reads = [self._read(fetch, targets, stored_fqns) for fetch in fetches]
         run_reads(self.store, reads, threads=self._options.reader_threads, verify=self._options.verify)
-
-    def _takes_bytes(self, shard: LocalShard, fqn: str) -> bool:
-        is_same_dtype = shard.dtype == self.manifest.describe(fqn)[0]
-        return is_same_dtype and is_flat(shard.tensor)
 
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]

@@ -7,7 +7,6 @@ host copies. Placing puts bytes that were read where they belong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.planner.coalesce import BoxPart, Part
 from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents
 from bytecheckpoint.planner.load_plan import box_layout
-from bytecheckpoint.region import Region, relative, split_rows
+from bytecheckpoint.region import Region, relative, split_rows, whole
 from bytecheckpoint.storage.data_file import HeaderEntry, chunk_name, encode_header
 from bytecheckpoint.storage.writer import Image, Piece
 
@@ -36,11 +35,14 @@ _SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.
 
 def view_region(shard: LocalShard, region: Region) -> torch.Tensor:
     """The part of a shard's memory that is this region, given in global coordinates."""
-    view = shard.tensor
-    for dim, (offset, length) in enumerate(zip(*relative(region, shard.region), strict=True)):
-        if length != view.shape[dim]:
-            view = view.narrow(dim, offset, length)
-    return view
+    return _narrowed(shard.tensor, relative(region, shard.region))
+
+
+def _narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(*region, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
@@ -65,7 +67,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def image_of(name: str, chunks: Sequence[PlacedChunk], shards: Sequence[LocalShard]) -> Image:
     """The image of one data file, its pieces views of live memory where that is possible."""
     header = encode_header([_header_entry(chunk) for chunk in chunks], _HEADER_METADATA)
-    pieces = [Piece(len(header), lambda: memoryview(header))]
+    pieces = [_piece_of(memoryview(header))]
     for chunk in chunks:
         pieces += _pieces(view_region(shards[chunk.offer], chunk.region))
     return Image(name, len(header), pieces, cut_extents(len(header), [chunk.byte_length for chunk in chunks]))
@@ -79,16 +81,13 @@ def _header_entry(chunk: PlacedChunk) -> HeaderEntry:
 def _pieces(tensor: torch.Tensor) -> list[Piece]:
     if is_flat(tensor):
         return [Piece(tensor.nbytes, lambda: as_bytes(tensor))]
-    num_rows = max(1, COPY_BYTES // tensor.element_size())
-    whole = Region((0,) * tensor.dim(), tuple(tensor.shape))
-    parts = [_narrowed(tensor, part) for part in split_rows(whole, num_rows)]
+    max_numel = max(1, COPY_BYTES // tensor.element_size())
+    parts = [_narrowed(tensor, part) for part in split_rows(whole(tensor.shape), max_numel)]
     return [Piece(part.nbytes, _copier(part)) for part in parts]
 
 
-def _narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(*region, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
-    return tensor
+def _piece_of(content: memoryview) -> Piece:
+    return Piece(content.nbytes, lambda: content)
 
 
 def _copier(tensor: torch.Tensor) -> Callable[[], memoryview]:
@@ -123,14 +122,10 @@ def stage_images(
                 copy = of_image[first : first + chunk.byte_length].view(source.dtype).view(source.shape)
                 sources.append(source)
                 copies.append(copy)
-        staged.append(image._replace(pieces=[Piece(image.byte_length, partial(_whole, content))]))
+        staged.append(image._replace(pieces=[_piece_of(content)]))
     if copies:
         torch._foreach_copy_(copies, sources)
     return staged
-
-
-def _whole(content: memoryview) -> memoryview:
-    return content
 
 
 def _aligned(num_bytes: int) -> int:
@@ -174,9 +169,13 @@ class Target(NamedTuple):
     """Its bytes, where stored bytes can be put there as they are."""
 
 
+def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
+    """Whether stored bytes can be put into the shard's memory as they are."""
+    return is_flat(shard.tensor) and shard.dtype == stored_dtype
+
+
 def target_of(shard: LocalShard, stored_dtype: str) -> Target:
-    takes_bytes = is_flat(shard.tensor) and shard.dtype == stored_dtype
-    return Target(shard, stored_dtype, as_bytes(shard.tensor) if takes_bytes else None)
+    return Target(shard, stored_dtype, as_bytes(shard.tensor) if takes_bytes(shard, stored_dtype) else None)
 
 
 def place(part: Part, fetched: memoryview, fetched_offset: int, targets: Sequence[Target]) -> None:
@@ -186,7 +185,7 @@ def place(part: Part, fetched: memoryview, fetched_offset: int, targets: Sequenc
     if isinstance(part, BoxPart):
         _place_box(part, content, target)
     elif target.memory is None:
-        raise ValueError(f"the plan takes {target.shard.fqn} for flat host memory, which it is not")
+        raise ValueError(f"the plan takes {target.shard.fqn} for memory that takes bytes, which it is not")
     else:
         target.memory[part.target_byte_offset : part.target_byte_offset + part.byte_length] = content
 

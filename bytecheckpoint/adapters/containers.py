@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.stored import (
     RankMissing,
     Scope,
     Stored,
+    not_stored,
     rank_missing,
 )
 from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, local_shards
@@ -99,7 +100,7 @@ def _problems(fqn: str, value: Any, stored: Stored) -> list[Problem]:
     if fqn in stored.tensors or isinstance(found, TensorRef):
         return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
     if fqn not in stored.plain:
-        return [Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")]
+        return [not_stored(fqn)]
     if not isinstance(found, torch.Tensor) or not isinstance(value, torch.Tensor):
         return []
     if value.shape != found.shape:

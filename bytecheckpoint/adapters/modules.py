@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves
 from bytecheckpoint.adapters.stateful import TreeTarget
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Scope, Stored
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Scope, Stored, not_stored
 from bytecheckpoint.adapters.tensors import LocalShard, local_shards, unsupported
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -83,7 +83,7 @@ class ModuleEntry:
         for fqn in self._extra_fqns():
             found = stored.entry_tree(fqn)
             if found is None:
-                problems.append(Problem("missing_key", fqn, f"{fqn}: not in the checkpoint"))
+                problems.append(not_stored(fqn))
             elif found.is_taken:
                 shards += self._extra.shards(found.tree, found.fqn, {}, stored)
                 claims.update(map(stored.rename, leaves(found.tree, found.fqn)))

@@ -13,8 +13,17 @@ from typing import Any, TypeGuard
 import torch
 
 from bytecheckpoint.adapters.modules import ModuleEntry, plain_name
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, StoredTree, placeholder
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, keep_in_tree, leaves, with_leaves
+from bytecheckpoint.adapters.stored import (
+    Contents,
+    Expectation,
+    Problem,
+    Stored,
+    StoredTensor,
+    StoredTree,
+    not_stored,
+    placeholder,
+)
 from bytecheckpoint.adapters.tensors import LocalShard, local_shards, torch_dtype, unsupported
 
 _NOT_HYPERPARAMETERS = {"params", "param_names"}
@@ -27,8 +36,11 @@ class OptimizerEntry:
         self.fqn = fqn
         self._optimizers = optimizers
         self._names: dict[int, str] = {}
+        """The id of a parameter -> its name."""
         self._other_names: dict[str, str] = {}
+        """Another name of a tied parameter -> its name."""
         self._module_fqns: dict[str, str] = {}
+        """The name of a parameter -> its FQN in the state."""
         self._created: dict[str, torch.Tensor] = {}
         """Tensors inside lists of a parameter's state, which a load makes anew."""
 
@@ -64,7 +76,7 @@ class OptimizerEntry:
                     tree["state"][name] = plain
             tree["groups"] |= self._groups(optimizer)
 
-        encoded = encode_plain(tree, self.fqn, lambda _, tensor: tensor)  # a learning rate may be one
+        encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
         return Contents(shards, {shard.fqn for shard in shards}, {self.fqn: ("shared", encoded)})
 
     def _collect_state(self, name: str, state: Mapping[str, Any], shards: list[LocalShard]) -> dict[str, Any]:
@@ -100,8 +112,7 @@ class OptimizerEntry:
         for optimizer in self._optimizers:
             for parameter, name in self._named(optimizer):
                 if found.hyperparameters_of(name) is None:
-                    fqn = f"{self.fqn}.param_groups.{name}"
-                    expectation.problems.append(Problem("missing_key", fqn, f"{fqn}: not in the checkpoint"))
+                    expectation.problems.append(not_stored(f"{self.fqn}.param_groups.{name}"))
                 expectation.shards.extend(self._state_shards(optimizer, parameter, name, found))
             for group in optimizer.param_groups:
                 expectation.problems.extend(self._hyperparameters(group, found)[1])
@@ -290,7 +301,10 @@ def _is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
 def _new_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: StoredTensor, device: str | None
 ) -> torch.Tensor:
-    """A state tensor that lies like its parameter where it has its shape, and is whole otherwise."""
+    """A state tensor that lies like its parameter where it has its shape, and is whole otherwise.
+
+    On `device`, or where the optimizer itself would have made it.
+    """
     dtype = torch_dtype(stored.dtype)
     if stored.shape == tuple(parameter.shape):
         return torch.empty_like(parameter.detach(), dtype=dtype, device=device)

@@ -29,6 +29,7 @@ _NUMPY_KINDS = "biufcSU"
 _INT64 = range(-(1 << 63), 1 << 64)
 
 TensorHook = Callable[[str, torch.Tensor], Any]
+"""Gives what stands in the tree for the tensor of this FQN: a TensorRef, or a tensor to write in place."""
 
 
 class TensorRef(NamedTuple):
@@ -38,11 +39,16 @@ class TensorRef(NamedTuple):
 
 
 def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
-    """The tree below `fqn` as bytes. `on_tensor(fqn, tensor)` gives a TensorRef, or the tensor to write it in place.
+    """The tree below `fqn` as bytes; `on_tensor` says where its tensors go.
 
     Raises CheckpointSaveError (unsupported_value), naming the FQN, for what is no plain data.
     """
     return msgspec.msgpack.encode(_to_wire(value, fqn, on_tensor, MAX_DEPTH))
+
+
+def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The `on_tensor` of a tree whose tensors are all written in place."""
+    return tensor
 
 
 def join_fqn(fqn: str, key: object) -> str:
@@ -212,7 +218,10 @@ def leaves(value: Any, fqn: str) -> dict[str, Any]:
 
 def _add_leaves(value: Any, fqn: str, found: dict[str, Any]) -> None:
     for key, item in _children(value):
-        _add_leaves(item, join_fqn(fqn, key), found)
+        child = join_fqn(fqn, key)
+        if child == fqn:  # an empty key below an empty name
+            raise unsupported(fqn, "the name of two values", "give the value with the empty key a name")
+        _add_leaves(item, child, found)
     if not _children(value):
         if fqn in found:
             raise unsupported(fqn, "the name of two values", "rename a key that contains a dot, or mixes int and str")

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bytecheckpoint.adapters.plain_data import decode_plain, encode_plain, join_fqn
+from bytecheckpoint.adapters.plain_data import decode_plain, encode_plain, join_fqn, keep_in_tree
 from bytecheckpoint.adapters.stored import Scope
 from bytecheckpoint.errors import CheckpointMismatchError
+
+_NUM_SHOWN = 10
 
 
 class _Conflict(NamedTuple):
@@ -26,7 +28,7 @@ def merge_plain(
     """What is common to all ranks, and what is kept for each, by FQN; `plain[r]` comes from rank r, whose global number
     is `names[r]`.
 
-    Raises CheckpointMismatchError (conflict) with all FQNs whose values differ without being allowed to.
+    Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to.
     """
     shared: dict[str, bytes] = {}
     by_rank: dict[str, dict[int, bytes]] = {}
@@ -49,8 +51,10 @@ def merge_plain(
 def _conflict_error(conflicts: Sequence[_Conflict], names: Sequence[int]) -> CheckpointMismatchError:
     lines = [
         f"{fqn}: {_shown(a)} on rank {names[first]}, {_shown(b)} on rank {names[second]}"
-        for fqn, (a, b), (first, second) in conflicts[:10]
+        for fqn, (a, b), (first, second) in conflicts[:_NUM_SHOWN]
     ]
+    if len(conflicts) > _NUM_SHOWN:
+        lines.append(f"and {len(conflicts) - _NUM_SHOWN} more")
     return CheckpointMismatchError(
         f"{len(conflicts)} values of plain data differ between ranks; nothing was written. Wrap what is meant to "
         "differ in bcp.RankLocal(value), or give every rank the same:\n  " + "\n  ".join(lines),
@@ -85,7 +89,7 @@ def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict]) -> A
 
 
 def _encoded(tree: Any, fqn: str) -> bytes:
-    return encode_plain(tree, fqn, lambda _, tensor: tensor)
+    return encode_plain(tree, fqn, keep_in_tree)
 
 
 def _shown(value: Any) -> str:

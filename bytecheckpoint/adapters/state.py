@@ -47,9 +47,11 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     that is none of FRAMEWORKS.
     """
     if framework not in FRAMEWORKS:
-        raise unsupported(f"framework={framework!r}", "none of the frameworks known", f"pass one of {FRAMEWORKS}")
+        raise unsupported(
+            f"framework={framework!r}", "a framework that this release does not know", f"pass one of {FRAMEWORKS}"
+        )
     if not isinstance(state, dict):
-        raise unsupported("the state", f"a {type(state).__name__}", 'pass a dict, as in {"model": model}')
+        raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
     entries = list(_walk(state, ""))
     modules = [entry for entry in entries if isinstance(entry, ModuleEntry)]
     for entry in entries:
@@ -102,6 +104,7 @@ def _assigner(container: Any, key: Any) -> Callable[[Any], None]:
 
 
 def _is_special(value: Any) -> bool:
+    """Whether a value is an entry of its own, wherever it stands in the state."""
     if isinstance(value, list | tuple) and value:
         return _all_are(value, torch.nn.Module) or _all_are(value, torch.optim.Optimizer)
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal) or is_stateful(value)

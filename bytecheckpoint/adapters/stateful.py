@@ -18,7 +18,9 @@ from bytecheckpoint.adapters.stored import (
     Problem,
     RankMissing,
     Stored,
+    StoredTensor,
     StoredTree,
+    not_stored,
     placeholder,
     rank_missing,
 )
@@ -92,7 +94,7 @@ class TreeTarget:
         return with_leaves(tree, fqn, new)
 
 
-def _refs(tree: Any, fqn: str, stored: Stored) -> list[tuple[str, Any]]:
+def _refs(tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
     """State FQN and stored tensor of every reference in the tree that the load takes."""
     names = [stored.rename(value.fqn) for value in leaves(tree, fqn).values() if isinstance(value, TensorRef)]
     return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
@@ -130,7 +132,7 @@ class StatefulEntry:
         shards = self._target.shards(found.tree, found.fqn, self._current, stored)
         known = {shard.fqn for shard in shards}
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
-        problems = [Problem("missing_key", name, f"{name}: not in the checkpoint") for name in own if name not in known]
+        problems = [not_stored(name) for name in own if name not in known]
         return Expectation(shards, set(map(stored.rename, leaves(found.tree, found.fqn))), problems)
 
     def prepare(self, stored: Stored) -> None:
@@ -155,7 +157,6 @@ class RankLocalEntry:
 
     def collect(self) -> Contents:
         shards: list[LocalShard] = []
-        names: set[str] = {self.fqn}
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
             if fits_inline(tensor):
@@ -167,7 +168,7 @@ class RankLocalEntry:
         value = self._holder.value
         state = value.state_dict() if is_stateful(value) else value
         plain = encode_plain(state, self.fqn, on_tensor)
-        return Contents(shards, names, {self.fqn: ("rank", plain)})
+        return Contents(shards, {self.fqn}, {self.fqn: ("rank", plain)})
 
     @staticmethod
     def _rank() -> int:
@@ -178,8 +179,7 @@ class RankLocalEntry:
         found = stored.entry_tree(self.fqn)
         self._found = None
         if found is None:
-            text = f"{self.fqn}: not in the checkpoint"
-            return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
+            return Expectation([], set(), [not_stored(self.fqn)])
         if not found.is_taken:
             return Expectation([], set(), [])
         values = leaves(found.tree, found.fqn)

@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.plain_data import decode_plain, leaves
-from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.adapters.plain_data import decode_plain, encode_plain, keep_in_tree, leaves
+from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
 
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
-
+"""From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
 Scope = Literal["shared", "either", "rank"]
 """Plain data must be the same on all ranks, may differ, or is each rank's own."""
@@ -71,7 +71,7 @@ class Expectation(NamedTuple):
 
     shards: list[LocalShard]
     claims: set[str]
-    """FQNs of plain data that it will take."""
+    """State FQNs that it has a place for, besides those of its shards."""
     problems: list[Problem]
 
 
@@ -153,8 +153,10 @@ class Stored:
 
     def tree_at(self, fqn: str) -> Any:
         """The part of the plain data at this checkpoint FQN, or None."""
+        if fqn in self.trees:
+            return self.trees[fqn]
         parts = fqn.split(".")
-        for count in range(len(parts), 0, -1):
+        for count in range(len(parts) - 1, 0, -1):
             name = ".".join(parts[:count])
             found = _descend(self.trees[name], fqn[len(name) + 1 :]) if name in self.trees else None
             if found is not None:
@@ -196,19 +198,20 @@ class RankMissing(NamedTuple):
 
 def _common_tree(trees: Sequence[Any]) -> Any:
     """The first tree, with what is not the same in all of them marked as missing."""
-    first, *others = (leaves(tree, "") for tree in trees)
     if all(isinstance(tree, dict) for tree in trees):
         return {key: _common_tree([tree.get(key) for tree in trees]) for key in trees[0]}
-    same = all(repr(other) == repr(first) for other in others)
-    return trees[0] if same else RankMissing(len(trees))
+    # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
+    is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
+    return trees[0] if is_same else RankMissing(len(trees))
 
 
 def _descend(tree: Any, path: str) -> Any:
-    if not path:
-        return tree
+    """What lies below a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
     for key, value in items:
-        found = _descend(value, path[len(str(key)) + 1 :]) if f"{path}.".startswith(f"{key}.") else None
+        if path == str(key):
+            return value
+        found = _descend(value, path[len(str(key)) + 1 :]) if path.startswith(f"{key}.") else None
         if found is not None:
             return found
     return None
@@ -250,7 +253,11 @@ def _substitute(pattern: str, replacement: str, fqn: str) -> str:
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:
     """A tensor on the meta device that stands for one that a load will create."""
-    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+    return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
+
+
+def not_stored(fqn: str) -> Problem:
+    return Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")
 
 
 def rank_missing(fqn: str, num_saved: int) -> Problem:

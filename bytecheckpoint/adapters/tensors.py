@@ -1,7 +1,7 @@
 """Tensors turned into shards: which regions of the global tensor this rank holds, and where in memory they are.
 
-Takes plain tensors (and parameters, and subclasses that only add Python attributes), DTensor with any placements on
-any mesh, and ShardedTensor. Everything else is refused by name.
+Takes plain tensors (and parameters, and subclasses that only add Python attributes), DTensor with Shard and Replicate
+placements on any mesh, and ShardedTensor. Everything else is refused by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard  # what fully_shard makes of tensor parallel
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
@@ -79,13 +79,13 @@ def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
 
 def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"{fqn or repr(fqn)} is {what}, which no checkpoint holds; nothing was written or changed. Do this: {advice}",
+        f"{fqn or repr(fqn)} is {what}, which is not supported; nothing was written or changed. Do this: {advice}",
         kind="unsupported_value",
     )
 
 
 def _of_dtensor(fqn: str, tensor: DTensor) -> list[LocalShard]:
-    local = tensor._local_tensor.detach()
+    local = tensor._local_tensor.detach()  # to_local() would be a step of autograd's
     check_dense(fqn, local)
     shape = tuple(tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()

@@ -75,12 +75,6 @@ class ExtentIndex:
         last = self._bounds[bisect_right(self._bounds, end) - 1]
         return (first, last) if first < last else (start, start)
 
-    def covered(self, start: int, end: int) -> range:
-        """The numbers of the extents in a range that `widen` or `shrink` gave."""
-        if self._bounds is None:
-            return range(0)
-        return range(bisect_left(self._bounds, start), bisect_left(self._bounds, end))
-
 
 def coalesce(
     file: int, parts: Iterable[Part], extents: ExtentIndex, *, max_gap_bytes: int, max_fetch_bytes: int

@@ -17,6 +17,7 @@ class PlacedChunk(NamedTuple):
     """A chunk and its place in a file's data section."""
 
     offer: int
+    """Index into the rank's offers."""
     fqn: str
     dtype: str
     shape: tuple[int, ...]
@@ -32,7 +33,7 @@ def lay_out_files(
 ) -> list[tuple[PlacedChunk, ...]]:
     """One entry a file, its chunks in file order: by falling item size, then FQN, so that each is aligned to its own.
 
-    A file's data section stays below `max_file_bytes` unless a single chunk is larger.
+    A file's data section has at most `max_file_bytes` unless a single chunk is larger.
     """
 
     def order(write: Write) -> tuple[int, str, Region]:

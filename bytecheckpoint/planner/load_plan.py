@@ -11,7 +11,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk, Manifest
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Part, coalesce
-from bytecheckpoint.planner.save_plan import describe
+from bytecheckpoint.planner.save_plan import describe, first_lines
 from bytecheckpoint.region import (
     Region,
     find_hole,
@@ -40,8 +40,8 @@ def plan_load(
 ) -> list[Fetch]:
     """The reads that fill all wants, in file order.
 
-    Raises CheckpointMismatchError (coverage) where chunks overlap or leave a part of a want uncovered; one error
-    lists all.
+    Raises CheckpointMismatchError (coverage) where chunks overlap or leave a part of a want uncovered; one error is
+    about all.
     """
     parts_by_file: dict[int, list[Part]] = {}
     uncovered: list[str] = []
@@ -66,8 +66,8 @@ def plan_load(
             uncovered.append(_describe_hole(want, chunks_by_fqn[want.fqn]))
     if uncovered:
         raise CheckpointMismatchError(
-            f"the checkpoint does not hold all of {len(uncovered)} tensors; nothing was loaded:\n  "
-            + "\n  ".join(uncovered[:10]),
+            f"the checkpoint does not hold every element of {len(uncovered)} tensors exactly once; nothing was loaded. "
+            "Take another step, or leave them out with exclude:\n" + first_lines(uncovered),
             kind="coverage",
         )
     return [

@@ -80,7 +80,7 @@ def plan_save(offers: Sequence[Sequence[Offer]], aliases: Sequence[Mapping[str, 
     """The plan for what the ranks offer; `offers[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r.
 
     Raises CheckpointMismatchError: `conflict` where ranks disagree about a tensor or hold parts that overlap,
-    `coverage` where a part of a tensor is offered by no rank. One error lists all tensors.
+    `coverage` where a part of a tensor is offered by no rank. One error is about all tensors.
     """
     kept_aliases = _agree_on_aliases(offers, aliases)
     tensors = _collect(offers, kept_aliases)
@@ -120,7 +120,7 @@ def _collect(offers: Sequence[Sequence[Offer]], aliases: Mapping[str, str]) -> d
         raise CheckpointMismatchError(
             f"ranks disagree about {len(conflicts)} tensors; nothing was written. Give each its own FQN, or the same "
             "global shape and dtype on every rank, and save again:\n"
-            + _first([text for text, _ in conflicts.values()]),
+            + first_lines([text for text, _ in conflicts.values()]),
             kind="conflict",
             ranks=tuple(sorted({rank for _, ranks in conflicts.values() for rank in ranks})),
         )
@@ -140,13 +140,13 @@ def _check_tiling(tensors: Mapping[str, _Tensor]) -> None:
     if overlaps:
         raise CheckpointMismatchError(
             f"the shards of {len(overlaps)} tensors overlap without being replicas; nothing was written. Every element "
-            "must lie in one region, or in the same region on all ranks that hold it:\n" + _first(overlaps),
+            "must lie in one region, or in the same region on all ranks that hold it:\n" + first_lines(overlaps),
             kind="conflict",
         )
     if holes:
         raise CheckpointMismatchError(
             f"{len(holes)} tensors would not be whole; nothing was written. Every rank that holds a part must pass it "
-            "to save:\n" + _first(holes),
+            "to save:\n" + first_lines(holes),
             kind="coverage",
         )
 
@@ -156,7 +156,8 @@ def describe(region: Region) -> str:
     return "[" + ", ".join(f"{offset}:{end}" for offset, end in zip(region.offsets, region.ends, strict=True)) + "]"
 
 
-def _first(lines: Sequence[str]) -> str:
+def first_lines(lines: Sequence[str]) -> str:
+    """The first of these lines, indented, and how many there are more: an error is for reading."""
     rest = [f"  and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
     return "\n".join([f"  {line}" for line in lines[:_NUM_SHOWN]] + rest)
 
@@ -194,7 +195,7 @@ def _assign(tensors: Mapping[str, _Tensor], *, num_ranks: int) -> list[list[Writ
                 writes[holders[0].rank].append(Write(holders[0].offer, region))
                 loads[holders[0].rank] += byte_length
                 continue
-            by_rank = dict(reversed(holders))
+            by_rank = dict(reversed(holders))  # of a rank that offers it twice the first one counts
             shared.setdefault(tuple(sorted(by_rank)), []).append(_Candidate(fqn, region, byte_length, by_rank))
     for ranks in sorted(shared, key=lambda ranks: (len(ranks), ranks)):
         _share_out(shared[ranks], ranks, loads, writes)
@@ -211,11 +212,12 @@ def _share_out(
     for candidate in sorted(
         candidates, key=lambda candidate: (-candidate.byte_length, candidate.fqn, candidate.region)
     ):
+        item_bytes = candidate.byte_length // candidate.region.numel
         left: Region | None = candidate.region
         while left is not None:
             load, rank = heap[0]
-            taken, left = _split_off(left, candidate.byte_length // candidate.region.numel, level - load)
-            loads[rank] += taken.numel * (candidate.byte_length // candidate.region.numel)
+            taken, left = _split_off(left, item_bytes, level - load)
+            loads[rank] += taken.numel * item_bytes
             writes[rank].append(Write(candidate.offers[rank], taken))
             heapq.heapreplace(heap, (loads[rank], rank))
 
