@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import msgspec
@@ -20,7 +21,7 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle
 from bytecheckpoint.info import LoadReport
-from bytecheckpoint.location import root_of, save_location
+from bytecheckpoint.location import check_step, root_of, save_location
 from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.planner.file_plan import lay_out_files
@@ -81,52 +82,57 @@ def save(
     """
     options = options or SaveOptions()
     clock = Clock()
-    about = Subject(showable_url(str(path)), step, is_save=True)
+    about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
-    with together(ranks, f"planning the save to {about.path}", about=about), collector_paused():
-        IN_FLIGHT.settle()
-        clock.lap("wait")
-        metadata = check_metadata(metadata)
-        root, folder = save_location(path, step=step, role=role)
-        store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
-        refuse_existing(ranks, store, folder, overwrite=options.overwrite)
-        contents = collect_all(entries_of(state, framework))
-        target = join_name(str(store), folder)
-        request, shards = save_request(target, step, contents, overwrite=options.overwrite, num_ranks=ranks.num_ranks)
-        agreed = agree(ranks, request)
-        warn_of_differing(ranks, agreed.differing_replicas)
-        clock.lap("plan")
+    with ExitStack() as turn:
+        with together(ranks, f"planning the save to {about.path}", about=about), collector_paused():
+            turn.enter_context(IN_FLIGHT.turn())
+            clock.lap("wait")
+            if not async_save:
+                turn.close()  # only what is staged needs the staging memory
+            step, metadata = check_step(step), check_metadata(metadata)
+            root, folder = save_location(path, step=step, role=role)
+            store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
+            refuse_existing(ranks, store, folder, overwrite=options.overwrite)
+            contents = collect_all(entries_of(state, framework))
+            target = join_name(str(store), folder)
+            request, shards = save_request(
+                target, step, contents, overwrite=options.overwrite, num_ranks=ranks.num_ranks
+            )
+            agreed = agree(ranks, request)
+            warn_of_differing(ranks, agreed.differing_replicas)
+            clock.lap("plan")
 
-    with together(ranks, f"staging the save to {target}", about=about), collector_paused():
-        files = lay_out_files(request.offers, agreed.writes, max_file_bytes=options.max_file_bytes)
-        names = [layout.data_file_name(agreed.save_id, ranks.rank, index) for index in range(len(files))]
-        images = [image_of(name, chunks, shards) for name, chunks in zip(names, files, strict=True)]
+        with together(ranks, f"staging the save to {target}", about=about), collector_paused():
+            files = lay_out_files(request.offers, agreed.writes, max_file_bytes=options.max_file_bytes)
+            names = [layout.data_file_name(agreed.save_id, ranks.rank, index) for index in range(len(files))]
+            images = [image_of(name, chunks, shards) for name, chunks in zip(names, files, strict=True)]
+            if async_save:
+                images = stage_images(images, files, shards, IN_FLIGHT.memory.take(staged_bytes(images)))
+            clock.lap("stage")
+
+        handle = SaveHandle(target)
+        saving = Saving(
+            ranks=ranks,
+            store=store,
+            folder=folder,
+            about=about._replace(step=step),
+            overwrite=options.overwrite,
+            agreed=agreed,
+            files=files,
+            images=images,
+            metadata=metadata,
+            clock=clock,
+        )
         if async_save:
-            images = stage_images(images, files, shards, IN_FLIGHT.memory.take(staged_bytes(images)))
-        clock.lap("stage")
-
-    handle = SaveHandle(target)
-    saving = Saving(
-        ranks=ranks,
-        store=store,
-        folder=folder,
-        about=about,
-        overwrite=options.overwrite,
-        agreed=agreed,
-        files=files,
-        images=images,
-        metadata=metadata,
-        clock=clock,
-    )
-    if async_save:
-        handle.mark_staged()
-        clock.end_stall()
-        if ranks.rank == COORDINATOR:
-            logger.info("staged %s in %.2f s", target, clock.seconds["stall"])
-        IN_FLIGHT.start(handle, lambda: write_and_commit(saving))
-    else:
-        handle.finish(lambda: write_and_commit(saving))
-        handle.result()
+            handle.mark_staged()
+            clock.end_stall()
+            if ranks.rank == COORDINATOR:
+                logger.info("staged %s in %.2f s", target, clock.seconds["stall"])
+            IN_FLIGHT.start(handle, lambda: write_and_commit(saving), turn.pop_all())
+            return handle
+    handle.finish(lambda: write_and_commit(saving), turn)
+    handle.result()
     return handle
 
 
@@ -184,7 +190,7 @@ def load(
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
         store = open_store(root_of(path, role), storage_options=storage_options, writer_threads=1)
-        source = _open_together(ranks, store, step, options)
+        source = _open_together(ranks, store, _wanted_step(step), options)
 
     with together(ranks, f"matching the state with {about.path}", about=about), collector_paused():
         stored = Stored(
@@ -214,6 +220,10 @@ def load(
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
+
+
+def _wanted_step(step: object) -> int | Literal["latest"] | None:
+    return "latest" if isinstance(step, str) and step == "latest" else check_step(step)
 
 
 def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions) -> Source:
@@ -268,7 +278,7 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
-    folder = layout.find_checkpoint(store, step, location=str(store))
+    folder = layout.find_checkpoint(store, _wanted_step(step), location=str(store))
     source = Source(store, folder, layout.read_manifest(store, folder), options or LoadOptions())
     return Checkpoint(source, source.path)
 

@@ -53,6 +53,9 @@ class RankFailedError(Exception):
         self.error = error
 
 
+ABANDONED = "abandoned"
+"""The key of a call that ended because a rank did not come, so that this rank can tell when it does."""
+
 _PAYLOAD, _FAILURE = b"+", b"-"
 _HAS_FAILURE = "failed"
 """The key that is set once any rank has failed, so that nobody need look for each."""
@@ -134,6 +137,8 @@ class GroupRanks:
     def _fail(self, error: CheckpointError) -> CheckpointError:
         if self.rank == COORDINATOR:
             self._send_down(_FAILURE + _encode_failure(error))
+            if error.kind == "rank_missing":
+                self._store.set(ABANDONED, b"")  # type: ignore[arg-type]  # as in _put; stays for those who come late
             self._leave(missing=error.ranks if error.kind == "rank_missing" else ())
             return error
         self._put(self._failure_key(self.rank), _FAILURE + _encode_failure(error))
@@ -166,6 +171,7 @@ class GroupRanks:
         key = self._down_key(number, "all")
         if not _poll(lambda: self._is_set(key), self._patience_s):
             self._has_given_up = True
+            self._store.set(ABANDONED, b"")  # type: ignore[arg-type]  # as in _put
             raise self._missing([COORDINATOR])
         self._num_down += 1
         message: bytes = self._store.get(key)

@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import thread as _futures_thread  # noqa: F401  registers its exit hook before ours
+from contextlib import ExitStack, contextmanager
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo
@@ -25,6 +26,7 @@ class SaveHandle:
         self._path = path
         self._staged = threading.Event()
         self._future: Future[CheckpointInfo] = Future()
+        self._error: BaseException | None = None
         self._was_seen = False
 
     def __repr__(self) -> str:
@@ -62,28 +64,32 @@ class SaveHandle:
         self._future.add_done_callback(lambda _: fn(self))
 
     def _failed(self) -> bool:
-        return self._future.done() and self._future.exception() is not None
+        return self._error is not None
 
     def _unseen_error(self) -> BaseException | None:
         """The error of a failed save that nobody has asked for; asking here counts."""
-        if not self._failed() or self._was_seen:
-            return None
-        return self.exception()
+        error = None if self._was_seen else self._error
+        self._was_seen = self._was_seen or error is not None
+        return error
 
     def mark_staged(self) -> None:
         """The training state may change from here on."""
         self._staged.set()
 
-    def finish(self, finish: Callable[[], CheckpointInfo]) -> None:
-        """Runs the rest of the save and keeps its outcome. Whatever it raises is for `result`, not for this thread."""
+    def finish(self, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
+        """Runs the rest of the save, ends its turn and keeps its outcome. Whatever it raises is for `result`."""
+        info = None
         try:
             info = finish()
         except BaseException as error:  # noqa: BLE001  a lost error would be a lost checkpoint
-            self._staged.set()
-            self._future.set_exception(error)
-        else:
-            self._staged.set()
+            self._error = error
+        # The turn ends first: what waits for the outcome, callbacks too, may well save again.
+        turn.close()
+        self._staged.set()
+        if info is not None:
             self._future.set_result(info)
+        else:
+            self._future.set_exception(self._error)
 
 
 class InFlight:
@@ -91,35 +97,42 @@ class InFlight:
 
     def __init__(self) -> None:
         self.memory = StagingMemory()
-        """What that save has staged into; free again once `settle` has returned."""
+        """What the save whose turn it is stages into."""
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._handle: SaveHandle | None = None
         self._has_hooks = False
 
-    def settle(self) -> None:
-        """Waits for the save that is under way; raises its error if it failed and nobody has been told."""
-        handle = self._handle
-        if handle is None:
-            return
-        handle._future.exception()
-        error = handle._unseen_error()
-        self._handle = None
-        if isinstance(error, CheckpointError):
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Waits for the save that is under way, then holds back others. Raises that save's error if nobody has seen it."""
+        turn = self._turn
+        turn.acquire()
+        try:
+            self._raise_unseen()
+            yield
+        finally:
+            turn.release()
+
+    def _raise_unseen(self) -> None:
+        handle, self._handle = self._handle, None
+        error = handle._unseen_error() if handle is not None else None
+        if handle is not None and isinstance(error, CheckpointError):
             message = f"the asynchronous save to {handle._path} failed, and this one was not begun: {error.message}"
             raise type(error)(message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks) from error
         if error is not None:
             raise error
 
-    def start(self, handle: SaveHandle, finish: Callable[[], CheckpointInfo]) -> None:
-        """Finishes a save on a thread of its own."""
+    def start(self, handle: SaveHandle, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
+        """Finishes a save, and its turn, on a thread of its own."""
         self._add_hooks()
         self._handle = handle
         # No daemon: the interpreter waits for it, and so does `_wait` earlier, while executors still take work.
-        thread = threading.Thread(target=handle.finish, args=(finish,), name="bcp-save")
+        thread = threading.Thread(target=handle.finish, args=(finish, turn), name="bcp-save")
         try:
             thread.start()
         except RuntimeError:  # there are too many threads, or the interpreter is exiting
-            handle.finish(finish)
+            handle.finish(finish, turn)
 
     def _add_hooks(self) -> None:
         with self._lock:
@@ -153,6 +166,7 @@ class InFlight:
     def _forget(self) -> None:
         """A forked child has a copy of the handle, but not the thread that would finish it."""
         self._handle = None
+        self._turn = threading.Lock()
 
 
 IN_FLIGHT = InFlight()

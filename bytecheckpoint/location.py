@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.storage.layout import step_folder
@@ -33,11 +33,19 @@ def root_of(path: str | os.PathLike[str], role: str | None) -> str:
     return join_name(root, role)
 
 
-def save_location(path: str | os.PathLike[str], *, step: object, role: str | None) -> Location:
-    """Where a save goes. Raises CheckpointMismatchError (conflict), a ValueError, for a step that is none."""
+def check_step(step: object) -> int | None:
+    """The step as a plain int; numpy's integers are taken too.
+
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for what is no integer from 0 to 2^63 - 1.
+    """
     if step is None:
-        return Location(root_of(path, role), "")
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        what = f"a step is an integer from 0 on, or None, not {step!r}; nothing was changed"
+        return None
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or not 0 <= step.__index__() < 1 << 63:
+        what = f"a step is an integer from 0 to 2^63 - 1, or None, not {step!r}; nothing was changed"
         raise CheckpointMismatchError(what, kind="conflict")
-    return Location(root_of(path, role), step_folder(step))
+    return step.__index__()
+
+
+def save_location(path: str | os.PathLike[str], *, step: int | None, role: str | None) -> Location:
+    """Where a save goes."""
+    return Location(root_of(path, role), "" if step is None else step_folder(step))

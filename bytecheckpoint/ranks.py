@@ -5,6 +5,7 @@ come is named; nothing here knows what is being agreed on, nor how messages trav
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -13,9 +14,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
-from bytecheckpoint.group_ranks import COORDINATOR, GroupRanks, RankFailedError, store_lost, within
+from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError, store_lost, within
 
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
+
+
+_CATCH_UP_S = 2.0
+"""How long a rank whose call the others gave up on looks out for their next one."""
 
 
 class Ranks(Protocol):
@@ -88,12 +93,38 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, abo
     if len(names) == 1:
         return SoleRank()
     store = _group_store(group)
-    # Counted in the store, so that no state is kept here: the number of calls that this rank has made on the group.
     try:
-        call = within(timeout_s, lambda: store.add(f"bytecheckpoint/calls/{rank}", 1))
+        call = within(timeout_s + _CATCH_UP_S, lambda: _next_call(store, rank))
     except (TimeoutError, RuntimeError) as error:
         raise _located(store_lost(error), SoleRank(), about) from error
     return GroupRanks(PrefixStore(f"bytecheckpoint/{call}", store), rank, names, timeout_s)
+
+
+def _next_call(store: Store, rank: int) -> int:
+    """The number of the call that this rank makes, the same on all ranks. Counted in the store: no state is kept here.
+
+    A rank that has missed a call, which the others then gave up on, skips it: else it would be one behind for ever.
+    """
+    call = store.add(_calls_key(rank), 1)
+    if rank == COORDINATOR:
+        while _was_abandoned(store, call):
+            call = store.add(_calls_key(rank), 1)
+        return call
+    deadline = time.monotonic() + _CATCH_UP_S
+    while _was_abandoned(store, call) and time.monotonic() < deadline:
+        current = store.add(_calls_key(COORDINATOR), 0)
+        if current > call:
+            return store.add(_calls_key(rank), current - call)
+        time.sleep(0.02)
+    return call  # if it was abandoned, the verdict on it is still there to be read
+
+
+def _calls_key(rank: int) -> str:
+    return f"bytecheckpoint/calls/{rank}"
+
+
+def _was_abandoned(store: Store, call: int) -> bool:
+    return bool(store.check([f"bytecheckpoint/{call}/{ABANDONED}"]))
 
 
 def _group_store(group: dist.ProcessGroup) -> Store:
