@@ -3,7 +3,7 @@
 #   make test     the tests, 8 minutes at most on 2 cores
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it, resume it on other layouts
-#   make bench    the figures that the README quotes
+#   make bench    how long things take, beside what others take
 #   make clean    remove what the above have made
 
 PYTHON ?= python3
@@ -32,6 +32,7 @@ demo: $(VENV)/.installed-demo
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/manifest.py
+	$(BIN)/python benchmarks/save.py
 
 clean:
 	rm -rf $(VENV) build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

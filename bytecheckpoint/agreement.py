@@ -96,7 +96,8 @@ def agree(ranks: Ranks, request: SaveRequest) -> Agreed:
         return Agreed(order.save_id, _decode_writes(order), order.differing_replicas, [], None, {}, {})
     requests = [msgspec.msgpack.decode(payload, type=SaveRequest) for payload in payloads]
     check_same("save to", [_target(of_rank) for of_rank in requests], ranks.names)
-    plan = plan_save([of_rank.offers for of_rank in requests], [of_rank.aliases for of_rank in requests])
+    offers, aliases = [of_rank.offers for of_rank in requests], [of_rank.aliases for of_rank in requests]
+    plan = plan_save(offers, aliases, names=ranks.names)
     objects, rank_objects = merge_plain([of_rank.plain for of_rank in requests], ranks.names)
     save_id = uuid.uuid4().hex[:16]
     orders = [

@@ -22,7 +22,7 @@ from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
+from bytecheckpoint.matching import Match, Verdict, match_state, refuse_meta, share_findings
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.planner.file_plan import lay_out_files
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
@@ -209,6 +209,7 @@ def load(
             for entry in entries:
                 entry.prepare(stored)
             match = match_state(entries, stored, cast=cast)
+            refuse_meta(match)
             fetches = source.plan(match.shards, match.stored_fqns)
         source.read(fetches, match.shards, match.stored_fqns)
         for entry in entries:

@@ -105,7 +105,7 @@ class InFlight:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Waits for the save that is under way, then holds back others. Raises that save's error if nobody has seen it."""
+        """Waits for the save that is under way, then holds back others. Raises its error if nobody has seen it."""
         turn = self._turn
         turn.acquire()
         try:

@@ -14,7 +14,7 @@ import torch
 
 from bytecheckpoint.adapters.state import Entry
 from bytecheckpoint.adapters.stored import Problem, Stored, not_stored
-from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.ranks import COORDINATOR, Ranks
 
@@ -76,12 +76,35 @@ def _problem(shard: LocalShard, stored: Stored, *, cast: bool) -> Problem | None
     if found.dtype != shard.dtype and not cast:
         text = f"{fqn}: dtype {found.dtype} in the checkpoint, {shard.dtype} in the state (cast=True converts)"
         return Problem("dtype", fqn, text)
+    if found.dtype != shard.dtype and not _can_convert(found.dtype, shard.dtype):
+        text = f"{fqn}: torch cannot convert {found.dtype} in the checkpoint to {shard.dtype} in the state"
+        return Problem("dtype", fqn, text)
     if _shares_elements(shard.tensor):
         text = (
             f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
         )
         return Problem("conflict", fqn, text)
     return None
+
+
+def refuse_meta(match: Match) -> None:
+    """Raises CheckpointMismatchError (conflict) where a target still has no memory to be filled."""
+    fqns = sorted({shard.fqn for shard in match.shards if shard.tensor.is_meta})
+    if fqns:
+        raise CheckpointMismatchError(
+            f"{len(fqns)} tensors of the state are on the meta device and belong to no module that could be given "
+            f"memory: {', '.join(fqns[:_NUM_SHOWN])}; make them real and load again",
+            kind="conflict",
+        )
+
+
+def _can_convert(stored: str, wanted: str) -> bool:
+    try:
+        source = torch.empty(1, dtype=torch_dtype(stored), device="cpu")
+        torch.empty(1, dtype=torch_dtype(wanted), device="cpu").copy_(source)
+    except (RuntimeError, NotImplementedError):  # there is no other way to ask
+        return False
+    return True
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ class SaveOptions:
     max_file_bytes: int = 8 << 30
     """Start another data file when one would grow beyond this; a larger chunk gets a file of its own. In bytes."""
     writer_threads: int = 2
-    """Writes in flight per rank."""
+    """Writes in flight per rank, to a local folder; to a URL a file is one stream."""
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,52 @@ def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
     assert same_optimizer(optimizer, plain_optimizer)
 
 
+class Counting(nn.Module):
+    """Keeps data that is no tensor in its state_dict, by means of its own."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 1.0))
+        self.count = count
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}count"] = self.count
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.count = state_dict.pop(f"{prefix}count")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("count", [5, None, "text", {"seen": [1, (2,)], "sums": torch.arange(3.0)}])
+def test_data_in_a_state_dict_that_is_no_tensor_is_saved_and_given_back(tmp_path: Path, count: Any) -> None:
+    source, target = nn.Sequential(Counting(count), Counting(1)), nn.Sequential(Counting(0), Counting(0))
+    source[0].weight.data.fill_(7.0)
+    weight = target[0].weight
+    round_trip(tmp_path, source, target)
+    assert repr(target[0].count) == repr(count)
+    assert target[1].count == 1
+    assert target[0].weight is weight
+    assert weight.tolist() == [7.0, 7.0]
+
+
+def test_data_in_a_state_dict_that_is_missing_is_named_and_that_is_left_out_stays(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": nn.ModuleList([Counting(5), nn.ReLU()])})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"missing_key: model\.1\.count"):
+        bcp.load(tmp_path, {"model": nn.ModuleList([Counting(0), Counting(8)])})
+    target = nn.ModuleList([Counting(0), Counting(8)])
+    bcp.load(tmp_path, {"model": target}, strict=False)
+    assert [counting.count for counting in target] == [5, 8]
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"unexpected_key: model\.0\.count"):
+        bcp.load(tmp_path, {"model": nn.ModuleList([nn.LayerNorm(2, bias=False)])})
+    bcp.load(tmp_path, {"model": nn.ModuleList([nn.LayerNorm(2, bias=False)])}, exclude="*.count")
+
+
+def test_data_in_a_state_dict_that_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match=r"model\.0\.count is an object of type"):
+        bcp.save(tmp_path, {"model": nn.Sequential(Counting(object()))})
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
 def test_a_module_that_torch_compile_has_wrapped(tmp_path: Path) -> None:
     target = torch.compile(mlp(1))
@@ -216,11 +263,21 @@ def test_a_list_of_modules_with_the_names_of_the_whole(tmp_path: Path) -> None:
     assert same_module(others, mlp(0))
 
 
-def test_two_modules_of_a_list_with_the_same_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        bcp.CheckpointSaveError, match=r"model\.0\.weight is the name of tensors in two modules"
-    ) as error:
-        bcp.save(tmp_path, {"model": [mlp(0), mlp(1)]})
+def compiled_beside_its_name() -> nn.Module:
+    module = Compiled(nn.Linear(2, 2))
+    module.weight = nn.Parameter(torch.ones(2))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "own_name"),
+    [([mlp(0), mlp(1)], "0.weight", "0.weight"), (compiled_beside_its_name(), "weight", "_orig_mod.weight")],
+    ids=["two modules of a list", "one module"],
+)
+def test_two_tensors_with_the_same_name_are_refused(tmp_path: Path, model: Any, name: str, own_name: str) -> None:
+    text = rf"model\.{name} is the name of two tensors, one of which the module calls '{own_name}'"
+    with pytest.raises(bcp.CheckpointSaveError, match=text) as error:
+        bcp.save(tmp_path, {"model": model})
     assert error.value.kind == "unsupported_value"
 
 
@@ -287,6 +344,21 @@ def test_a_module_on_the_meta_device_is_materialised_with_its_ties(tmp_path: Pat
     assert target.head.weight is target.embedding.weight
     assert all(map(lambda a, b: a is b, parameters, target.parameters()))
     assert torch.equal(source(torch.arange(6)), target(torch.arange(6)))
+
+
+@pytest.mark.parametrize("how", ["context", "default"])
+def test_loading_while_the_default_device_is_meta_loads_into_the_host(tmp_path: Path, how: str) -> None:
+    bcp.save(tmp_path, {"model": mlp(0)})
+    before = torch.get_default_device()
+    try:
+        with torch.device("meta") if how == "context" else nullcontext():
+            if how == "default":
+                torch.set_default_device("meta")
+            target = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+            bcp.load(tmp_path, {"model": target})
+    finally:
+        torch.set_default_device(None if before.type == "cpu" else before)
+    assert same_module(target, mlp(0))
 
 
 def test_an_optimizer_that_was_built_on_meta_parameters_stays_valid(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -31,21 +31,41 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+class _Part(NamedTuple):
+    """One module of an entry."""
+
+    module: torch.nn.Module
+    ddp_prefixes: Sequence[str]
+    """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
+
+    def plain_name(self, name: str) -> str:
+        """The name of something in the module, without what wrappers put into it."""
+        for prefix in self.ddp_prefixes:
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        return plain_name(name)
+
+    def state(self) -> Iterator[tuple[str, str, Any]]:
+        """The state_dict: of each value the module's own name for it, the plain name, and the live value."""
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            yield name, self.plain_name(name), value
+
+
 class ModuleEntry:
     """One module, or the stages of a pipeline that this rank holds."""
 
     def __init__(self, fqn: str, modules: Sequence[torch.nn.Module]) -> None:
         self.fqn = fqn
-        self._modules = [_unwrapped(fqn, module) for module in modules]
+        self._parts = [_part_of(fqn, module) for module in modules]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Every parameter with its name in the model; a tied one once, under its first name."""
-        for module in self._modules:
-            for name, parameter in module.named_parameters():
-                yield parameter, plain_name(name)
+        for part in self._parts:
+            for name, parameter in part.module.named_parameters():
+                yield parameter, part.plain_name(name)
 
     def tied_names(self) -> dict[str, str]:
         """The other names of tied tensors -> their first name, without the entry's own."""
@@ -94,27 +114,32 @@ class ModuleEntry:
             found = stored.entry_tree(fqn)
             if found is not None:
                 self._extra.prepare(found.tree, found.fqn, {}, stored)
-        for module in self._modules:
-            materialise(self.fqn, module, {id(tensor) for tensor in self._loadable(module, stored)})
+        for part in self._parts:
+            materialise(self.fqn, part.module, {id(tensor) for tensor in self._loadable(part, stored)})
 
     def finish(self, stored: Stored) -> None:
-        for module in self._modules:
-            detached: dict[str, torch.Tensor] = {}
-            for name in module.state_dict(keep_vars=True):
-                fqn = join_fqn(self.fqn, plain_name(name))
+        for part in self._parts:
+            given: dict[str, Any] = {}
+            own: dict[str, Any] = {}
+            for name, plain, value in part.state():
+                fqn = join_fqn(self.fqn, plain)
+                found = stored.entry_tree(fqn) if _is_data(name, value) else None
                 if fqn in self._detached:
-                    detached[name] = self._detached[fqn]
-                found = stored.entry_tree(fqn) if _is_extra_state(name) else None
-                if found is not None and found.is_taken:
-                    owner = module.get_submodule(name.rpartition(".")[0])
-                    owner.set_extra_state(self._extra.filled(found.tree, found.fqn, {}, stored))
-            if detached:
-                module.load_state_dict(detached, strict=False)
+                    given[name] = self._detached[fqn]
+                elif found is not None and found.is_taken:
+                    given[name] = self._extra.filled(found.tree, found.fqn, leaves(value, fqn), stored)
+                elif _is_data(name, value) and not _is_extra_state(name):
+                    own[name] = value
+            for name in filter(_is_extra_state, list(given)):
+                part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given.pop(name))
+            if given:
+                # A module that takes data of its own back looks for all of it, also for what was not loaded.
+                part.module.load_state_dict(own | given, strict=False)
 
-    def _loadable(self, module: torch.nn.Module, stored: Stored) -> Iterator[torch.Tensor]:
+    def _loadable(self, part: _Part, stored: Stored) -> Iterator[torch.Tensor]:
         """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            found = stored.tensors.get(join_fqn(self.fqn, plain_name(name)))
+        for _, plain, tensor in part.state():
+            found = stored.tensors.get(join_fqn(self.fqn, plain))
             if isinstance(tensor, torch.Tensor) and found is not None and found.shape == tuple(tensor.shape):
                 yield tensor
 
@@ -122,19 +147,23 @@ class ModuleEntry:
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         owners: dict[object, str] = {}
-        for module in self._modules:
-            live = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-            for name, value in module.state_dict(keep_vars=True).items():
-                fqn = join_fqn(self.fqn, plain_name(name))
-                if not isinstance(value, torch.Tensor) or _is_extra_state(name):
+        for part in self._parts:
+            live = {id(tensor) for tensor in (*part.module.parameters(), *part.module.buffers())}
+            for name, plain, value in part.state():
+                fqn = join_fqn(self.fqn, plain)
+                if _is_data(name, value):
                     continue
                 if torch.nn.parameter.is_lazy(value):
                     advice = "call forward once, so that its shape is known"
                     raise unsupported(fqn, "a parameter of a lazy module that has not been initialised", advice)
                 tensor = value if id(value) in live else self._detached.setdefault(fqn, value)
                 if fqn in tensors and tensors[fqn] is not tensor:
-                    advice = "give the stages of a pipeline the names that their layers have in the whole model"
-                    raise unsupported(fqn, "the name of tensors in two modules of one list", advice)
+                    raise unsupported(
+                        fqn,
+                        f"the name of two tensors, one of which the module calls {name!r}",
+                        "give the stages of a pipeline the names that their layers have in the whole model, and "
+                        "rename what differs from another name only by what a wrapper puts into it",
+                    )
                 owner = owners.setdefault(_memory(tensor), fqn)
                 if owner == fqn:
                     tensors[fqn] = tensor
@@ -143,12 +172,7 @@ class ModuleEntry:
         return tensors, aliases
 
     def _extra_states(self) -> Mapping[str, Any]:
-        return {
-            plain_name(name): value
-            for module in self._modules
-            for name, value in module.state_dict(keep_vars=True).items()
-            if _is_extra_state(name)
-        }
+        return {plain: value for part in self._parts for name, plain, value in part.state() if _is_data(name, value)}
 
     def _extra_fqns(self) -> list[str]:
         return [join_fqn(self.fqn, name) for name in self._extra_states()]
@@ -158,12 +182,19 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _unwrapped(fqn: str, module: torch.nn.Module) -> torch.nn.Module:
-    if isinstance(module, DistributedDataParallel):
-        module = module.module
-    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+def _is_data(name: str, value: Any) -> bool:
+    """Whether something in a state_dict is no tensor of the module: extra state, or what its own hooks put there."""
+    return not isinstance(value, torch.Tensor) or _is_extra_state(name)
+
+
+def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
+    children = dict(module.named_modules(remove_duplicate=False))
+    if any(isinstance(child, FullyShardedDataParallel) for child in children.values()):
         raise unsupported(fqn, "an FSDP1 module", "use fully_shard (FSDP2); FSDP1 is not yet supported")
-    return module
+    # A forward pass without a backward one leaves fully_shard's parameters whole; this puts the sharded ones back.
+    module.state_dict(keep_vars=True)
+    wrapped = [name for name, child in children.items() if isinstance(child, DistributedDataParallel)]
+    return _Part(module, sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True))
 
 
 def _memory(tensor: torch.Tensor) -> object:
@@ -186,8 +217,10 @@ def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> N
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) not in wanted:
             return tensor
-        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else torch.get_default_device()
-        return torch.empty_like(tensor, device=device)
+        if isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device=tensor.device_mesh.device_type)
+        default = torch.get_default_device()
+        return torch.empty_like(tensor, device="cpu" if default.type == "meta" else default)
 
     # Swapping keeps identity: optimizers that were built on meta parameters, and ties, stay valid.
     swaps = torch.__future__.get_swap_module_params_on_conversion()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -91,25 +92,91 @@ def _of_dtensor(fqn: str, tensor: DTensor) -> list[LocalShard]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
+    _check_placements(fqn, tensor)
     mesh_axes = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
-    intervals = [_dim_intervals(fqn, dim, length, mesh_axes) for dim, length in enumerate(shape)]
-    held = tuple(sum(length for _, length in of_dim) for of_dim in intervals)
-    if held != tuple(local.shape):
-        raise CheckpointMismatchError(
-            f"{fqn}: placements {tensor.placements} of a {list(shape)} tensor give this rank {list(held)}, but its "
-            f"local tensor is {list(local.shape)}; build the DTensor from shards that follow torch.chunk",
-            kind="conflict",
-        )
+    intervals = _held_intervals(fqn, shape, tuple(local.shape), mesh_axes)
     dtype = dtype_name(tensor.dtype)
     return [LocalShard(fqn, dtype, shape, region, view) for region, view in _boxes(intervals, local)]
+
+
+def _check_placements(fqn: str, tensor: DTensor) -> None:
+    for placement in tensor.placements:
+        if not isinstance(placement, Replicate | Shard | _StridedShard):
+            kind = type(placement).__name__
+            advice = "redistribute it to Shard and Replicate placements first"
+            raise unsupported(fqn, f"a DTensor with a {kind} placement, {placement}", advice)
 
 
 _Interval = tuple[int, int]
 """First index and number of indices, along one tensor dimension."""
 
 
-def _dim_intervals(fqn: str, dim: int, length: int, mesh_axes: Sequence[tuple[Any, int, int]]) -> list[_Interval]:
-    """The indices along one dimension that this rank holds, in the order in which its local tensor has them."""
+_MeshAxis = tuple[Any, int, int]
+"""A placement, the number of ranks along this axis, and which of them this rank is."""
+
+
+def _held_intervals(
+    fqn: str, shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[_MeshAxis]
+) -> list[list[_Interval]]:
+    """The indices along each dimension that this rank holds, in the order in which its local tensor has them.
+
+    Strided placements say two things where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
+    from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was.
+    Raises CheckpointMismatchError (conflict) where it fits neither, or both with different indices.
+    """
+    layouts = [[_left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)]]
+    if all(_is_of_later_axes(index, mesh_axes) for index in range(len(mesh_axes))):
+        layouts.append([_right_to_left(dim, length, mesh_axes) for dim, length in enumerate(shape)])
+    fitting = [intervals for intervals in layouts if _lengths(intervals) == local_shape]
+    if fitting and all(intervals == fitting[0] for intervals in fitting):
+        return fitting[0]
+    placements = [placement for placement, _, _ in mesh_axes]
+    if fitting:
+        raise CheckpointMismatchError(
+            f"{fqn}: placements {placements} of a {list(shape)} tensor may be those of distribute_tensor or those of "
+            f"fully_shard over tensor parallelism, and it cannot be told which of the two it is: they give this rank "
+            f"indices {fitting[0]} or {fitting[1]}, as (first, number) along each dimension. Nothing was written or "
+            "changed; pad the tensor so that its lengths divide evenly",
+            kind="conflict",
+        )
+    raise CheckpointMismatchError(
+        f"{fqn}: placements {placements} of a {list(shape)} tensor give this rank {list(_lengths(layouts[0]))}, but "
+        f"its local tensor is {list(local_shape)}; build the DTensor from shards that follow torch.chunk",
+        kind="conflict",
+    )
+
+
+def _lengths(intervals: Sequence[Sequence[_Interval]]) -> tuple[int, ...]:
+    return tuple(sum(length for _, length in of_dim) for of_dim in intervals)
+
+
+def _is_of_later_axes(index: int, mesh_axes: Sequence[_MeshAxis]) -> bool:
+    """Whether a strided axis says that the later axes which shard its dimension have cut it first."""
+    placement = mesh_axes[index][0]
+    if not isinstance(placement, _StridedShard):
+        return True
+    later = [num_parts for other, num_parts, _ in mesh_axes[index + 1 :] if _shards(other, placement.dim)]
+    return int(placement.split_factor) == prod(later)
+
+
+def _shards(placement: Any, dim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def _right_to_left(dim: int, length: int, mesh_axes: Sequence[_MeshAxis]) -> list[_Interval]:
+    """As fully_shard lays out what is sharded already: each strided axis cuts after the axes that follow it."""
+    in_order: list[_MeshAxis] = []
+    for axis in reversed(mesh_axes):
+        in_order.insert(len(in_order) if isinstance(axis[0], _StridedShard) else 0, axis)
+    held: list[_Interval] = [(0, length)]
+    for placement, num_parts, coordinate in in_order:
+        if _shards(placement, dim):
+            held = _nth(_chunk(held, num_parts), coordinate)
+    return held
+
+
+def _left_to_right(dim: int, length: int, mesh_axes: Sequence[_MeshAxis]) -> list[_Interval]:
+    """As distribute_tensor does it: each axis cuts what those before it left."""
     held: list[_Interval] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
         if isinstance(placement, _StridedShard) and placement.dim == dim:
@@ -117,10 +184,6 @@ def _dim_intervals(fqn: str, dim: int, length: int, mesh_axes: Sequence[tuple[An
             held = _joined([part for piece in pieces for part in _nth(_chunk(piece, num_parts), coordinate)])
         elif isinstance(placement, Shard) and placement.dim == dim:
             held = _nth(_chunk(held, num_parts), coordinate)
-        elif not isinstance(placement, Replicate | Shard | _StridedShard):
-            raise unsupported(
-                fqn, f"a DTensor with placement {placement}", "redistribute it to Shard and Replicate placements first"
-            )
     return held
 
 

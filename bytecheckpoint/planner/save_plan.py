@@ -76,14 +76,17 @@ class _Tensor:
         return itemsize(self.dtype)
 
 
-def plan_save(offers: Sequence[Sequence[Offer]], aliases: Sequence[Mapping[str, str]]) -> SavePlan:
-    """The plan for what the ranks offer; `offers[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r.
+def plan_save(
+    offers: Sequence[Sequence[Offer]], aliases: Sequence[Mapping[str, str]], *, names: Sequence[int]
+) -> SavePlan:
+    """The plan for what the ranks offer; `offers[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, which
+    errors call `names[r]`.
 
     Raises CheckpointMismatchError: `conflict` where ranks disagree about a tensor or hold parts that overlap,
     `coverage` where a part of a tensor is offered by no rank. One error is about all tensors.
     """
     kept_aliases = _agree_on_aliases(offers, aliases)
-    tensors = _collect(offers, kept_aliases)
+    tensors = _collect(offers, kept_aliases, names)
     _check_tiling(tensors)
     differing = _settle_differing_replicas(tensors, offers)
     return SavePlan(_assign(tensors, num_ranks=len(offers)), kept_aliases, differing)
@@ -98,7 +101,7 @@ def _agree_on_aliases(offers: Sequence[Sequence[Offer]], aliases: Sequence[Mappi
     return {alias: fqn for alias, fqn in merged.items() if alias not in real}
 
 
-def _collect(offers: Sequence[Sequence[Offer]], aliases: Mapping[str, str]) -> dict[str, _Tensor]:
+def _collect(offers: Sequence[Sequence[Offer]], aliases: Mapping[str, str], names: Sequence[int]) -> dict[str, _Tensor]:
     tensors: dict[str, _Tensor] = {}
     first_ranks: dict[str, int] = {}
     conflicts: dict[str, tuple[str, tuple[int, int]]] = {}
@@ -110,12 +113,16 @@ def _collect(offers: Sequence[Sequence[Offer]], aliases: Mapping[str, str]) -> d
             if tensor is None:
                 tensor = tensors[offer.fqn] = _Tensor(offer.dtype, offer.shape)
                 first_ranks[offer.fqn] = rank
+            holders = tensor.holders.setdefault(offer.region, [])
             if (tensor.dtype, tensor.shape) != (offer.dtype, offer.shape):
                 first = first_ranks[offer.fqn]
-                here = f"{offer.dtype}{list(offer.shape)} on rank {rank}"
-                text = f"{offer.fqn}: {tensor.dtype}{list(tensor.shape)} on rank {first}, {here}"
-                conflicts[offer.fqn] = text, (first, rank)
-            tensor.holders.setdefault(offer.region, []).append(_Holder(rank, index))
+                here = f"{offer.dtype}{list(offer.shape)} on rank {names[rank]}"
+                text = f"{offer.fqn}: {tensor.dtype}{list(tensor.shape)} on rank {names[first]}, {here}"
+                conflicts[offer.fqn] = text, (names[first], names[rank])
+            elif holders and holders[-1].rank == rank and offer.region.numel:
+                text = f"{offer.fqn}: rank {names[rank]} has two tensors of this name"
+                conflicts[offer.fqn] = text, (names[rank], names[rank])
+            holders.append(_Holder(rank, index))
     if conflicts:
         raise CheckpointMismatchError(
             f"ranks disagree about {len(conflicts)} tensors; nothing was written. Give each its own FQN, or the same "
@@ -195,7 +202,7 @@ def _assign(tensors: Mapping[str, _Tensor], *, num_ranks: int) -> list[list[Writ
                 writes[holders[0].rank].append(Write(holders[0].offer, region))
                 loads[holders[0].rank] += byte_length
                 continue
-            by_rank = dict(reversed(holders))  # of a rank that offers it twice the first one counts
+            by_rank = dict(holders)
             shared.setdefault(tuple(sorted(by_rank)), []).append(_Candidate(fqn, region, byte_length, by_rank))
     for ranks in sorted(shared, key=lambda ranks: (len(ranks), ranks)):
         _share_out(shared[ranks], ranks, loads, writes)

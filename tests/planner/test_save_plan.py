@@ -28,7 +28,7 @@ def offer(
 
 
 def plan(offers: Sequence[Sequence[Offer]], aliases: Sequence[dict[str, str]] | None = None) -> SavePlan:
-    return plan_save(offers, aliases or [{}] * len(offers))
+    return plan_save(offers, aliases or [{}] * len(offers), names=range(len(offers)))
 
 
 def bytes_by_rank(found: SavePlan, offers: Sequence[Sequence[Offer]]) -> list[int]:
