@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bytecheckpoint.agreement import Agreed, build_manifest, encode_report
+from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -125,9 +126,7 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
         reports = ranks.gather(encode_report(list(zip(saving.files, data_starts, written, strict=True))))
         facts = content = b""
         if ranks.rank == COORDINATOR:
-            manifest = build_manifest(saving.agreed, reports, step=about.step, metadata=saving.metadata)
-            content = _encode_checked(manifest)
-            facts = msgspec.msgpack.encode(describe_checkpoint(manifest, path=saving.path, seconds={}))
+            content, facts = _encode_manifest(saving, reports)
         undo.pop_all()
 
     # The manifest appears last, and only once every rank has written: it is the commit.
@@ -143,6 +142,14 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
     if ranks.rank == COORDINATOR:
         logger.info("committed %s in %.2f s", saving.path, clock.total())
     return replace(info, seconds=clock.seconds)
+
+
+def _encode_manifest(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """The manifest as it will be committed, and what `save` tells about it."""
+    with collector_paused():
+        manifest = build_manifest(saving.agreed, reports, step=saving.about.step, metadata=saving.metadata)
+        info = describe_checkpoint(manifest, path=saving.path, seconds={})
+        return _encode_checked(manifest), msgspec.msgpack.encode(info)
 
 
 def _hear_that_all_have_written(saving: Saving) -> None:
