@@ -168,7 +168,7 @@ def load(
         key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
             order, or a function. Optimizer state follows the parameters of its modules.
         include: Only checkpoint FQNs that match one of these globs.
-        exclude: No checkpoint FQNs that match one of these globs.
+        exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
         cast: Convert where dtypes differ.
         process_group: As for `save`.
         role: As for `save`.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, leaves, with_leaves
 from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, torch_dtype
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
@@ -50,8 +50,9 @@ class Checkpoint:
     def rank_values(self, fqn: str) -> dict[int, Any]:
         """What each rank saved under this FQN, by rank: RankLocal values, and extra_state that differed.
 
-        In the place of a tensor of more than 64 KiB stands a reference, whose `fqn` is the tensor's in this checkpoint.
-        Raises CheckpointNotFoundError (not_found), which is no KeyError, for an FQN without such values.
+        Tensors in them are read, whole, to the host; ranks that saved the same large tensor share it. Raises
+        CheckpointNotFoundError (not_found), which is no KeyError, for an FQN without such values, and what a load
+        raises.
         """
         by_rank = self.manifest.rank_objects.get(fqn)
         if by_rank is None:
@@ -59,24 +60,40 @@ class Checkpoint:
             raise CheckpointNotFoundError(
                 f"{self._path} holds no value of single ranks named {fqn!r}; it holds {names}", kind="not_found"
             )
-        return {rank: decode_plain(data) for rank, data in sorted(by_rank.items())}
+        trees = {rank: decode_plain(data) for rank, data in sorted(by_rank.items())}
+        refs = {rank: _refs(tree, fqn) for rank, tree in trees.items()}
+        shards = {name: self[name]._shard(None) for of_rank in refs.values() for name in of_rank.values()}
+        _read(self._source, list(shards.values()))
+        tensors = {rank: {leaf: shards[name].tensor for leaf, name in refs[rank].items()} for rank in trees}
+        return {rank: with_leaves(tree, fqn, tensors[rank]) for rank, tree in trees.items()}
 
     def keys(self) -> list[str]:
-        """The FQNs of all tensors, tied ones under each of their names."""
-        return [*self.manifest.tensors, *self.manifest.aliases]
+        """The FQNs of all tensors, tied ones under each of their names.
+
+        Large tensors of extra_state and RankLocal have the FQN that they are stored under, `<fqn>@<digest>`, and also
+        their own where all ranks saved the same.
+        """
+        return [*self.manifest.tensors, *self._other_names]
+
+    @cached_property
+    def _other_names(self) -> dict[str, str]:
+        """Of tied tensors, and of tensors that are stored under a name made of their content."""
+        trees = {fqn: decode_plain(data) for fqn, data in self.manifest.objects.items()}
+        refs = {leaf: name for fqn, tree in trees.items() for leaf, name in _refs(tree, fqn).items()}
+        return {**{leaf: name for leaf, name in refs.items() if leaf != name}, **self.manifest.aliases}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def __len__(self) -> int:
-        return len(self.manifest.tensors) + len(self.manifest.aliases)
+        return len(self.manifest.tensors) + len(self._other_names)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self.manifest.tensors or fqn in self.manifest.aliases
+        return fqn in self.manifest.tensors or fqn in self._other_names
 
     def __getitem__(self, fqn: str) -> StoredTensorView:
         """The tensor of this FQN, not yet read. Raises KeyError where there is none."""
-        stored_fqn = self.manifest.aliases.get(fqn, fqn)
+        stored_fqn = self._other_names.get(fqn, fqn)
         if stored_fqn not in self.manifest.tensors:
             raise KeyError(f"{fqn!r} is no tensor of {self._path}")
         return StoredTensorView(self._source, stored_fqn)
@@ -87,7 +104,7 @@ class Checkpoint:
         `module.load_state_dict(bcp.open(path).state_dict("model."))` is what it is for. Raises what a load raises.
         """
         names = [fqn for fqn in self.keys() if fqn.startswith(prefix)]
-        stored = {fqn: self.manifest.aliases.get(fqn, fqn) for fqn in names}
+        stored = {fqn: self._other_names.get(fqn, fqn) for fqn in names}
         shards = {fqn: self[fqn]._shard(None) for fqn in dict.fromkeys(stored.values())}
         _read(self._source, list(shards.values()))
         return {fqn[len(prefix) :]: shards[stored[fqn]].tensor for fqn in names}
@@ -122,6 +139,11 @@ class StoredTensorView:
         region = whole(shape) if region is None else region
         tensor = torch.empty(region.lengths, dtype=self.dtype, device="cpu")
         return LocalShard(self._fqn, dtype_name(self.dtype), shape, region, tensor)
+
+
+def _refs(tree: Any, fqn: str) -> dict[str, str]:
+    """The leaves of a tree that are tensors in data files, and the FQNs of those tensors."""
+    return {leaf: value.fqn for leaf, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
 
 
 def _read(source: Source, shards: list[LocalShard]) -> None:

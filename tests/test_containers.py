@@ -237,13 +237,130 @@ def test_an_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path) -> None:
 
 
 def test_a_default_dict_is_loaded_into_and_kept(tmp_path: Path) -> None:
-    """Saved as the dict that it is: the factory is code."""
-    source: dict[str, int] = defaultdict(int, a=1)
-    bcp.save(tmp_path, {"s": source})
+    bcp.save(tmp_path, {"s": {"a": 1}})
     target: dict[str, int] = defaultdict(int, a=0)
     bcp.load(tmp_path, {"s": target})
     assert target == {"a": 1}
     assert type(target) is defaultdict
+
+
+class OwnDict(dict[str, int]):
+    """A user's own kind of dict."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        defaultdict(int, a=1),
+        OwnDict(a=1),
+        np.ma.masked_array([1, 2], mask=[True, False]),
+        np.ones((2, 2)).view(np.matrix),
+        np.rec.array([1, 2]),
+    ],
+    ids=["defaultdict", "own dict", "masked array", "matrix", "recarray"],
+)
+@pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["shared", "rank_local"])
+def test_a_type_that_would_come_back_as_another_is_refused(tmp_path: Path, value: Any, wrap: Any) -> None:
+    with pytest.raises(
+        bcp.CheckpointSaveError, match=r"a\.b is an object of type .*would come back as another"
+    ) as error:
+        bcp.save(tmp_path, {"a": wrap({"b": value})})
+    assert error.value.kind == "unsupported_value"
+
+
+@pytest.mark.parametrize(
+    "empty", [{}, OrderedDict(), Counter(), defaultdict(int)], ids=lambda value: type(value).__name__
+)
+def test_every_kind_of_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path, empty: Any) -> None:
+    bcp.save(tmp_path, {"s": {"n": 1, "t": torch.ones(2)}})
+    bcp.load(tmp_path, {"s": empty})
+    assert empty["n"] == 1
+    assert empty["t"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "key_map",
+    [[("^old", "new")], {f"old.d.{name}": f"new.d.{name}" for name in ("n", "t", "u.v")}],
+    ids=["rules", "names"],
+)
+def test_an_empty_dict_takes_what_key_map_gives_it(tmp_path: Path, key_map: Any) -> None:
+    content = {"n": 1, "t": torch.arange(3.0), "u": {"v": torch.ones(1)}}
+    bcp.save(tmp_path, {"old": {"d": content}, "other": {"d": {"n": 2}}})
+    target: dict[str, Any] = {"new": {"d": {}}}
+    bcp.load(tmp_path, target, key_map=key_map)
+    assert equal(target, {"new": {"d": content}})
+
+
+def test_large_tensors_of_extra_state_are_filled_in_place_and_chosen_by_their_name(tmp_path: Path) -> None:
+    def state(fill: float) -> dict[str, Any]:
+        return {"extra_state": {"a": torch.full((20_000,), fill), "l": [torch.full((20_000,), fill), 1]}}
+
+    bcp.save(tmp_path, state(1.0))
+    target = state(0.0)
+    tensors = target["extra_state"]["a"], target["extra_state"]["l"][0]
+    bcp.load(tmp_path, target)
+    assert all(bool(tensor.all()) for tensor in tensors)
+    assert (target["extra_state"]["a"], target["extra_state"]["l"][0]) == tensors
+    for choice in ({"include": "extra_state.a"}, {"exclude": "extra_state.l*"}):
+        target = state(0.0)
+        report = bcp.load(tmp_path, target, **choice)
+        assert bool(target["extra_state"]["a"].all())
+        assert not target["extra_state"]["l"][0].any()
+        assert report.skipped == ["extra_state.l.0", "extra_state.l.1"]
+    assert torch.equal(bcp.open(tmp_path)["extra_state.l.0"][...], torch.ones(20_000))
+    empty: dict[str, Any] = {"moved": {}}
+    bcp.load(tmp_path, empty, key_map=[("^extra_state", "moved")])
+    assert equal(empty["moved"], state(1.0)["extra_state"])
+
+
+@pytest.mark.parametrize("layout", ["bare", "nested", "strided", "conj", "bfloat16", "uint4"])
+def test_large_tensors_of_extra_state_of_every_layout(tmp_path: Path, layout: str) -> None:
+    content = {
+        "bare": torch.arange(20_000.0),
+        "nested": torch.arange(20_000.0).reshape(10, 20, 100),
+        "strided": torch.arange(40_000.0).reshape(200, 200).t()[:, ::2],
+        "conj": torch.complex(torch.ones(20_000), torch.arange(20_000.0)).conj(),
+        "bfloat16": torch.arange(50_000).bfloat16(),
+        "uint4": torch.arange(80_000).to(torch.uint8).view(torch.uint4),
+    }[layout]
+    bcp.save(tmp_path, {"extra_state": content if layout == "bare" else {"t": content}})
+    memory = torch.empty(content.shape, dtype=content.dtype)
+    bcp.load(tmp_path, {"extra_state": memory if layout == "bare" else {"t": memory}})
+    if layout == "uint4":
+        content, memory = content.view(torch.uint8), memory.view(torch.uint8)
+    assert torch.equal(memory, content)
+
+
+def test_asynchronous_saves_of_large_extra_state_take_the_values_as_at_the_call(tmp_path: Path) -> None:
+    tensor = torch.ones(20_000)
+    handle = bcp.save(tmp_path, {"extra_state": {"t": tensor}, "r": bcp.RankLocal(tensor)}, async_save=True)
+    tensor.zero_()
+    handle.result()
+    target = {"extra_state": {"t": torch.zeros(20_000)}, "r": bcp.RankLocal(None)}
+    bcp.load(tmp_path, target)
+    assert bool(target["extra_state"]["t"].all())
+    assert bool(target["r"].value.all())
+
+
+def circle(kind: str) -> Any:
+    value: Any = {"ring": {}} if kind == "dict" else [[]]
+    inner = value["ring"] if kind == "dict" else value[0]
+    if kind == "dict":
+        inner["back"] = value
+    else:
+        inner.extend([value, value])
+    return value
+
+
+@pytest.mark.parametrize("kind", ["dict", "list"])
+@pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["shared", "rank_local"])
+def test_what_contains_itself_is_refused_by_name(tmp_path: Path, kind: str, wrap: Any) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match=r"round\..* is nested more than 64 deep") as error:
+        bcp.save(tmp_path / "new", {"round": wrap(circle(kind))})
+    assert error.value.kind == "unsupported_value"
+    bcp.save(tmp_path, {"round": {"ring": 1}})
+    with pytest.raises(bcp.CheckpointSaveError, match=r"round.* is nested more than 64 deep"):
+        bcp.load(tmp_path, {"round": circle(kind)})
 
 
 def test_empty_states_and_empty_containers(tmp_path: Path) -> None:
@@ -277,3 +394,20 @@ def test_rank_local_values_large_and_small(tmp_path: Path) -> None:
     holder = bcp.RankLocal(None)
     bcp.load(tmp_path, {"rng": holder})
     assert equal(holder.value, value)
+    assert equal(bcp.open(tmp_path).rank_values("rng"), {0: value})
+
+
+def test_a_name_like_that_of_a_large_rank_local_tensor_is_a_name_of_its_own(tmp_path: Path) -> None:
+    large = torch.arange(20_000.0)
+    bcp.save(tmp_path / "first", {"a": bcp.RankLocal({"t": large})})
+    (name,) = bcp.open(tmp_path / "first").keys()
+    other = name[:-1] + ("1" if name[-1] == "0" else "0")
+    bcp.save(tmp_path, {"a": bcp.RankLocal({"t": large}), "a.t@0": large + 1, other: large + 2})
+    target = {"a": bcp.RankLocal(None), "a.t@0": torch.zeros(20_000), other: torch.zeros(20_000)}
+    bcp.load(tmp_path, target)
+    assert torch.equal(target["a"].value["t"], large)
+    assert torch.equal(target["a.t@0"], large + 1)
+    assert torch.equal(target[other], large + 2)
+    for taken in (name, "a.t"):
+        with pytest.raises(bcp.CheckpointSaveError, match="the name of two values"):
+            bcp.save(tmp_path / "twice", {"a": bcp.RankLocal({"t": large}), taken: large})

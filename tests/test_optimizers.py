@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -319,6 +320,124 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     assert error.value.kind == "missing_key"
     with pytest.raises(bcp.CheckpointMismatchError, match="holds no optimizer"):
         bcp.load(tmp_path, {"model": model, "data": adam})
+
+
+def adam_over(*modules: nn.Module) -> Optimizer:
+    return torch.optim.Adam([parameter for module in modules for parameter in module.parameters()])
+
+
+def test_one_of_two_modules_is_loaded_with_its_part_of_the_optimizer(tmp_path: Path) -> None:
+    encoder, decoder = mlp(0), mlp(1)
+    optimizer = adam_over(encoder, decoder)
+    for module in (encoder, decoder):
+        train(module, [optimizer], 2)
+    bcp.save(tmp_path, {"encoder": encoder, "decoder": decoder, "optimizer": optimizer})
+    other = mlp(2)
+    restored = adam_over(other)
+    with pytest.raises(bcp.CheckpointMismatchError) as error:
+        bcp.load(tmp_path, {"encoder": other, "optimizer": restored})
+    assert error.value.kind == "unexpected_key"
+    lines = str(error.value).splitlines()[1:]
+    assert all("optimizer.state.decoder." in line or "more" in line for line in lines)
+    bcp.load(tmp_path, {"encoder": other, "optimizer": restored}, strict=False)
+    assert same_value(state_by_name(encoder, optimizer), state_by_name(other, restored))
+
+
+def test_names_of_parameters_do_not_depend_on_what_else_is_in_the_state(tmp_path: Path) -> None:
+    model, head = mlp(0), mlp(1)
+    optimizer = adam_over(model, head)
+    for module in (model, head):
+        train(module, [optimizer], 1)
+    bcp.save(tmp_path, {"model": model, "head": head, "optimizer": optimizer})
+    names = set(bcp.open(tmp_path).keys())
+    assert {"optimizer.state.0.weight.exp_avg", "optimizer.state.head.0.weight.exp_avg"} <= names
+
+
+@pytest.mark.parametrize("names", [("encoder",), ("decoder",), ("decoder", "encoder")], ids="+".join)
+def test_a_parameter_of_two_modules_is_found_through_either(tmp_path: Path, names: tuple[str, ...]) -> None:
+    def build(seed: int) -> dict[str, Any]:
+        encoder, decoder = mlp(seed), mlp(seed + 5)
+        decoder[0].weight = encoder[0].weight
+        return {"encoder": encoder, "decoder": decoder}
+
+    source, target = build(0), build(1)
+    shared = source["encoder"][0].weight
+    optimizer, restored = torch.optim.Adam([shared]), torch.optim.Adam([target["encoder"][0].weight])
+    train(source["encoder"], [optimizer], 2)
+    bcp.save(tmp_path, {**source, "optimizer": optimizer})
+    bcp.load(tmp_path, {name: target[name] for name in names} | {"optimizer": restored})
+    assert same_optimizer(optimizer, restored)
+    bcp.save(tmp_path / "part", {name: source[name] for name in names} | {"optimizer": optimizer})
+    fresh = build(2)
+    again = torch.optim.Adam([fresh["encoder"][0].weight])
+    bcp.load(tmp_path / "part", {**{name: fresh[name] for name in names}, "optimizer": again})
+    assert same_optimizer(optimizer, again)
+
+
+def test_two_parameters_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    model, encoder = nn.ModuleDict({"encoder": nn.Linear(2, 2)}), nn.Linear(2, 2)
+    state = {"model": model, "encoder": encoder, "optimizer": adam_over(model, encoder)}
+    with pytest.raises(bcp.CheckpointSaveError, match=r"model\.encoder\.weight and encoder\.weight") as error:
+        bcp.save(tmp_path, state)
+    assert error.value.kind == "unsupported_value"
+
+
+@pytest.mark.parametrize("call", [bcp.save, bcp.load])
+def test_a_parameter_that_two_optimizers_of_a_list_hold_is_refused(tmp_path: Path, call: Any) -> None:
+    model = mlp()
+    bcp.save(tmp_path / "there", {"model": model, "optimizer": adam_over(model)})
+    path = tmp_path / ("there" if call is bcp.load else "new")
+    with pytest.raises(bcp.CheckpointSaveError, match=r"two hold the parameter 0\.weight") as error:
+        call(path, {"model": model, "optimizer": [adam_over(model), adam_over(model)]})
+    assert error.value.kind == "unsupported_value"
+
+
+@pytest.mark.parametrize("key", ["a.b", 7, ""])
+def test_state_under_keys_that_no_name_can_hold_is_refused(tmp_path: Path, key: Any) -> None:
+    model = mlp()
+    optimizer = adam_over(model)
+    optimizer.state[model[0].weight] = {key: torch.ones(2)}
+    with pytest.raises(bcp.CheckpointSaveError, match=r"optimizer\.state\.0\.weight\..* with the key") as error:
+        bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    assert error.value.kind == "unsupported_value"
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.ones(3), np.float32(0.5), torch.tensor(float("nan"))], ids=str)
+def test_hyperparameters_that_are_the_same_are_no_conflict(tmp_path: Path, value: Any) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = grouped(model, [([0, 1], 0.1), ([2, 3, 4, 5], 0.1)]), grouped(other, [(range(6), 0.5)])
+    for group in optimizer.param_groups:
+        group["mine"] = value
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    found = restored.param_groups[0]["mine"]
+    assert type(found) is type(value)
+    assert np.array_equal(found, value, equal_nan=True)
+
+
+class KeepsStateInside(torch.optim.Optimizer):
+    """A wrapper whose own state is empty, as that of ZeroRedundancyOptimizer is."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_an_optimizer_that_keeps_its_state_elsewhere_is_refused(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = adam_over(model)
+    bcp.save(tmp_path / "fresh", {"model": model, "optimizer": KeepsStateInside(optimizer)})
+    train(model, [optimizer], 1)
+    with pytest.raises(bcp.CheckpointSaveError, match="a KeepsStateInside, which does not keep its state") as error:
+        bcp.save(tmp_path / "used", {"model": model, "optimizer": KeepsStateInside(optimizer)})
+    assert error.value.kind == "unsupported_value"
+    zero = type("ZeroRedundancyOptimizer", (torch.optim.Adam,), {})(model.parameters())
+    for call, name in ((bcp.save, "new"), (bcp.load, "fresh")):
+        with pytest.raises(bcp.CheckpointSaveError, match="ZeroRedundancyOptimizer"):
+            call(tmp_path / name, {"model": model, "optimizer": zero})
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {

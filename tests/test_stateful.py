@@ -58,12 +58,35 @@ def test_tensors_that_an_object_shows_are_filled_in_place(tmp_path: Path) -> Non
     assert target.state["b"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    "shown",
+    [torch.zeros(1, 3), torch.zeros(2, 3).double(), torch.zeros(1, 3).expand(2, 3), torch.zeros(2, 3, device="meta")],
+    ids=["shape", "dtype", "expanded", "meta"],
+)
+def test_tensors_that_do_not_fit_what_an_object_shows_are_new(tmp_path: Path, shown: torch.Tensor) -> None:
+    """A buffer that grows is small in a fresh object."""
+    bcp.save(tmp_path, {"object": Counter(a=torch.ones(2, 3))})
+    target = Counter(a=shown)
+    bcp.load(tmp_path, {"object": target})
+    assert target.state["a"] is not shown
+    assert torch.equal(target.state["a"], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("size", [2, 20_000])
+def test_an_object_under_extra_state_gets_its_state_back(tmp_path: Path, size: int) -> None:
+    bcp.save(tmp_path, {"extra_state": {"object": Counter(a=torch.ones(size), n=1)}})
+    target = Counter(a=torch.zeros(size), n=0)
+    bcp.load(tmp_path, {"extra_state": {"object": target}})
+    assert (target.state["n"], bool(target.state["a"].all())) == (1, True)
+
+
 def test_an_object_is_told_nothing_when_the_load_fails(tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"object": Counter(a=torch.ones(2), n=1)})
-    target = Counter(a=torch.zeros(3), n=0)
-    with pytest.raises(bcp.CheckpointMismatchError, match=r"object\.a: shape"):
-        bcp.load(tmp_path, {"object": target})
+    bcp.save(tmp_path, {"object": Counter(a=torch.ones(2), n=1), "t": torch.ones(2)})
+    target = Counter(a=torch.zeros(2), n=0)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"t: shape"):
+        bcp.load(tmp_path, {"object": target, "t": torch.zeros(3)})
     assert (target.num_loads, target.state["n"]) == (0, 0)
+    assert not target.state["a"].any()
     with pytest.raises(bcp.CheckpointMismatchError, match=r"object\.z: not in the checkpoint"):
         bcp.load(tmp_path, {"object": Counter(z=torch.zeros(3))})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,112 @@ def test_key_map_renames_parameters_and_the_optimizer_follows(saved: Path, key_m
     assert same_module(inner, source["model"])
     assert same_value(optimizer.state_dict()["state"], source["optimizer"].state_dict()["state"])
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def square_net(num_layers: int, seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, [optimizer], 2, seed)
+    return model, optimizer
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [dict(optimizer.state[parameter]) for parameter in model.parameters()]
+
+
+def next_layer(fqn: str) -> str:
+    return re.sub(r"^(model|optimizer\.state)\.(\d)\.", lambda found: f"{found[1]}.{int(found[2]) + 1}.", fqn)
+
+
+SWAPPED = {
+    f"{prefix}.{index}.{name}{key}": f"{prefix}.{1 - index}.{name}{key}"
+    for prefix, keys in {"model": [""], "optimizer.state": [".step", ".exp_avg", ".exp_avg_sq"]}.items()
+    for index in (0, 1)
+    for name in ("weight", "bias")
+    for key in keys
+}
+SWAPS = {
+    "of the model": {fqn: new for fqn, new in SWAPPED.items() if fqn.startswith("model.")},
+    "of the optimizer too": SWAPPED,
+}
+
+
+@pytest.mark.parametrize("key_map", SWAPS.values(), ids=SWAPS.keys())
+def test_key_map_that_swaps_parameters_swaps_their_optimizer_state(tmp_path: Path, key_map: Any) -> None:
+    (model, optimizer), (other, restored) = square_net(2, 0), square_net(2, 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored}, key_map=key_map)
+    assert same_module(other, nn.Sequential(model[1], model[0]))
+    assert same_value(states_of(other[0], restored), states_of(model[1], optimizer))
+    assert same_value(states_of(other[1], restored), states_of(model[0], optimizer))
+
+
+def test_key_map_that_shifts_layers_shifts_their_optimizer_state_once(tmp_path: Path) -> None:
+    (model, optimizer), (other, _) = square_net(2, 0), square_net(3, 1)
+    restored = torch.optim.AdamW(other[1:].parameters())
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored}, key_map=next_layer, exclude="model.2.*", strict=False)
+    assert same_value(states_of(other[1:], restored), states_of(model, optimizer))
+
+
+def test_key_map_of_optimizer_state_alone(tmp_path: Path) -> None:
+    model, optimizer = square_net(2, 0)
+    named = torch.optim.AdamW(model.named_parameters())
+    named.load_state_dict(optimizer.state_dict())
+    restored = torch.optim.AdamW([(name.replace("0.", "a.", 1), p) for name, p in model.named_parameters()])
+    bcp.save(tmp_path, {"optimizer": named})
+    bcp.load(tmp_path, {"optimizer": restored}, key_map=[(r"^optimizer\.state\.0\.", "optimizer.state.a.")])
+    assert same_value(restored.state_dict()["state"], named.state_dict()["state"])
+
+
+def with_other_head(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = mlp(seed)
+    model[3] = nn.Linear(8, 5)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def test_state_of_a_parameter_with_another_shape_is_a_shape_problem(saved: Path) -> None:
+    model, optimizer = with_other_head(1)
+    state = {"model": model, "optimizer": optimizer}
+    error = fails(saved, state)
+    assert error.kind == "shape"
+    text = "optimizer.state.3.weight.exp_avg: of a parameter of shape [3, 8] in the checkpoint, [5, 8] in the state"
+    assert text in str(error)
+    report = bcp.load(saved, state, strict=False)
+    assert "optimizer.state.3.weight.exp_avg_sq" in {line.split(":")[0] for line in report.mismatched}
+    assert len(optimizer.state) == len(list(model.parameters())) - 2
+    train(model, [optimizer], 2)
+
+
+def test_the_optimizer_state_of_an_excluded_parameter_is_left_out_with_it(saved: Path) -> None:
+    model, optimizer = with_other_head(1)
+    bcp.load(saved, {"model": model, "optimizer": optimizer}, exclude="model.3.*")
+    assert not optimizer.state[model[3].weight]
+    expected = training_state(0)
+    assert same_value(states_of(model[0], optimizer), states_of(expected["model"][0], expected["optimizer"]))
+    train(model, [optimizer], 2)
+
+
+def test_state_of_parameters_that_the_optimizer_does_not_hold_is_unexpected(saved: Path) -> None:
+    model = mlp(1)
+    error = fails(saved, {"model": model, "optimizer": torch.optim.Adam(model[0].parameters())})
+    assert error.kind == "unexpected_key"
+    assert "optimizer.state.3.weight.exp_avg" in str(error)
+    assert "optimizer.state.0." not in str(error)
+
+
+def test_hyperparameters_can_be_excluded_by_the_names_that_errors_print(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    groups = [{"params": [parameter], "lr": 0.1 + index} for index, parameter in enumerate(model.parameters())]
+    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.Adam(groups, betas=(0.5, 0.5))})
+    optimizer = torch.optim.Adam(other.parameters(), lr=7.0)
+    error = fails(tmp_path, {"model": other, "optimizer": optimizer})
+    assert "optimizer.groups.0.weight.values.lr: the parameters of this group" in str(error)
+    bcp.load(tmp_path, {"model": other, "optimizer": optimizer}, exclude="optimizer.groups.*")
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (7.0, (0.9, 0.999))
+    bcp.load(tmp_path, {"model": other, "optimizer": optimizer}, exclude="optimizer.groups.*.values.lr")
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (7.0, (0.5, 0.5))
 
 
 def test_key_map_renames_whole_entries(saved: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, fits_inline, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stateful import TreeTarget
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves, with_leaves
+from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
 from bytecheckpoint.adapters.stored import (
     PER_RANK_NAME,
     Contents,
@@ -38,65 +38,75 @@ class PlainEntry:
         shards: list[LocalShard] = []
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-            if self._is_inline(tensor):
-                return tensor
+            if self._may_differ:
+                return keep_for_rank(fqn, tensor, shards)
             shards.extend(local_shards(fqn, tensor))
             return TensorRef(fqn)
 
         plain = encode_plain(self._value, self.fqn, on_tensor)
-        is_bare_tensor = isinstance(self._value, torch.Tensor) and bool(shards)
-        names = set(leaves(self._value, self.fqn))
+        is_bare_tensor = isinstance(self._value, torch.Tensor) and not self._may_differ
+        names = {*leaves(self._value, self.fqn), *(shard.fqn for shard in shards)}
         scope: Scope = "either" if self._may_differ else "shared"
         return Contents(shards, names, {} if is_bare_tensor else {self.fqn: (scope, plain)})
-
-    def _is_inline(self, tensor: torch.Tensor) -> bool:
-        """Small tensors that may differ between ranks travel with the plain data, so that each rank's is kept."""
-        return self._may_differ and fits_inline(tensor)
 
     def expect(self, stored: Stored) -> Expectation:
         expectation = Expectation([], set(), [])
         for fqn, value in leaves(self._value, self.fqn).items():
             if stored.skips(fqn):
                 continue
-            found = stored.plain.get(fqn)
-            is_inline = isinstance(found, torch.Tensor | RankMissing)
-            if self._adopts(value, fqn, stored):
-                expectation.shards.extend(self._adopted.shards(stored.tree_at(fqn), fqn, {}, stored))
-                expectation.claims.update(map(stored.rename, leaves(stored.tree_at(fqn), fqn)))
-            elif isinstance(value, torch.Tensor) and not is_inline:
+            missing = stored.missing_at(fqn)
+            adopted = _adopted(value, fqn, stored)
+            expectation.claims.add(fqn)
+            if adopted is not None:
+                names = {stored.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
+                expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, stored))
+                expectation.problems.extend(_missing_in(names))
+                expectation.claims.update(names)
+            elif missing is not None:
+                expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
+                expectation.claims.add(missing[0])
+            elif isinstance(value, torch.Tensor) and not isinstance(stored.plain.get(fqn), torch.Tensor):
                 expectation.shards.extend(local_shards(fqn, value))
             else:
                 expectation.problems.extend(_problems(fqn, value, stored))
-            expectation.claims.add(fqn)
         return expectation
-
-    def _adopts(self, value: Any, fqn: str, stored: Stored) -> bool:
-        """An empty dict takes whatever the checkpoint has in its place."""
-        return type(value) is dict and isinstance(stored.tree_at(fqn), dict)
 
     def prepare(self, stored: Stored) -> None:
         for fqn, value in leaves(self._value, self.fqn).items():
-            if self._adopts(value, fqn, stored):
-                self._adopted.prepare(stored.tree_at(fqn), fqn, {}, stored)
+            adopted = _adopted(value, fqn, stored)
+            if adopted is not None:
+                self._adopted.prepare(adopted[1], adopted[0], {}, stored)
 
     def finish(self, stored: Stored) -> None:
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
             if stored.skips(fqn):
                 continue
-            if self._adopts(value, fqn, stored):
-                value.update(_taken(self._adopted.filled(stored.tree_at(fqn), fqn, {}, stored), fqn, stored))
+            adopted = _adopted(value, fqn, stored)
+            if adopted is not None:
+                value.update(_taken(self._adopted.filled(adopted[1], adopted[0], {}, stored), adopted[0], stored))
             elif not _problems(fqn, value, stored) and not _filled_in_place(value, stored.plain[fqn]):
                 new[fqn] = stored.plain[fqn]
         if new:
             self._assign(with_leaves(self._value, self.fqn, new))
 
 
+def _adopted(value: Any, fqn: str, stored: Stored) -> tuple[str, Any] | None:
+    """What an empty dict takes: whatever the checkpoint has in its place, by its FQN there."""
+    found = stored.subtree(fqn) if isinstance(value, dict) else None
+    return found if found is not None and isinstance(found[1], dict) else None
+
+
+def _missing_in(values: Mapping[str, Any]) -> list[Problem]:
+    missing = {fqn: value for fqn, value in values.items() if isinstance(value, RankMissing)}
+    return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
+
+
 def _problems(fqn: str, value: Any, stored: Stored) -> list[Problem]:
     """Why the plain data of this FQN, small tensors included, cannot take the place of a value."""
     found = stored.plain.get(fqn)
     if isinstance(found, RankMissing):
-        return [rank_missing(fqn, found.num_saved)]
+        return _missing_in({fqn: found})
     if fqn in stored.tensors or isinstance(found, TensorRef):
         return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
     if fqn not in stored.plain:
@@ -114,11 +124,12 @@ def _problems(fqn: str, value: Any, stored: Stored) -> list[Problem]:
 
 
 def _taken(tree: dict[Any, Any], fqn: str, stored: Stored) -> dict[Any, Any]:
-    """The dict without what include and exclude leave out."""
+    """The dict without what include and exclude leave out, and without what this rank has no value for."""
     taken = {}
     for key, item in tree.items():
         child = join_fqn(fqn, key)
-        if any(map(stored.takes, leaves(item, child))):
+        names = map(stored.rename, filter(stored.takes, leaves(item, child)))
+        if any(not isinstance(stored.plain.get(name), RankMissing) for name in names):
             taken[key] = _taken(item, child, stored) if type(item) is dict else item
     return taken
 

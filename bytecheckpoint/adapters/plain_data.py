@@ -7,6 +7,7 @@ data files stand in the tree as a `TensorRef`.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from bytecheckpoint.adapters.tensors import check_dense, check_has_memory, dtype_name, torch_dtype, unsupported
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
@@ -27,6 +29,7 @@ SMALL_TENSOR_BYTES = 64 << 10
 _TUPLE, _PAIRS, _COMPLEX, _SIZE, _DTYPE, _TENSOR, _ARRAY, _SCALAR, _REF, _BIG_INT, _ORDERED, _COUNTER = range(1, 13)
 _NUMPY_KINDS = "biufcSU"
 _INT64 = range(-(1 << 63), 1 << 64)
+_CONTENT_FQN = re.compile(r"@[0-9a-f]{16}\Z")
 
 TensorHook = Callable[[str, torch.Tensor], Any]
 """Gives what stands in the tree for the tensor of this FQN: a TensorRef, or a tensor to write in place."""
@@ -56,8 +59,7 @@ def join_fqn(fqn: str, key: object) -> str:
 
 
 def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
-    if depth == 0:
-        raise unsupported(fqn, f"nested more than {MAX_DEPTH} deep", "flatten it")
+    check_depth(depth, fqn)
     kind = type(value)
     if value is None or kind in (bool, float, bytes):
         return value
@@ -73,7 +75,7 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
     if kind in (list, tuple):
         items = [_to_wire(item, join_fqn(fqn, index), on_tensor, depth - 1) for index, item in enumerate(value)]
         return items if kind is list else _ext(_TUPLE, items)
-    if isinstance(value, dict):
+    if kind in (dict, OrderedDict, Counter):
         return _dict_to_wire(value, fqn, on_tensor, depth)
     return _leaf_to_wire(value, fqn)
 
@@ -82,9 +84,15 @@ def _dict_to_wire(value: Mapping[Any, Any], fqn: str, on_tensor: TensorHook, dep
     for key in value:
         check_key(key, fqn)
     pairs = [(key, _to_wire(item, join_fqn(fqn, key), on_tensor, depth - 1)) for key, item in value.items()]
-    if isinstance(value, OrderedDict | Counter):
-        return _ext(_ORDERED if isinstance(value, OrderedDict) else _COUNTER, pairs)
+    if type(value) is not dict:
+        return _ext(_ORDERED if type(value) is OrderedDict else _COUNTER, pairs)
     return dict(pairs) if all(type(key) is str for key in value) else _ext(_PAIRS, pairs)
+
+
+def check_depth(depth: int, fqn: str) -> None:
+    """Raises CheckpointSaveError (unsupported_value) where no depth is left; so ends what contains itself."""
+    if depth == 0:
+        raise unsupported(fqn, f"nested more than {MAX_DEPTH} deep", "flatten it, or break the circle that it makes")
 
 
 def fits_inline(tensor: torch.Tensor) -> bool:
@@ -115,24 +123,56 @@ def _leaf_to_wire(value: Any, fqn: str) -> Any:
         return _ext(_SIZE, list(value))
     if isinstance(value, torch.dtype):
         return _ext(_DTYPE, dtype_name(value))
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMPY_KINDS:
+    if _is_plain_array(value):
         code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
         return _ext(code, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise unsupported(
-        fqn,
-        f"an object of type {name}",
+    raise unsupported(fqn, f"an object of type {name}", _advice(value))
+
+
+def _is_plain_array(value: Any) -> bool:
+    """Whether a value is numpy's own array or scalar. A subclass is more than its elements, as masks are."""
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _NUMPY_KINDS:
+        return False
+    return type(value) in (np.ndarray, value.dtype.type)
+
+
+def _advice(value: Any) -> str:
+    if isinstance(value, dict):
+        return "save dict(value): a dict of a type of its own would come back as another type"
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+        return "save the plain arrays that it is made of: an array of a type of its own would come back as another type"
+    return (
         "save plain data (numbers, strings, bytes, lists, tuples, dicts, arrays, tensors), or give the object "
-        "state_dict() and load_state_dict()",
+        "state_dict() and load_state_dict()"
     )
 
 
 def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Any:
+    return _ext(_TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), bytes(_content(fqn, tensor))])
+
+
+def _content(fqn: str, tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense tensor, row-major, on the host; not a copy where they lie so already."""
     check_dense(fqn, tensor)
     check_has_memory(fqn, tensor)
-    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    content = host.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _ext(_TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), content])
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.element_size() == 1:  # torch cannot copy its sub-byte integers
+        plain = plain.view(torch.uint8)
+    return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def content_fqn(fqn: str, tensor: torch.Tensor) -> str:
+    """The FQN under which a tensor is stored that may differ from rank to rank: equal ones have the same."""
+    content = _content(fqn, tensor)
+    digest = xxhash.xxh3_64(f"{dtype_name(tensor.dtype)} {list(tensor.shape)} ".encode())
+    digest.update(content)
+    return f"{fqn}@{digest.hexdigest()}"
+
+
+def is_content_fqn(fqn: str) -> bool:
+    """Whether an FQN has the form of those that `content_fqn` gives; one that a user chose may have it as well."""
+    return _CONTENT_FQN.search(fqn) is not None
 
 
 def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
@@ -212,41 +252,43 @@ def leaves(value: Any, fqn: str) -> dict[str, Any]:
     is a leaf. Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN.
     """
     found: dict[str, Any] = {}
-    _add_leaves(value, fqn, found)
+    _add_leaves(value, fqn, found, MAX_DEPTH)
     return found
 
 
-def _add_leaves(value: Any, fqn: str, found: dict[str, Any]) -> None:
-    for key, item in _children(value):
+def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int) -> None:
+    check_depth(depth, fqn)
+    children = _children(value, fqn)
+    for key, item in children:
         child = join_fqn(fqn, key)
         if child == fqn:  # an empty key below an empty name
             raise unsupported(fqn, "the name of two values", "give the value with the empty key a name")
-        _add_leaves(item, child, found)
-    if not _children(value):
+        _add_leaves(item, child, found, depth - 1)
+    if not children:
         if fqn in found:
             raise unsupported(fqn, "the name of two values", "rename a key that contains a dot, or mixes int and str")
         found[fqn] = value
 
 
-def _children(value: Any) -> list[tuple[object, Any]]:
+def _children(value: Any, fqn: str) -> list[tuple[object, Any]]:
     if isinstance(value, dict):
         return list(value.items())
-    if type(value) in (list, tuple) and _holds_tensor(value):
+    if type(value) in (list, tuple) and _holds_tensor(value, fqn, MAX_DEPTH):
         return list(enumerate(value))
     return []
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
     if isinstance(value, torch.Tensor | TensorRef):
         return True
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    return type(value) in (list, tuple) and any(map(_holds_tensor, value))
+    check_depth(depth, fqn)
+    items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    return any(_holds_tensor(item, fqn, depth - 1) for item in items)
 
 
 def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
     """The tree with new leaves: dicts and lists are changed in place, tuples made anew. Leaves not in `new` stay."""
-    children = _children(value)
+    children = _children(value, fqn)
     if not children:
         return new.get(fqn, value)
     filled = [(key, with_leaves(item, join_fqn(fqn, key), new)) for key, item in children]

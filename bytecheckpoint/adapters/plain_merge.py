@@ -42,7 +42,8 @@ def merge_plain(
         elif is_same:
             shared[fqn] = next(iter(values.values()))
         else:
-            shared[fqn] = _united(fqn, values, conflicts)
+            trees = {rank: decode_plain(data) for rank, data in values.items()}
+            shared[fqn] = _encoded(_unite(trees, fqn, conflicts, is_whole=scope == "whole"), fqn)
     if conflicts:
         raise _conflict_error(conflicts, names)
     return shared, by_rank
@@ -63,21 +64,18 @@ def _conflict_error(conflicts: Sequence[_Conflict], names: Sequence[int]) -> Che
     )
 
 
-def _united(fqn: str, values: Mapping[int, bytes], conflicts: list[_Conflict]) -> bytes:
-    trees = {rank: decode_plain(data) for rank, data in values.items()}
-    return _encoded(_unite(trees, fqn, conflicts), fqn)
-
-
-def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict]) -> Any:
-    """The value that these ranks agree about; dicts are united key by key."""
+def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:
+    """The value that these ranks agree about; dicts are united key by key, if `is_whole` only where no key is odd."""
     (first, value), *others = values.items()
-    if all(type(of_rank) is dict for of_rank in values.values()):
+    are_dicts = all(type(of_rank) is dict for of_rank in values.values())
+    if are_dicts and not (is_whole and any(other.keys() != value.keys() for _, other in others)):
         keys = dict.fromkeys(key for of_rank in values.values() for key in of_rank)
         return {
             key: _unite(
                 {rank: of_rank[key] for rank, of_rank in values.items() if key in of_rank},
                 join_fqn(fqn, key),
                 conflicts,
+                is_whole=is_whole,
             )
             for key in keys
         }

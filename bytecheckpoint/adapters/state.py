@@ -12,7 +12,7 @@ import torch
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.plain_data import check_key, join_fqn
+from bytecheckpoint.adapters.plain_data import MAX_DEPTH, check_depth, check_key, join_fqn
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import check_has_memory, unsupported
@@ -20,6 +20,8 @@ from bytecheckpoint.adapters.tensors import check_has_memory, unsupported
 FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor")
 """What `framework` may be. They share one adapter, because all of them are torch tensors that say how they lie; FSDP1's
 flat parameters, Megatron, DeepSpeed and veScale are not read yet."""
+
+_CONTAINERS = (dict, list, tuple)
 
 
 class Entry(Protocol):
@@ -87,7 +89,7 @@ def _walk(container: Any, fqn: str) -> Iterator[Entry]:
         child = join_fqn(fqn, key)
         if _is_special(value):
             yield _special_entry(value, child)
-        elif _holds_special(value):
+        elif _holds_special(value, child, MAX_DEPTH):
             yield from _walk(value, child)
         elif type(container) is tuple and not isinstance(value, torch.Tensor | dict | list):
             raise unsupported(child, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
@@ -114,9 +116,13 @@ def _all_are(values: Any, cls: type) -> bool:
     return all(isinstance(value, cls) for value in values)
 
 
-def _holds_special(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
-    return any(_is_special(item) or _holds_special(item) for item in items)
+def _holds_special(value: Any, fqn: str, depth: int) -> bool:
+    check_depth(depth, fqn)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    return any(
+        _is_special(item) or (isinstance(item, _CONTAINERS) and _holds_special(item, join_fqn(fqn, key), depth - 1))
+        for key, item in items
+    )
 
 
 def _special_entry(value: Any, fqn: str) -> Entry:

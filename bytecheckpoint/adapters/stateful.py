@@ -7,12 +7,15 @@ any of it yet. Tensors that the object shows are loaded in place, others are cre
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, fits_inline, leaves, with_leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, content_fqn, encode_plain, fits_inline, leaves, with_leaves
 from bytecheckpoint.adapters.stored import (
+    PER_RANK_NAME,
     Contents,
     Expectation,
     Problem,
@@ -23,8 +26,9 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     placeholder,
     rank_missing,
+    shares_elements,
 )
-from bytecheckpoint.adapters.tensors import LocalShard, local_shards
+from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, local_shards, unsupported
 
 
 class Stateful(Protocol):
@@ -62,8 +66,25 @@ class RankLocal:
         return f"RankLocal({self.value!r})"
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor | ShardedTensor)
+
+
+def keep_for_rank(fqn: str, tensor: torch.Tensor, shards: list[LocalShard]) -> TensorRef | torch.Tensor:
+    """What stands in the tree for a tensor that may differ from rank to rank.
+
+    Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
+    several ranks are replicas of one and different ones do not meet; those that are spread over ranks keep their name.
+    """
+    if fits_inline(tensor):
+        return tensor
+    name = fqn if is_sharded(tensor) else content_fqn(fqn, tensor)
+    shards.extend(local_shards(name, tensor))
+    return TensorRef(name)
+
+
 class TreeTarget:
-    """The tensors of a stored tree on their way to an object: the object's own where it has them, else new ones."""
+    """The tensors of a stored tree on their way to an object: the object's own where they fit, else new ones."""
 
     def __init__(self) -> None:
         self._new: dict[str, torch.Tensor] = {}
@@ -73,20 +94,22 @@ class TreeTarget:
         shards: list[LocalShard] = []
         for name, found in _refs(tree, fqn, stored):
             own = current.get(name)
-            target = own if isinstance(own, torch.Tensor) else self._new.get(name)
+            target = own if _fits(own, found) else self._new.get(name)
             shards += local_shards(name, placeholder(found) if target is None else target)
         return shards
 
     def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> None:
         for name, found in _refs(tree, fqn, stored):
-            if not isinstance(current.get(name), torch.Tensor):
-                self._new[name] = torch.empty_like(placeholder(found), device="cpu")
+            own = current.get(name)
+            if not _fits(own, found):
+                device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
+                self._new[name] = torch.empty_like(placeholder(found), device=device)
 
     def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> Any:
         """The tree with tensors in place of references; what include and exclude leave out is as in `current`."""
         new = {}
         for name, value in leaves(tree, fqn).items():
-            state_name = stored.rename(value.fqn if isinstance(value, TensorRef) else name)
+            state_name = stored.rename(name)
             if isinstance(value, TensorRef):
                 new[name] = self._new.get(state_name, current.get(state_name))
             elif not stored.takes(name) or isinstance(value, RankMissing):
@@ -96,8 +119,16 @@ class TreeTarget:
 
 def _refs(tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
     """State FQN and stored tensor of every reference in the tree that the load takes."""
-    names = [stored.rename(value.fqn) for value in leaves(tree, fqn).values() if isinstance(value, TensorRef)]
+    names = [stored.rename(name) for name, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)]
     return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
+
+
+def _fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
+    """Whether what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
+    if not isinstance(own, torch.Tensor) or is_sharded(own):
+        return isinstance(own, torch.Tensor)
+    is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)
+    return is_same and not own.is_meta and own.layout is torch.strided and not shares_elements(own)
 
 
 class StatefulEntry:
@@ -107,47 +138,59 @@ class StatefulEntry:
         self.fqn = fqn
         self._value = value
         self._target = TreeTarget()
+        self._found: StoredTree | None = None
         self._current: dict[str, Any] = {}
 
     def collect(self) -> Contents:
         state = self._value.state_dict()
         shards: list[LocalShard] = []
+        may_differ = self.fqn.partition(".")[0] == PER_RANK_NAME
 
-        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef:
+        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
+            if may_differ:
+                return keep_for_rank(fqn, tensor, shards)
             shards.extend(local_shards(fqn, tensor))
             return TensorRef(fqn)
 
         plain = encode_plain(state, self.fqn, on_tensor)
-        return Contents(shards, set(leaves(state, self.fqn)), {self.fqn: ("shared", plain)})
+        names = {*leaves(state, self.fqn), *(shard.fqn for shard in shards)}
+        return Contents(shards, names, {self.fqn: ("either" if may_differ else "whole", plain)})
 
     def expect(self, stored: Stored) -> Expectation:
         if not self._current:
             self._current = leaves(self._value.state_dict(), self.fqn)
         found = stored.entry_tree(self.fqn)
+        self._found = None
         if found is None:
             text = f"{self.fqn}: the state of this {type(self._value).__name__} is not in the checkpoint"
             return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
         if not found.is_taken:
             return Expectation([], set(), [])
-        shards = self._target.shards(found.tree, found.fqn, self._current, stored)
-        known = {shard.fqn for shard in shards}
+        values = {stored.rename(name): value for name, value in leaves(found.tree, found.fqn).items()}
+        missing = [rank_missing(name, value.num_saved) for name, value in values.items() if _is_missing(value)]
+        if missing:
+            return Expectation([], set(values), missing)
+        self._found = found
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
-        problems = [not_stored(name) for name in own if name not in known]
-        return Expectation(shards, set(map(stored.rename, leaves(found.tree, found.fqn))), problems)
+        problems = [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
+        return Expectation(self._target.shards(found.tree, found.fqn, self._current, stored), set(values), problems)
 
     def prepare(self, stored: Stored) -> None:
-        found = stored.entry_tree(self.fqn)
-        if found is not None and found.is_taken:
-            self._target.prepare(found.tree, found.fqn, self._current, stored)
+        if self._found is not None:
+            self._target.prepare(self._found.tree, self._found.fqn, self._current, stored)
 
     def finish(self, stored: Stored) -> None:
-        found = stored.entry_tree(self.fqn)
-        if found is not None and found.is_taken:
-            self._value.load_state_dict(self._target.filled(found.tree, found.fqn, self._current, stored))
+        if self._found is not None:
+            state = self._target.filled(self._found.tree, self._found.fqn, self._current, stored)
+            self._value.load_state_dict(state)
+
+
+def _is_missing(value: Any) -> TypeGuard[RankMissing]:
+    return isinstance(value, RankMissing)
 
 
 class RankLocalEntry:
-    """A `RankLocal`: small tensors travel with its plain data, large ones as tensors with the rank in their FQN."""
+    """A `RankLocal`: small tensors travel with its plain data, large ones as tensors named by their content."""
 
     def __init__(self, fqn: str, value: RankLocal) -> None:
         self.fqn = fqn
@@ -159,21 +202,16 @@ class RankLocalEntry:
         shards: list[LocalShard] = []
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-            if fits_inline(tensor):
-                return tensor
-            name = f"{fqn}@{self._rank()}"
-            shards.extend(local_shards(name, tensor))
-            return TensorRef(name)
+            if is_sharded(tensor):
+                advice = "put it into the state outside of RankLocal, or its to_local() into RankLocal"
+                raise unsupported(fqn, f"a {type(tensor).__name__}, which is no value of one rank's own", advice)
+            return keep_for_rank(fqn, tensor, shards)
 
         value = self._holder.value
         state = value.state_dict() if is_stateful(value) else value
         plain = encode_plain(state, self.fqn, on_tensor)
-        return Contents(shards, {self.fqn}, {self.fqn: ("rank", plain)})
-
-    @staticmethod
-    def _rank() -> int:
-        is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return torch.distributed.get_rank() if is_group else 0
+        names = {self.fqn, *leaves(state, self.fqn), *(shard.fqn for shard in shards)}
+        return Contents(shards, names, {self.fqn: ("rank", plain)})
 
     def expect(self, stored: Stored) -> Expectation:
         found = stored.entry_tree(self.fqn)
@@ -183,10 +221,8 @@ class RankLocalEntry:
         if not found.is_taken:
             return Expectation([], set(), [])
         values = leaves(found.tree, found.fqn)
-        # The large tensors of other ranks are nobody's here where there are fewer ranks than there were.
-        of_any_rank = (name for name in stored.tensors if name.startswith((f"{self.fqn}.", f"{self.fqn}@")))
-        claims = {*map(stored.rename, values), *of_any_rank}
-        missing = [value for value in values.values() if isinstance(value, RankMissing)]
+        claims = set(map(stored.rename, values))
+        missing = [value for value in values.values() if _is_missing(value)]
         if missing and self._holder.missing == "keep":
             return Expectation([], claims, [])
         if missing:

@@ -12,7 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.plain_data import decode_plain, encode_plain, keep_in_tree, leaves
+from bytecheckpoint.adapters.plain_data import (
+    TensorRef,
+    decode_plain,
+    encode_plain,
+    is_content_fqn,
+    keep_in_tree,
+    leaves,
+)
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
@@ -20,8 +27,9 @@ from bytecheckpoint.manifest import Manifest
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 """From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
-Scope = Literal["shared", "either", "rank"]
-"""Plain data must be the same on all ranks, may differ, or is each rank's own."""
+Scope = Literal["shared", "whole", "either", "rank"]
+"""Plain data must be the same on all ranks wherever they have the same keys, or the same with all its keys; it may
+differ, or is each rank's own."""
 
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
@@ -92,27 +100,40 @@ class Stored:
         self._include, self._exclude = include, exclude or ()
         self.rename = renamer(key_map)
         """Checkpoint FQN -> state FQN."""
+        self.saved = self._saved_tensors()
+        """By checkpoint FQN, whatever include and exclude say."""
         self.tensors = self._select_tensors()
         """By state FQN."""
 
+    def _saved_tensors(self) -> dict[str, StoredTensor]:
+        """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
+        manifest = self._manifest
+        records = {fqn: StoredTensor(fqn, *manifest.describe(fqn)) for fqn in manifest.tensors}
+        records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
+        by_content = _named_by_content(manifest)
+        saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
+        refs = {fqn: leaf.fqn for fqn, leaf in self._tree_leaves.items() if isinstance(leaf, TensorRef)}
+        return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
+
     def _select_tensors(self) -> dict[str, StoredTensor]:
         selected: dict[str, StoredTensor] = {}
-        manifest = self._manifest
-        records = {fqn: (fqn, *manifest.describe(fqn)) for fqn in manifest.tensors}
-        records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
-        for fqn, record in records.items():
+        for fqn, tensor in self.saved.items():
             if not self.takes(fqn):
                 continue
             name = self.rename(fqn)
             if name in selected:
                 raise _renamed_alike(name, selected[name].fqn, fqn)
-            selected[name] = StoredTensor(*record)
+            selected[name] = tensor
         return selected
 
     def takes(self, fqn: str) -> bool:
         """Whether include and exclude let this checkpoint FQN through."""
         included = self._include is None or _matches(fqn, self._include)
-        return included and not _matches(fqn, self._exclude)
+        return included and not self.excludes(fqn)
+
+    def excludes(self, fqn: str) -> bool:
+        """Whether exclude names this checkpoint FQN."""
+        return _matches(fqn, self._exclude)
 
     @cached_property
     def trees(self) -> dict[str, Any]:
@@ -151,7 +172,28 @@ class Stored:
     def _tree_names(self) -> dict[str, str]:
         return {self.rename(fqn): fqn for fqn in self.trees}
 
-    def tree_at(self, fqn: str) -> Any:
+    def subtree(self, fqn: str) -> tuple[str, Any] | None:
+        """The part of the plain data whose leaves are at or below this state FQN: its checkpoint FQN, and the tree."""
+        source = self._sources.get(fqn)
+        if source is None:
+            below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(f"{fqn}."))
+            source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
+        tree = None if source is None else self._tree_at(source)
+        return None if source is None or tree is None else (source, tree)
+
+    @cached_property
+    def _sources(self) -> dict[str, str]:
+        """State FQN -> checkpoint FQN of every leaf of plain data."""
+        return {self.rename(fqn): fqn for fqn in self._tree_leaves}
+
+    def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
+        """What this rank has no value for, where it is the value of this state FQN or one around it."""
+        parts = fqn.split(".")
+        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        found = ((name, self.plain.get(name)) for name in names)
+        return next(((name, value) for name, value in found if isinstance(value, RankMissing)), None)
+
+    def _tree_at(self, fqn: str) -> Any:
         """The part of the plain data at this checkpoint FQN, or None."""
         if fqn in self.trees:
             return self.trees[fqn]
@@ -170,8 +212,7 @@ class Stored:
     @cached_property
     def skipped(self) -> set[str]:
         """State FQNs of all that include and exclude leave out."""
-        names = [*self._manifest.tensors, *self._manifest.aliases, *self._tree_leaves]
-        return {self.rename(fqn) for fqn in names if not self.takes(fqn)}
+        return {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
 
     @cached_property
     def _known(self) -> set[str]:
@@ -180,6 +221,17 @@ class Stored:
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:
         return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
+
+
+def _named_by_content(manifest: Manifest) -> set[str]:
+    """The tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
+    candidates = set(filter(is_content_fqn, manifest.tensors))
+    if not candidates:
+        return candidates
+    trees = [*manifest.objects.items()]
+    trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
+    found = (item for fqn, data in trees for item in leaves(decode_plain(data), fqn).items())
+    return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
 
 
 def _renamed_alike(name: str, fqn: str, other: str) -> CheckpointMismatchError:
@@ -197,9 +249,15 @@ class RankMissing(NamedTuple):
 
 
 def _common_tree(trees: Sequence[Any]) -> Any:
-    """The first tree, with what is not the same in all of them marked as missing."""
+    """The first tree, with what is not the same in all of them, or not in all, marked as missing."""
     if all(isinstance(tree, dict) for tree in trees):
-        return {key: _common_tree([tree.get(key) for tree in trees]) for key in trees[0]}
+        by_key: dict[Any, list[Any]] = {}
+        for key, value in (item for tree in trees for item in tree.items()):
+            by_key.setdefault(key, []).append(value)
+        return {
+            key: _common_tree(values) if len(values) == len(trees) else RankMissing(len(values))
+            for key, values in by_key.items()
+        }
     # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
     is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
     return trees[0] if is_same else RankMissing(len(trees))
@@ -254,6 +312,17 @@ def _substitute(pattern: str, replacement: str, fqn: str) -> str:
 def placeholder(stored: StoredTensor) -> torch.Tensor:
     """A tensor on the meta device that stands for one that a load will create."""
     return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    reach = 0
+    for stride, length in dims:
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += (length - 1) * stride
+    return False
 
 
 def not_stored(fqn: str) -> Problem:

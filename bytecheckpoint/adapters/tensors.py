@@ -125,7 +125,7 @@ def _held_intervals(
     Raises CheckpointMismatchError (conflict) where it fits neither, or both with different indices.
     """
     layouts = [[_left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)]]
-    if all(_is_of_later_axes(index, mesh_axes) for index in range(len(mesh_axes))):
+    if _may_be_fully_sharded(mesh_axes):
         layouts.append([_right_to_left(dim, length, mesh_axes) for dim, length in enumerate(shape)])
     fitting = [intervals for intervals in layouts if _lengths(intervals) == local_shape]
     if fitting and all(intervals == fitting[0] for intervals in fitting):
@@ -150,12 +150,13 @@ def _lengths(intervals: Sequence[Sequence[_Interval]]) -> tuple[int, ...]:
     return tuple(sum(length for _, length in of_dim) for of_dim in intervals)
 
 
-def _is_of_later_axes(index: int, mesh_axes: Sequence[_MeshAxis]) -> bool:
-    """Whether a strided axis says that the later axes which shard its dimension have cut it first."""
-    placement = mesh_axes[index][0]
-    if not isinstance(placement, _StridedShard):
-        return True
-    later = [num_parts for other, num_parts, _ in mesh_axes[index + 1 :] if _shards(other, placement.dim)]
+def _may_be_fully_sharded(mesh_axes: Sequence[_MeshAxis]) -> bool:
+    """Whether fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
+    strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
+    if len(strided) != 1:
+        return False
+    placement = mesh_axes[strided[0]][0]
+    later = [num_parts for other, num_parts, _ in mesh_axes[strided[0] + 1 :] if _shards(other, placement.dim)]
     return int(placement.split_factor) == prod(later)
 
 
@@ -164,12 +165,9 @@ def _shards(placement: Any, dim: int) -> bool:
 
 
 def _right_to_left(dim: int, length: int, mesh_axes: Sequence[_MeshAxis]) -> list[_Interval]:
-    """As fully_shard lays out what is sharded already: each strided axis cuts after the axes that follow it."""
-    in_order: list[_MeshAxis] = []
-    for axis in reversed(mesh_axes):
-        in_order.insert(len(in_order) if isinstance(axis[0], _StridedShard) else 0, axis)
+    """As fully_shard lays out what is sharded already: its own axis, the strided one, cuts last."""
     held: list[_Interval] = [(0, length)]
-    for placement, num_parts, coordinate in in_order:
+    for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
         if _shards(placement, dim):
             held = _nth(_chunk(held, num_parts), coordinate)
     return held

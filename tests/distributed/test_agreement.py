@@ -156,6 +156,124 @@ def test_extra_state_is_kept_for_each_rank(workers: WorkerPool, tmp_path: Path) 
     assert workers.run(is_extra_back, str(tmp_path), world_size=2) == [True] * 2
 
 
+def large_extra(rank: int) -> dict[str, Any]:
+    """Large tensors: of each rank its own, of its own shape, and the same on all."""
+    own = torch.full((20_000 + rank,), float(rank))
+    return {"own": torch.full((30_000,), float(rank)), "shape": own, "same": torch.ones(20_000), "nested": {"l": [own]}}
+
+
+def blank_extra(rank: int) -> dict[str, Any]:
+    extra = large_extra(rank)
+    return {
+        **{name: torch.zeros_like(extra[name]) for name in ("own", "shape", "same")},
+        "nested": {"l": [torch.zeros_like(extra["shape"])]},
+    }
+
+
+def is_large_extra(found: dict[str, Any], rank: int) -> bool:
+    expected = large_extra(rank)
+    names_agree = found.keys() == expected.keys() and torch.equal(found["nested"]["l"][0], expected["nested"]["l"][0])
+    return names_agree and all(torch.equal(found[name], expected[name]) for name in ("own", "shape", "same"))
+
+
+def save_large_extra(rank: int, world_size: int, path: str, async_save: bool) -> list[bool]:
+    state = large_extra(rank)
+    handle = bcp.save(path, {"extra_state": state}, options=OPTIONS, async_save=async_save)
+    state["own"].fill_(-1.0)
+    handle.result()
+    return load_large_extra(rank, world_size, path)
+
+
+def load_large_extra(rank: int, world_size: int, path: str) -> list[bool]:
+    outcomes = []
+    for target in (blank_extra(rank), {}):
+        bcp.load(path, {"extra_state": target}, options=bcp.LoadOptions(timeout_s=30))
+        outcomes.append(is_large_extra(target, rank))
+    return outcomes
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_large_tensors_of_extra_state_are_kept_for_each_rank(
+    workers: WorkerPool, tmp_path: Path, async_save: bool
+) -> None:
+    assert workers.run(save_large_extra, str(tmp_path), async_save, world_size=3) == [[True] * 2] * 3
+    assert workers.run(load_large_extra, str(tmp_path), world_size=2) == [[True] * 2] * 2
+    opened = bcp.open(tmp_path)
+    assert len([fqn for fqn in opened.keys() if fqn.startswith("extra_state.same@")]) == 1
+    values = opened.rank_values("extra_state")
+    assert [is_large_extra(values[rank], rank) for rank in range(3)] == [True] * 3
+
+
+def load_on_new_rank(rank: int, world_size: int, path: str) -> tuple[list[Seen | None], bool]:
+    targets = [blank_extra(rank), {}]
+    errors = [
+        seen(lambda target=target: bcp.load(path, {"extra_state": target}, options=bcp.LoadOptions(timeout_s=30)))
+        for target in targets
+    ]
+    untouched = targets[1] == {} and not any(targets[0][name].any() for name in ("own", "shape", "same"))
+    found: dict[str, Any] = {}
+    bcp.load(path, {"extra_state": found}, strict=False, options=bcp.LoadOptions(timeout_s=30))
+    expected = is_large_extra(found, rank) if rank < 2 else list(found) == ["same"] and bool(found["same"].all())
+    return errors, untouched and expected
+
+
+def test_extra_state_that_a_new_rank_never_had_is_named_for_every_kind_of_target(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(save_large_extra, str(tmp_path), False, world_size=2)
+    outcomes = workers.run(load_on_new_rank, str(tmp_path), world_size=3)
+    assert [is_right for _, is_right in outcomes] == [True] * 3
+    for errors, _ in outcomes:
+        for error in errors:
+            assert error is not None
+            assert (error.cls, error.kind) == ("CheckpointMismatchError", "missing_key")
+            assert "extra_state.own: differed between the 2 ranks that saved it" in error.message
+            assert "extra_state.nested.l" in error.message
+            assert "unexpected_key" not in error.message
+            assert "extra_state.same" not in error.message
+
+
+class Store:
+    """Any object with a state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def save_objects_in_extra_state(rank: int, world_size: int, path: str, is_bare: bool) -> bool:
+    def state(store: Store) -> dict[str, Any]:
+        return {"extra_state": store if is_bare else {"o": store, "n": 1}}
+
+    saved = {"n": rank, "small": torch.full((2,), rank), "large": torch.full((20_000,), rank), str(rank): 1}
+    bcp.save(path, state(Store(saved)), options=OPTIONS)
+    target = Store({})
+    bcp.load(path, state(target), options=bcp.LoadOptions(timeout_s=30))
+    return repr(target.state) == repr(saved)
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_objects_under_extra_state_are_kept_for_each_rank(workers: WorkerPool, tmp_path: Path, is_bare: bool) -> None:
+    assert workers.run(save_objects_in_extra_state, str(tmp_path), is_bare, world_size=2) == [True] * 2
+
+
+def save_object_with_own_keys(rank: int, world_size: int, path: str) -> Seen | None:
+    return seen(lambda: bcp.save(path, {"o": Store({"a": 1, "d": {str(rank): 1}})}, options=OPTIONS))
+
+
+def test_an_object_with_other_keys_on_other_ranks_is_refused(workers: WorkerPool, tmp_path: Path) -> None:
+    errors = workers.run(save_object_with_own_keys, str(tmp_path), world_size=2)
+    assert errors[0] == errors[1]
+    assert (errors[0].cls, errors[0].kind) == ("CheckpointMismatchError", "conflict")
+    assert "o.d: {'0': 1} on rank 0, {'1': 1} on rank 1" in errors[0].message
+    assert "RankLocal" in errors[0].message
+
+
 class Loader:
     """A data loader with a position of its own on every rank."""
 

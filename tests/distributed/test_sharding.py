@@ -17,7 +17,9 @@ from torch.distributed._shard.sharded_tensor import Shard as LocalPart
 from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed._shard.sharded_tensor.metadata import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import bytecheckpoint as bcp
@@ -161,6 +163,46 @@ CUBE = [
 def test_a_mesh_with_three_axes(workers: WorkerPool, tmp_path: Path) -> None:
     wrong = workers.run(reshard, str(tmp_path), CUBE, world_size=8)
     assert not any(wrong), [(CUBE[number], text) for of_rank in wrong for number, text in of_rank]
+
+
+def uneven_linear(rows: int) -> torch.nn.Module:
+    """Tensor parallel over two ranks within fully_shard over four, with rows that divide by neither."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, rows))
+    torch.nn.init.zeros_(model[0].bias)
+    model[0].weight.data.copy_(truth((rows, 3)))
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
+def save_uneven(rank: int, world_size: int, root: str, all_rows: list[int]) -> list[bool]:
+    """Whether what is loaded into such a layout again is, on this rank, what was there."""
+    is_same = []
+    for rows in all_rows:
+        model = uneven_linear(rows)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            optimizer.state[parameter]["exp_avg"] = parameter.detach() * 2
+        bcp.save(f"{root}/{rows}", {"model": model, "optimizer": optimizer}, options=OPTIONS)
+        again = uneven_linear(rows)
+        torch.nn.init.zeros_(again[0].weight)
+        restored = torch.optim.AdamW(again.parameters())
+        bcp.load(f"{root}/{rows}", {"model": again, "optimizer": restored})
+        weight, found = model[0].weight, again[0].weight
+        is_same.append(torch.equal(weight.to_local(), found.to_local()))
+        is_same.append(torch.equal(weight.to_local() * 2, restored.state[found]["exp_avg"].to_local()))
+    return is_same
+
+
+def test_fully_shard_over_tensor_parallel_with_uneven_rows(workers: WorkerPool, tmp_path: Path) -> None:
+    all_rows = [9, 13, 57]
+    is_same = workers.run(save_uneven, str(tmp_path), all_rows, world_size=8)
+    assert is_same == [[True] * 2 * len(all_rows)] * 8
+    for rows in all_rows:
+        checkpoint = bcp.open(tmp_path / str(rows))
+        assert torch.equal(checkpoint["model.0.weight"][...], truth((rows, 3)))
+        assert torch.equal(checkpoint["optimizer.state.0.weight.exp_avg"][...], truth((rows, 3)) * 2)
 
 
 def save_partial(rank: int, world_size: int, path: str) -> Seen | None:

@@ -1,0 +1,147 @@
+"""An optimizer in a checkpoint, found by the names that its parameters have in the state. Knows no live optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+from bytecheckpoint.adapters.parameter_names import MODEL, ParameterNames
+from bytecheckpoint.adapters.plain_data import join_fqn, leaves
+from bytecheckpoint.adapters.stored import Stored, StoredTensor, StoredTree
+
+
+class StoredGroup(NamedTuple):
+    """The hyperparameters that some parameters were saved with."""
+
+    fqn: str
+    """Of the values, in the checkpoint."""
+    values: Mapping[str, Any]
+
+
+def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(tree, dict) and {"state", "groups"} <= tree.keys()
+
+
+class StoredOptimizer:
+    """An optimizer in a checkpoint. Parameters are asked for by the names that they have in the state."""
+
+    def __init__(self, fqn: str, found: StoredTree, stored: Stored) -> None:
+        self._fqn = fqn
+        self._stored = stored
+        self._tree: Mapping[str, Any] = found.tree
+        self._tree_fqn = found.fqn
+        self._groups = {
+            name: StoredGroup(f"{found.fqn}.groups.{first}.values", group["values"])
+            for first, group in found.tree["groups"].items()
+            for name in group["params"]
+        }
+        self._tensors = self._tensors_by_name()
+        self._by_state_fqn: dict[str, str] = {}
+        """FQN of a parameter in the state -> the name that it was saved under."""
+        self._by_tensor: dict[str, str] = {}
+        """Checkpoint FQN under which a parameter's elements lie -> the same."""
+        for name in self._groups:
+            for state_fqn in self._state_fqns(name):
+                self._by_state_fqn.setdefault(state_fqn, name)
+            if self._source(name) in stored.saved:
+                self._by_tensor.setdefault(stored.saved[self._source(name)].fqn, name)
+        # Where two come to one name, exclude has left one of them out.
+        self._sources = {stored.rename(source): source for source in sorted(stored.saved, key=stored.takes)}
+
+    def _tensors_by_name(self) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
+        prefix = f"{self._tree_fqn}.state."
+        tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
+        for fqn, tensor in self._stored.tensors.items():
+            if not tensor.fqn.startswith(prefix):
+                continue
+            name, _, key = tensor.fqn[len(prefix) :].rpartition(".")
+            while name and name not in self._groups:
+                name, _, head = name.rpartition(".")
+                key = f"{head}.{key}"
+            if name:
+                tensors.setdefault(name, {})[key] = (fqn, tensor)
+        return tensors
+
+    def _source(self, name: str) -> str:
+        """The checkpoint FQN of the parameter that was saved under this name."""
+        in_model = join_fqn(MODEL, name)
+        return in_model if in_model in self._stored.saved else name
+
+    def _state_fqns(self, name: str) -> list[str]:
+        """What a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in its
+        module, or else as it renames its state in the optimizer.
+        """
+        source = self._source(name)
+        sources = [source] if source in self._stored.saved else [join_fqn(MODEL, name), name]
+        renamed = [new for new in map(self._stored.rename, sources) if new not in sources]
+        if renamed:
+            return renamed
+        in_optimizer = self._renamed_in_optimizer(name)
+        return sources if in_optimizer is None else [join_fqn(MODEL, in_optimizer), in_optimizer]
+
+    def _renamed_in_optimizer(self, name: str) -> str | None:
+        prefix = f"{self._fqn}.state."
+        for key, (fqn, _) in self._tensors.get(name, {}).items():
+            if not fqn.startswith(prefix) or not fqn.endswith(f".{key}"):
+                continue
+            new = fqn[len(prefix) : -len(key) - 1]
+            if new != name:
+                return new
+        return None
+
+    def _names(self, names: ParameterNames) -> list[str]:
+        """Every name that a parameter of the state was saved under; several where it was not tied then."""
+        found = [self._by_state_fqn.get(fqn) for fqn in names.fqns]
+        elsewhere = self._tree.get("elsewhere", {})
+        for fqn in names.fqns:
+            source = self._sources.get(fqn, fqn)
+            tensor = self._stored.saved.get(source)
+            found += [elsewhere.get(source), None if tensor is None else self._by_tensor.get(tensor.fqn)]
+        return list(dict.fromkeys(name for name in found if name is not None))
+
+    def claims(self, names: ParameterNames) -> Iterator[str]:
+        """State FQNs of all that was saved of a parameter's state."""
+        for name in self._names(names):
+            yield from (fqn for fqn, _ in self._tensors.get(name, {}).values())
+            plain = leaves(self._tree["state"].get(name, {}), f"{self._tree_fqn}.state.{name}")
+            yield from map(self._stored.rename, plain)
+
+    def shared_claims(self) -> Iterator[str]:
+        """State FQNs of what belongs to no single parameter."""
+        for key in self._tree.keys() - {"state"}:
+            yield from map(self._stored.rename, leaves(self._tree[key], f"{self._tree_fqn}.{key}"))
+        if not self._tree["state"]:
+            yield self._stored.rename(f"{self._tree_fqn}.state")
+
+    def is_excluded(self, names: ParameterNames) -> bool:
+        """Whether exclude leaves out the parameter itself, under every name that it has."""
+        sources = [self._sources[fqn] for fqn in names.fqns if fqn in self._sources]
+        return all(map(self._stored.excludes, sources or names.fqns))
+
+    def parameter_shape(self, names: ParameterNames) -> tuple[int, ...] | None:
+        """What the shape of the parameter was, where a module with it is in the checkpoint."""
+        tensors = (self._stored.saved.get(self._source(name)) for name in self._names(names))
+        return next((tensor.shape for tensor in tensors if tensor is not None), None)
+
+    def group(self, names: ParameterNames) -> StoredGroup | None:
+        return next((self._groups[name] for name in self._names(names)), None)
+
+    def takes(self, group: StoredGroup, key: str) -> bool:
+        """Whether include and exclude leave this hyperparameter of the group."""
+        return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
+
+    def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:
+        """State key -> its FQN in `Stored.tensors`, and the stored tensor."""
+        return next((self._tensors[name] for name in self._names(names) if name in self._tensors), {})
+
+    def plain(self, names: ParameterNames) -> dict[str, tuple[str, Any]]:
+        """State key -> its checkpoint FQN, and the tree that is its value, where include and exclude leave it."""
+        name = next((name for name in self._names(names) if name in self._tree["state"]), None)
+        if name is None:
+            return {}
+        prefix = f"{self._tree_fqn}.state.{name}"
+        values = {key: (join_fqn(prefix, key), value) for key, value in self._tree["state"][name].items()}
+        return {key: (fqn, value) for key, (fqn, value) in values.items() if self._takes_all(value, fqn)}
+
+    def _takes_all(self, value: Any, fqn: str) -> bool:
+        return all(map(self._stored.takes, leaves(value, fqn)))
