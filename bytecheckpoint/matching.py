@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.adapters.state import Entry
-from bytecheckpoint.adapters.stored import Problem, Stored, not_stored
+from bytecheckpoint.adapters.stored import Problem, Stored, is_at_or_below, not_stored, shares_elements
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.ranks import COORDINATOR, Ranks
@@ -42,7 +42,7 @@ def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Ma
     """Compares a state with a checkpoint. What does not fit is among the problems and not among the shards."""
     match = Match([], [], [], set(), set(), set())
     names = {entry.fqn for entry in entries}
-    match.skipped.update(fqn for fqn in stored.skipped if _is_under(fqn, names))
+    match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
     for entry in entries:
         expectation = entry.expect(stored)
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
@@ -79,7 +79,7 @@ def _problem(shard: LocalShard, stored: Stored, *, cast: bool) -> Problem | None
     if found.dtype != shard.dtype and not _can_convert(found.dtype, shard.dtype):
         text = f"{fqn}: torch cannot convert {found.dtype} in the checkpoint to {shard.dtype} in the state"
         return Problem("dtype", fqn, text)
-    if _shares_elements(shard.tensor):
+    if shares_elements(shard.tensor):
         text = (
             f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
         )
@@ -107,16 +107,6 @@ def _can_convert(stored: str, wanted: str) -> bool:
     return True
 
 
-def _shares_elements(tensor: torch.Tensor) -> bool:
-    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
-    reach = 0
-    for stride, length in dims:
-        if stride <= reach:
-            return tensor.numel() > 0
-        reach += (length - 1) * stride
-    return False
-
-
 class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """What one rank found."""
 
@@ -124,7 +114,9 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     top_level: list[str]
     """The names that are the keys of its state."""
     wanted: bytes
-    """A bit for each stored name, in order: this rank has a place for it."""
+    """A bit for each name that all ranks see, in order: this rank has a place for it."""
+    unexpected: list[str]
+    """Of the names that only this rank sees, those under a name of its state that it has no place for."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -139,9 +131,11 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
 
     Keys are unexpected where the checkpoint has them under a top-level name of the state and no rank takes them.
     """
-    names = sorted({*stored.tensors, *stored.plain})
+    names, own_names = stored.common_names, stored.own_names
+    top_level = set(map(str, state_names))
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
-    findings = _Findings(match.problems, list(map(str, state_names)), np.packbits(wanted).tobytes())
+    unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
+    findings = _Findings(match.problems, sorted(top_level), np.packbits(wanted).tobytes(), unexpected)
     payloads = ranks.gather(msgspec.msgpack.encode(findings))
     if ranks.rank != COORDINATOR:
         return msgspec.msgpack.decode(ranks.broadcast(b""), type=Verdict)
@@ -159,14 +153,10 @@ def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
         wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(names)).astype(bool)
     top_level = {name for of_rank in findings for name in of_rank.top_level}
     unexpected = [name for name, is_wanted in zip(names, wanted, strict=True) if not is_wanted]
-    unexpected = [name for name in unexpected if _is_under(name, top_level)]
+    unexpected = [name for name in unexpected if is_at_or_below(name, top_level)]
+    unexpected += sorted({name for of_rank in findings for name in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
     return Verdict(list(problems.values()), unexpected)
-
-
-def _is_under(fqn: str, top_level: set[str]) -> bool:
-    parts = fqn.split(".")
-    return any(".".join(parts[:count]) in top_level for count in range(1, len(parts) + 1))
 
 
 def _mismatch(verdict: Verdict) -> CheckpointMismatchError:

@@ -219,8 +219,26 @@ class Stored:
         return {*self.tensors, *self.plain}
 
     @cached_property
+    def own_names(self) -> list[str]:
+        """State FQNs, sorted, of what other ranks may see otherwise: it lies in values that differed between ranks."""
+        roots = set(self._manifest.rank_objects)
+        names = [*self.saved, *self._tree_leaves] if roots else []
+        return sorted({self.rename(fqn) for fqn in names if is_at_or_below(fqn, roots) and self.takes(fqn)})
+
+    @cached_property
+    def common_names(self) -> list[str]:
+        """State FQNs, sorted, of what every rank sees alike."""
+        return sorted(self._known.difference(self.own_names))
+
+    @cached_property
     def _tree_leaves(self) -> dict[str, Any]:
         return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
+
+
+def is_at_or_below(fqn: str, roots: set[str]) -> bool:
+    """Whether an FQN is one of these or starts with one of them and a dot."""
+    parts = fqn.split(".")
+    return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
 
 
 def _named_by_content(manifest: Manifest) -> set[str]:

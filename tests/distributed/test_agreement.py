@@ -421,3 +421,23 @@ def test_errors_in_a_subgroup_name_global_ranks(workers: WorkerPool, tmp_path: P
     assert first == second
     assert first.ranks == (1, 2)
     assert "1 on rank 1, 2 on rank 2" in first.message
+
+
+def load_without_a_key(rank: int, world_size: int, path: str) -> tuple[str, str]:
+    """Saves keys that differ from rank to rank, and loads with one of this rank's left out on rank 1 only."""
+    named = {f"key{number}": number for number in range(rank + 3)}
+    bcp.save(path, {"extra_state": named, "x": torch.ones(2)}, options=OPTIONS)
+    wanted = {name: 0 for name in named if rank == 0 or name != "key2"}
+    try:
+        bcp.load(path, {"extra_state": wanted, "x": torch.zeros(2)}, options=bcp.LoadOptions(timeout_s=30))
+    except bcp.CheckpointMismatchError as error:
+        return error.kind, error.message
+    return "loaded", ""
+
+
+def test_a_key_that_differs_between_ranks_is_unexpected_where_it_has_no_place(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    outcomes = workers.run(load_without_a_key, str(tmp_path), world_size=3)
+    assert {kind for kind, _ in outcomes} == {"unexpected_key"}
+    assert all("1 unexpected_key" in message and "extra_state.key2" in message for _, message in outcomes)
