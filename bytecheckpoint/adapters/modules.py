@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves
-from bytecheckpoint.adapters.stateful import TreeTarget
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Scope, Stored, not_stored
+from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
+from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
+from bytecheckpoint.adapters.stored import (
+    Contents,
+    Expectation,
+    Problem,
+    RankMissing,
+    Scope,
+    Stored,
+    not_stored,
+    rank_missing,
+)
 from bytecheckpoint.adapters.tensors import LocalShard, local_shards, unsupported
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -77,11 +87,7 @@ class ModuleEntry:
         tensors, aliases = self._tensors_and_aliases()
         shards = [shard for fqn, tensor in tensors.items() for shard in local_shards(fqn, tensor)]
         extra = self._extra_states()
-
-        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef:
-            shards.extend(local_shards(fqn, tensor))
-            return TensorRef(fqn)
-
+        on_tensor = partial(keep_for_rank, shards=shards)
         plain = {join_fqn(self.fqn, name): value for name, value in extra.items()}
         encoded: dict[str, tuple[Scope, bytes]] = {
             fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in plain.items()
@@ -106,7 +112,10 @@ class ModuleEntry:
                 problems.append(not_stored(fqn))
             elif found.is_taken:
                 shards += self._extra.shards(found.tree, found.fqn, {}, stored)
-                claims.update(map(stored.rename, leaves(found.tree, found.fqn)))
+                values = leaves(found.tree, found.fqn)
+                claims.update(map(stored.rename, values))
+                missing = [value for value in values.values() if isinstance(value, RankMissing)]
+                problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems)
 
     def prepare(self, stored: Stored) -> None:
