@@ -12,7 +12,7 @@ import torch
 from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api
+from bytecheckpoint import api, writing
 from bytecheckpoint.storage.store import Block, Store
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -148,3 +148,17 @@ def test_two_values_of_one_place_cannot_be_mixed(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(0, 2.0), step=2)
     names = [next((tmp_path / f"step_0000000{step}" / "data").iterdir()).name for step in (1, 2)]
     assert names[0] != names[1]
+
+
+def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_report = writing.encode_report
+
+    def without_the_last_chunk(files: Sequence[tuple[Any, int, Any]]) -> bytes:
+        return encode_report([(chunks[:-1], start, file) for chunks, start, file in files])
+
+    bcp.save(tmp_path, state_of(0, 1.0), step=1)
+    monkeypatch.setattr(writing, "encode_report", without_the_last_chunk)
+    with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
+        bcp.save(tmp_path, state_of(0, 2.0), step=2)
+    assert error.value.kind == "storage"
+    assert bcp.steps(tmp_path) == [1]

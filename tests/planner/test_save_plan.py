@@ -217,3 +217,10 @@ def test_extents_add_up_and_large_chunks_start_their_own(header_bytes: int, chun
     for num_bytes in chunk_bytes:
         assert num_bytes < EXTENT_BYTES or position in starts
         position += num_bytes
+
+
+def test_two_tensors_of_one_name_on_one_rank_are_refused() -> None:
+    with pytest.raises(CheckpointMismatchError, match="rank 0 has two tensors of this name") as error:
+        plan([[offer("w", (4,)), offer("w", (4,))], []])
+    assert error.value.kind == "conflict"
+    assert error.value.ranks == (0,)
