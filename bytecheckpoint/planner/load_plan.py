@@ -19,7 +19,6 @@ from bytecheckpoint.region import (
     flat_span,
     intersect,
     is_contiguous_in,
-    relative,
     split_rows,
 )
 
@@ -128,11 +127,6 @@ def box_layout(part: BoxPart) -> tuple[tuple[int, ...], tuple[int, ...]]:
         strides.append(stride)
         stride *= length
     return part.region.lengths, tuple(reversed(strides))
-
-
-def target_region(part: BoxPart, wants: Sequence[Want]) -> Region:
-    """Where in its target a part goes, in the target's own coordinates."""
-    return relative(part.region, wants[part.want].region)
 
 
 def wanted_files(fetches: Sequence[Fetch]) -> Mapping[int, int]:

@@ -16,7 +16,7 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
 from bytecheckpoint.planner import coalesce as coalescing
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Part, coalesce
-from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load, target_region, wanted_files
+from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load, wanted_files
 from bytecheckpoint.region import Region, relative, rows, whole
 
 
@@ -124,7 +124,7 @@ def place(part: Part, content: bytes, wants: Sequence[Want], targets: Sequence[n
         lengths,
         [stride * size for stride in strides],
     )
-    cut(target, target_region(part, wants))[...] = box
+    cut(target, relative(part.region, wants[part.want].region))[...] = box
 
 
 @given(st.data())
