@@ -27,7 +27,7 @@ from bytecheckpoint.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
     from bytecheckpoint.adapters.stateful import RankLocal
-    from bytecheckpoint.api import latest, load, open, save, steps  # noqa: A004  bcp.open, as in gzip.open
+    from bytecheckpoint.api import latest, load, open, save, steps, warm_up  # noqa: A004  bcp.open, as in gzip.open
     from bytecheckpoint.checkpoint import Checkpoint
     from bytecheckpoint.handle import SaveHandle
 
@@ -52,6 +52,7 @@ __all__ = [
     "open",
     "save",
     "steps",
+    "warm_up",
 ]
 
 # These need torch, which takes seconds to import; the command line looks into checkpoints without it.
@@ -59,7 +60,7 @@ _WITH_TORCH = {
     "Checkpoint": "bytecheckpoint.checkpoint",
     "RankLocal": "bytecheckpoint.adapters.stateful",
     "SaveHandle": "bytecheckpoint.handle",
-    **dict.fromkeys(("latest", "load", "open", "save", "steps"), "bytecheckpoint.api"),
+    **dict.fromkeys(("latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 
 

@@ -1,121 +1,224 @@
-"""What the ranks of a save tell one another: what each could write, what each is to write, what each has written; and
-the manifest that comes of it.
+"""What the ranks of a save tell one another before anything is written: what each could write, and what each is to
+write. Where all of them did the same before, they only say so.
 """
 
 from __future__ import annotations
 
-import platform
 import uuid
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import torch
+import xxhash
 
 from bytecheckpoint.adapters.plain_merge import merge_plain
 from bytecheckpoint.adapters.stored import Contents, Scope
 from bytecheckpoint.adapters.tensors import LocalShard
-from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
-from bytecheckpoint.planner.file_plan import PlacedChunk
+from bytecheckpoint.digests import combined_digest, small_digests
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.plan_cache import KnownPlan, PlanCache
+from bytecheckpoint.planner.codec_choice import CodecOption
 from bytecheckpoint.planner.save_plan import Offer, SavePlan, Write, plan_save
 from bytecheckpoint.ranks import COORDINATOR, Ranks
 from bytecheckpoint.region import Region
-from bytecheckpoint.staging import small_digests
+from bytecheckpoint.staging import plan_files
 
 
-class SaveRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank wants saved, and where."""
+class Target(NamedTuple):
+    """Where a save goes to; the same on all ranks."""
 
     path: str
     step: int | None
     overwrite: bool
+
+    def __str__(self) -> str:
+        return f"{self.path} (step={self.step}{', overwriting what is there' if self.overwrite else ''})"
+
+
+class Wish(NamedTuple):
+    """What one rank wants saved."""
+
+    target: Target
+    shards: Sequence[LocalShard]
+    offers: Sequence[Offer]
+    """The shards as other ranks hear of them, in the same order and without digests."""
+    aliases: Mapping[str, str]
+    plain: Mapping[str, tuple[Scope, bytes]]
+    max_file_bytes: int
+    codec: CodecOption
+
+    def fingerprint(self, ranks: Ranks) -> bytes:
+        """What a plan depends on, and nothing else."""
+        parts = (self.offers, self.aliases, self.max_file_bytes, self.codec, list(ranks.names), ranks.rank)
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """A wish on its way to the coordinator."""
+
+    target: str
+    plan_id: str
+    """Of the plan that this rank knows for it; empty where it knows none."""
+    digests: list[int]
+    """Of the compared groups of that plan."""
     offers: list[Offer]
     aliases: dict[str, str]
+    """Both empty where a plan is known."""
     plain: dict[str, tuple[Scope, bytes]]
 
 
-class SaveOrder(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to write."""
+class _Order(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to do."""
 
     save_id: str
+    plan_id: str
     writes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
     """Index of the offer, offsets and lengths of the part of it."""
+    compared: list[list[int]]
     differing_replicas: list[str]
-
-
-class SaveReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has written."""
-
-    files: list[DataFile]
-    chunks: list[tuple[int, tuple[int, ...], tuple[int, ...], int, int, int]]
-    """Index of the offer, offsets, lengths; index of the file, byte offset, byte length."""
+    is_known: bool = False
+    """Do what you did before; `writes` and what follows are empty."""
+    tell_all: bool = False
+    """No order yet: send the whole request first."""
+    has_written: bool = False
+    """The coordinator knows where the chunks of this plan lie."""
 
 
 class Agreed(NamedTuple):
-    """The outcome of planning. The coordinator knows of all ranks, the others of themselves."""
+    """The outcome of planning on one rank."""
 
     save_id: str
-    writes: list[Write]
-    """Of this rank."""
-    differing_replicas: Sequence[str]
-    requests: list[SaveRequest]
-    """Of all ranks; empty but on the coordinator."""
-    plan: SavePlan | None
-    """None but on the coordinator."""
+    known: KnownPlan
+    is_new: bool
+    """The plan was made just now."""
+    has_written: bool
+    """The coordinator knows where the chunks lie in the files: nobody need tell it."""
     objects: Mapping[str, bytes]
     """Plain data that all ranks share, by FQN; here and below, empty but on the coordinator."""
     rank_objects: Mapping[str, Mapping[int, bytes]]
 
 
-def save_request(
-    path: str, step: int | None, contents: Sequence[Contents], *, overwrite: bool, num_ranks: int
-) -> tuple[SaveRequest, list[LocalShard]]:
-    """This rank's request, and the shards that its offers are, in the same order."""
+def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) -> Wish:
+    """What this rank wants saved of its entries."""
     shards = [shard for of_entry in contents for shard in of_entry.shards]
-    digests = small_digests(shards) if num_ranks > 1 else [None] * len(shards)
     offers = [
-        Offer(shard.fqn, shard.dtype, shard.global_shape, shard.region.offsets, shard.region.lengths, digest)
-        for shard, digest in zip(shards, digests, strict=True)
+        Offer(shard.fqn, shard.dtype, shard.global_shape, shard.region.offsets, shard.region.lengths)
+        for shard in shards
     ]
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
-    return SaveRequest(path, step, overwrite, offers, aliases, plain), shards
+    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec)
 
 
-def agree(ranks: Ranks, request: SaveRequest) -> Agreed:
-    """Every rank's part of one plan.
+def agree(ranks: Ranks, wish: Wish, plans: PlanCache) -> Agreed:
+    """Every rank's part of one plan, made now or known from a save of the same.
 
     Raises CheckpointMismatchError (conflict, coverage) where what ranks want does not fit together.
     """
+    fingerprint = wish.fingerprint(ranks)
+    known = plans.find(fingerprint)
+    request = _known_request(wish, known) if known is not None else _whole_request(wish, ranks)
     payloads = ranks.gather(msgspec.msgpack.encode(request))
-    if ranks.rank != COORDINATOR:
-        order = msgspec.msgpack.decode(ranks.scatter([]), type=SaveOrder)
-        return Agreed(order.save_id, _decode_writes(order), order.differing_replicas, [], None, {}, {})
-    requests = [msgspec.msgpack.decode(payload, type=SaveRequest) for payload in payloads]
-    check_same("save to", [_target(of_rank) for of_rank in requests], ranks.names)
-    offers, aliases = [of_rank.offers for of_rank in requests], [of_rank.aliases for of_rank in requests]
-    plan = plan_save(offers, aliases, names=ranks.names)
-    objects, rank_objects = merge_plain([of_rank.plain for of_rank in requests], ranks.names)
+    if ranks.rank == COORDINATOR:
+        agreed = _decide(ranks, wish, known, [_decode_request(payload) for payload in payloads])
+    else:
+        agreed = _obey(ranks, wish, known)
+    if agreed.is_new:
+        plans.keep(fingerprint, agreed.known)
+    return agreed
+
+
+def _known_request(wish: Wish, known: KnownPlan) -> _Request:
+    digests = [combined_digest([wish.shards[index].tensor for index in group]) for group in known.compared]
+    return _Request(str(wish.target), known.plan_id, digests, [], {}, dict(wish.plain))
+
+
+def _whole_request(wish: Wish, ranks: Ranks) -> _Request:
+    offers = list(wish.offers)
+    if ranks.num_ranks > 1:
+        for index, digest in enumerate(small_digests(wish.shards)):
+            if digest is not None:
+                offers[index] = msgspec.structs.replace(offers[index], digest=digest)
+    return _Request(str(wish.target), "", [], offers, dict(wish.aliases), dict(wish.plain))
+
+
+def _decode_request(payload: bytes) -> _Request:
+    return msgspec.msgpack.decode(payload, type=_Request)
+
+
+def _decide(ranks: Ranks, wish: Wish, known: KnownPlan | None, requests: Sequence[_Request]) -> Agreed:
+    """The coordinator's part: one order for each rank."""
+    check_same("save to", [request.target for request in requests], ranks.names)
     save_id = uuid.uuid4().hex[:16]
-    orders = [
-        SaveOrder(save_id, [(offer, *region) for offer, region in writes], list(plan.differing_replicas))
-        for writes in plan.writes
-    ]
+    if known is not None and _is_still_so(known, requests):
+        objects, rank_objects = _merge(ranks, requests)
+        has_written = known.written is not None
+        order = _Order(save_id, known.plan_id, [], [], [], is_known=True, has_written=has_written)
+        ranks.scatter([msgspec.msgpack.encode(order)] * ranks.num_ranks)
+        return Agreed(save_id, known, False, has_written, objects, rank_objects)
+    if any(request.plan_id for request in requests):
+        ranks.scatter([msgspec.msgpack.encode(_Order("", "", [], [], [], tell_all=True))] * ranks.num_ranks)
+        payloads = ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks)))
+        requests = [_decode_request(payload) for payload in payloads]
+    offers = [request.offers for request in requests]
+    plan = plan_save(offers, [request.aliases for request in requests], names=ranks.names)
+    objects, rank_objects = _merge(ranks, requests)
+    orders = _orders(save_id, plan)
     ranks.scatter([msgspec.msgpack.encode(order) for order in orders])
-    own = _decode_writes(orders[COORDINATOR])
-    return Agreed(save_id, own, plan.differing_replicas, requests, plan, objects, rank_objects)
+    planned = _planned(orders[COORDINATOR], wish)
+    planned.offers, planned.plan = offers, plan
+    return Agreed(save_id, planned, True, False, objects, rank_objects)
 
 
-def _decode_writes(order: SaveOrder) -> list[Write]:
-    return [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.writes]
+def _is_still_so(known: KnownPlan, requests: Sequence[_Request]) -> bool:
+    """Whether every rank knows this plan, and replicas are what they were: all alike."""
+    if any(request.plan_id != known.plan_id for request in requests) or known.plan is None:
+        return False
+    positions = [iter(request.digests) for request in requests]
+    return all(len({next(positions[rank]) for rank in ranks}) == 1 for ranks in known.plan.compared)
 
 
-def _target(request: SaveRequest) -> str:
-    overwrite = ", overwriting what is there" if request.overwrite else ""
-    return f"{request.path} (step={request.step}{overwrite})"
+def _merge(ranks: Ranks, requests: Sequence[_Request]) -> tuple[Mapping[str, bytes], Mapping[str, Mapping[int, bytes]]]:
+    return merge_plain([request.plain for request in requests], ranks.names)
+
+
+def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
+    compared: list[list[list[int]]] = [[] for _ in plan.writes]
+    for ranks, offers in plan.compared.items():
+        for rank, of_rank in zip(ranks, offers, strict=True):
+            compared[rank].append(list(of_rank))
+    return [
+        _Order(
+            save_id,
+            save_id,
+            [(offer, *region) for offer, region in writes],
+            compared[rank],
+            list(plan.differing_replicas),
+        )
+        for rank, writes in enumerate(plan.writes)
+    ]
+
+
+def _obey(ranks: Ranks, wish: Wish, known: KnownPlan | None) -> Agreed:
+    """The part of every other rank."""
+    order = msgspec.msgpack.decode(ranks.scatter([]), type=_Order)
+    if order.tell_all:
+        ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks)))
+        order = msgspec.msgpack.decode(ranks.scatter([]), type=_Order)
+    if order.is_known and known is not None:
+        return Agreed(order.save_id, known, False, order.has_written, {}, {})
+    return Agreed(order.save_id, _planned(order, wish), True, False, {}, {})
+
+
+def _planned(order: _Order, wish: Wish) -> KnownPlan:
+    writes = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.writes]
+    return KnownPlan(
+        plan_id=order.plan_id,
+        files=plan_files(wish.offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec),
+        compared=order.compared,
+        differing_replicas=order.differing_replicas,
+    )
 
 
 def check_same(doing: str, targets: Sequence[str], names: Sequence[int]) -> None:
@@ -130,70 +233,3 @@ def check_same(doing: str, targets: Sequence[str], names: Sequence[int]) -> None
             kind="conflict",
             ranks=tuple(names[rank] for rank in odd),
         )
-
-
-def encode_report(files: Sequence[tuple[Sequence[PlacedChunk], int, DataFile]]) -> bytes:
-    """The report of a rank that wrote these files: their chunks, where their data starts, and what was written."""
-    chunks = [
-        (chunk.offer, *chunk.region, index, data_start + chunk.data_offset, chunk.byte_length)
-        for index, (chunks, data_start, _) in enumerate(files)
-        for chunk in chunks
-    ]
-    return msgspec.msgpack.encode(SaveReport([file for _, _, file in files], chunks))
-
-
-def build_manifest(
-    agreed: Agreed, payloads: Sequence[bytes], *, step: int | None, metadata: Mapping[str, Any]
-) -> Manifest:
-    """The manifest of what all ranks report, checked against what they were to write.
-
-    Raises CheckpointSaveError (storage) where a rank reports something else than the plan says.
-    """
-    reports = [msgspec.msgpack.decode(payload, type=SaveReport) for payload in payloads]
-    files: list[DataFile] = []
-    chunks: dict[str, list[Chunk]] = {}
-    described: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for rank, (request, report) in enumerate(zip(agreed.requests, reports, strict=True)):
-        _check_report(agreed, rank, report)
-        for index, offsets, lengths, file, byte_offset, byte_length in report.chunks:
-            offer = request.offers[index]
-            described[offer.fqn] = offer.dtype, offer.shape
-            chunk = Chunk(Region(offsets, lengths), len(files) + file, byte_offset, byte_length)
-            chunks.setdefault(offer.fqn, []).append(chunk)
-        files += report.files
-    tensors = {fqn: tensor_record(*described[fqn], sorted(chunks[fqn])) for fqn in chunks}
-    return Manifest(
-        save_id=agreed.save_id,
-        step=step,
-        files=files,
-        tensors=tensors,
-        aliases=agreed.plan.aliases if agreed.plan is not None else {},
-        objects=agreed.objects,
-        rank_objects=agreed.rank_objects,
-        metadata=metadata,
-        provenance=_provenance(len(reports)),
-    )
-
-
-def _check_report(agreed: Agreed, rank: int, report: SaveReport) -> None:
-    planned = sorted(agreed.plan.writes[rank]) if agreed.plan is not None else []
-    written = sorted(Write(offer, Region(offsets, lengths)) for offer, offsets, lengths, *_ in report.chunks)
-    data_bytes = sum(chunk[-1] for chunk in report.chunks)
-    file_bytes = sum(file.byte_length for file in report.files)
-    if planned != written or file_bytes < data_bytes:
-        raise CheckpointSaveError(
-            f"rank {rank} was to write {len(planned)} chunks and reports {len(written)} in {file_bytes} bytes of "
-            "files; nothing was committed: this is a bug, please report it",
-            kind="storage",
-            ranks=(rank,),
-        )
-
-
-def _provenance(world_size: int) -> dict[str, Any]:
-    return {
-        "world_size": world_size,
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "bytecheckpoint": version("bytecheckpoint"),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

@@ -14,26 +14,28 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.state import collect_all, entries_of
+from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, optimizers_in
 from bytecheckpoint.adapters.stored import KeyMap, Stored
-from bytecheckpoint.agreement import agree, check_same, save_request
+from bytecheckpoint.agreement import Target, agree, check_same, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
+from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
-from bytecheckpoint.handle import IN_FLIGHT, SaveHandle
+from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
 from bytecheckpoint.matching import Match, Verdict, match_state, refuse_meta, share_findings
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.planner.file_plan import lay_out_files
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
-from bytecheckpoint.staging import image_of, stage_images, staged_bytes
+from bytecheckpoint.snapshot import LiveState
+from bytecheckpoint.snapshot_kinds import Kind, allocate, hold_shards, kind_of_snapshot, take_snapshot
+from bytecheckpoint.staging import LiveFile
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.store import Store
-from bytecheckpoint.writing import Clock, Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
+from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -86,54 +88,105 @@ def save(
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with ExitStack() as turn:
         with together(ranks, f"planning the save to {about.path}", about=about), collector_paused():
-            turn.enter_context(IN_FLIGHT.turn())
-            clock.lap("wait")
+            with clock.phase("wait"):
+                turn.enter_context(IN_FLIGHT.turn())
             if not async_save:
                 turn.close()  # only what is staged needs the staging memory
-            step, metadata = check_step(step), check_metadata(metadata)
-            root, folder = save_location(path, step=step, role=role)
-            store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
-            refuse_existing(ranks, store, folder, overwrite=options.overwrite)
-            contents = collect_all(entries_of(state, framework))
-            target = join_name(str(store), folder)
-            request, shards = save_request(
-                target, step, contents, overwrite=options.overwrite, num_ranks=ranks.num_ranks
-            )
-            agreed = agree(ranks, request)
-            warn_of_differing(ranks, agreed.differing_replicas)
-            clock.lap("plan")
+            with clock.phase("plan"):
+                step, metadata = check_step(step), check_metadata(metadata)
+                root, folder = save_location(path, step=step, role=role)
+                store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
+                refuse_existing(ranks, store, folder, overwrite=options.overwrite)
+                target = Target(join_name(str(store), folder), step, options.overwrite)
+                entries = entries_of(state, framework)
+                wish = wish_of(target, collect_all(entries), options)
+                agreed = agree(ranks, wish, IN_FLIGHT.kept.plans)
+                warn_of_differing(ranks, agreed)
 
-        with together(ranks, f"staging the save to {target}", about=about), collector_paused():
-            files = lay_out_files(request.offers, agreed.writes, max_file_bytes=options.max_file_bytes)
-            names = [layout.data_file_name(agreed.save_id, ranks.rank, index) for index in range(len(files))]
-            images = [image_of(name, chunks, shards) for name, chunks in zip(names, files, strict=True)]
-            if async_save:
-                images = stage_images(images, files, shards, IN_FLIGHT.memory.take(staged_bytes(images)))
-            clock.lap("stage")
+        with together(ranks, f"staging the save to {target.path}", about=about), collector_paused():
+            kind = kind_of_snapshot(options.snapshot, async_save=async_save)
+            with clock.phase("stage"):
+                shards = hold_shards(entries, wish.shards) if kind == "lazy" else wish.shards
+                files = [LiveFile(planned, shards) for planned in agreed.known.files]
+                IN_FLIGHT.kept.grow(options.writer_threads)
+                snapshot = take_snapshot(kind, files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
 
-        handle = SaveHandle(target)
+        about = about._replace(step=step)
         saving = Saving(
             ranks=ranks,
             store=store,
             folder=folder,
-            about=about._replace(step=step),
-            overwrite=options.overwrite,
+            about=about,
+            options=options,
             agreed=agreed,
-            files=files,
-            images=images,
+            snapshot=snapshot,
+            scratch=IN_FLIGHT.kept.scratch,
             metadata=metadata,
             clock=clock,
         )
+        handle = SaveHandle(target.path)
         if async_save:
-            handle.mark_staged()
-            clock.end_stall()
-            if ranks.rank == COORDINATOR:
-                logger.info("staged %s in %.2f s", target, clock.seconds["stall"])
-            IN_FLIGHT.start(handle, lambda: write_and_commit(saving), turn.pop_all())
-            return handle
-    handle.finish(lambda: write_and_commit(saving), turn)
-    handle.result()
+            if _write_in_background(handle, saving, turn, kind, entries):
+                return handle
+            # New files, because the snapshot may have changed the others for its purpose.
+            files = [LiveFile(planned, shards) for planned in agreed.known.files]
+            saving = saving._replace(snapshot=LiveState(files, IN_FLIGHT.kept.scratch))
+        handle.finish(lambda: write_and_commit(saving), turn)
+    if not async_save:
+        handle.result()
     return handle
+
+
+def _write_in_background(
+    handle: SaveHandle, saving: Saving, turn: ExitStack, kind: Kind, entries: Sequence[Entry]
+) -> bool:
+    """Returns when the state may change; for a lazy snapshot at once, because the optimizers wait for it. False, with
+    nothing done, where there can be no more threads: the interpreter may be exiting.
+    """
+
+    def stage() -> None:
+        with saving.clock.phase("stage"):
+            handle.stage(saving.snapshot)
+        if saving.ranks.rank == COORDINATOR:
+            logger.info("staged %s in %.2f s", saving.path, saving.clock.total)
+
+    if kind == "lazy":
+        IN_FLIGHT.hold(optimizers_in(entries))
+    if not IN_FLIGHT.start(handle, lambda: write_and_commit(saving), turn):
+        saving.snapshot.close()
+        return False
+    if kind != "lazy" or not in_background("bcp-stage", stage):
+        stage()
+    saving.clock.end_stall()
+    return True
+
+
+def warm_up(
+    state: Mapping[str, Any],
+    framework: str = "auto",
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    options: SaveOptions | None = None,
+) -> None:
+    """Does ahead what the first asynchronous save of this state would do for all that follow it.
+
+    Plans the save with all ranks, which must all call this, and allocates the host memory that it stages in, for the
+    kind of snapshot and the `staging_bytes` of the options. Writes nothing, and holds no tensor.
+
+    `state`, `framework` and `process_group` are as for `save`. Raises CheckpointMismatchError and CheckpointSaveError
+    like `save`, and what the caller's last asynchronous save failed with.
+    """
+    options = options or SaveOptions()
+    about = Subject("(nowhere: warm_up)", None, is_save=True)
+    ranks = join_ranks(process_group, options.timeout_s, about=about)
+    with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn():
+        target = Target(about.path, None, overwrite=False)
+        wish = wish_of(target, collect_all(entries_of(state, framework)), options)
+        agreed = agree(ranks, wish, IN_FLIGHT.kept.plans)
+        warn_of_differing(ranks, agreed)
+        kind = kind_of_snapshot(options.snapshot, async_save=True)
+        allocate(kind, agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
+    ranks.farewell()
 
 
 def load(
@@ -186,6 +239,7 @@ def load(
     """
     options = options or LoadOptions()
     started = time.monotonic()
+    IN_FLIGHT.wait_until_staged()  # a lazy save still reads what this load would change
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):

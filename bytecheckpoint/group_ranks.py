@@ -31,6 +31,7 @@ _FAREWELL_S = 5.0
 """How long the coordinator stays for others to read its last word; at most as long as the timeout."""
 _STORE_GRACE_S = 2.0
 """How much longer an exchange with the store may take than its longest wait."""
+_SHORTEST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.02
 
 
@@ -281,13 +282,13 @@ def _decode_failure(message: bytes) -> CheckpointError:
 
 def _poll(is_there: Callable[[], bool], limit_s: float) -> bool:
     """Asks again and again. A blocking wait would hold the lock of the store's client against the training thread."""
-    deadline = time.monotonic() + limit_s
-    pause_s = 0.0002
+    started = time.monotonic()
     while not is_there():
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - started
+        if waited_s > limit_s:
             return False
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 2, _LONGEST_POLL_S)
+        # In proportion, so that an answer is never noticed much later than it came.
+        time.sleep(min(max(waited_s / 10, _SHORTEST_POLL_S), _LONGEST_POLL_S))
     return True
 
 

@@ -9,14 +9,22 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import thread as _futures_thread  # noqa: F401  registers its exit hook before ours
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
-from bytecheckpoint.errors import CheckpointError
+import torch
+
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
-from bytecheckpoint.staging_memory import StagingMemory
+from bytecheckpoint.kept import Kept
+from bytecheckpoint.snapshot import Snapshot
+
+_NICE = 5
+"""How far background threads step back behind training, as nice(2) counts."""
 
 
 class SaveHandle:
@@ -72,9 +80,19 @@ class SaveHandle:
         self._was_seen = self._was_seen or error is not None
         return error
 
-    def mark_staged(self) -> None:
-        """The training state may change from here on."""
-        self._staged.set()
+    def stage(self, snapshot: Snapshot) -> None:
+        """Stages, and lets the training state change. A failure is for the writer to meet, who tells all ranks."""
+        try:
+            snapshot.stage()
+        except Exception as error:  # noqa: BLE001
+            snapshot.fail(error)
+        except BaseException as error:
+            self._was_seen = True  # the caller gets it here and now
+            message = f"staging was interrupted by {type(error).__name__}; nothing was committed"
+            snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
+            raise
+        else:
+            self._staged.set()
 
     def finish(self, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
         """Runs the rest of the save, ends its turn and keeps its outcome. Whatever it raises is for `result`."""
@@ -96,8 +114,10 @@ class InFlight:
     """The asynchronous save that this process has under way: at most one."""
 
     def __init__(self) -> None:
-        self.memory = StagingMemory()
-        """What the save whose turn it is stages into."""
+        self.kept = Kept()
+        """What saves leave for those that follow."""
+        self._of_parents: list[Kept] = []
+        self._held_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._handle: SaveHandle | None = None
@@ -106,6 +126,7 @@ class InFlight:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Waits for the save that is under way, then holds back others. Raises its error if nobody has seen it."""
+        self._add_hooks()
         turn = self._turn
         turn.acquire()
         try:
@@ -123,16 +144,35 @@ class InFlight:
         if error is not None:
             raise error
 
-    def start(self, handle: SaveHandle, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
-        """Finishes a save, and its turn, on a thread of its own."""
-        self._add_hooks()
+    def start(self, handle: SaveHandle, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> bool:
+        """Finishes a save, and the turn that it takes over, on a thread of its own. False where there can be none."""
         self._handle = handle
-        # No daemon: the interpreter waits for it, and so does `_wait` earlier, while executors still take work.
-        thread = threading.Thread(target=handle.finish, args=(finish, turn), name="bcp-save")
-        try:
-            thread.start()
-        except RuntimeError:  # there are too many threads, or the interpreter is exiting
-            handle.finish(finish, turn)
+        own_turn = turn.pop_all()
+
+        def run() -> None:
+            step_back()
+            handle.finish(finish, own_turn)
+
+        if in_background("bcp-save", run):
+            return True
+        turn.push(own_turn)
+        return False
+
+    def hold(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """From now on, a step of these optimizers waits while the save in flight is staging."""
+        for optimizer in optimizers:
+            if optimizer not in self._held_optimizers:
+                self._held_optimizers.add(optimizer)
+                optimizer.register_step_pre_hook(self._wait_for_staging)
+
+    def wait_until_staged(self) -> None:
+        """Returns when no save in flight needs the training state any more, well or not."""
+        handle = self._handle
+        if handle is not None:
+            handle._staged.wait()
+
+    def _wait_for_staging(self, *_: Any) -> None:
+        self.wait_until_staged()
 
     def _add_hooks(self) -> None:
         with self._lock:
@@ -167,6 +207,28 @@ class InFlight:
         """A forked child has a copy of the handle, but not the thread that would finish it."""
         self._handle = None
         self._turn = threading.Lock()
+        # Its memory is not the child's, but freeing it here could free what has come to lie in the same place.
+        self._of_parents.append(self.kept)
+        self.kept = Kept()
+
+
+def step_back() -> None:
+    """Lets training go first, from here on, where this thread and those that it starts compete with it."""
+    with suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def in_background(name: str, do: Callable[[], None]) -> bool:
+    """Does it on a thread of its own. False, with nothing done, where the process can have no more threads or the
+    interpreter is exiting.
+
+    No daemon: the interpreter waits for it.
+    """
+    try:
+        threading.Thread(target=do, name=name).start()
+    except RuntimeError:
+        return False
+    return True
 
 
 IN_FLIGHT = InFlight()

@@ -29,8 +29,15 @@ class CheckpointInfo:
     metadata: Mapping[str, Any]
     """What the user gave to `save`."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """From `save` only: how long this rank took for `wait`, `plan`, `stage`, `write`, `commit`, and `stall`, the time
-    for which the call held its thread. In seconds."""
+    """From `save` only, in seconds on this rank, from the call on: `wait` for an earlier save, `plan`, `stage`, `write`
+    (with it `checksum` and `compress`, summed over its threads), `commit`, `stall`, for which the call held its thread,
+    and `total`."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes of the whole checkpoint by the seconds from the call to the commit. From `save` only."""
+        total = self.seconds.get("total")
+        return self.num_bytes / total if total else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ import numpy as np
 from bytecheckpoint.manifest_check import bad_manifest, refuse_more_than
 
 
-def encode_column(values: Iterable[int]) -> bytes:
+def encode_column(values: Iterable[int] | np.ndarray) -> bytes:
     """The integers as little-endian unsigned ones, each of the fewest bytes (1, 2, 4, 8) that hold the largest."""
-    column = np.fromiter(values, np.uint64)
+    column = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
     largest = int(column.max(initial=0))
     width = next(width for width in (1, 2, 4, 8) if largest < 1 << (8 * width))
     return column.astype(f"<u{width}").tobytes()

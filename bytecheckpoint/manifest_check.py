@@ -8,18 +8,19 @@ Chunks are checked as numpy columns, all at once, because there may be millions.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
+from bytecheckpoint.frames import CODECS, FRAME_BYTES, MAX_ENCODED_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bytecheckpoint.manifest import Columns, DataFile, Manifest
+    from bytecheckpoint.manifest import DataFile, Manifest
 
     Int64s = NDArray[np.int64]
 
@@ -38,6 +39,30 @@ MAX_BYTES = 1 << 62
 """Of one tensor, and of all files together. Half of what fits an int64, so that rounding cannot reach its end."""
 
 _UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
+
+
+class Columns(NamedTuple):
+    """Everything about all tensors and chunks of a manifest, as arrays: one entry each, if nothing else is said."""
+
+    dtype_names: Sequence[str]
+    """Those in use."""
+    dtypes: np.ndarray
+    """Of each tensor, an index into `dtype_names`."""
+    num_dims: np.ndarray
+    """Of each tensor."""
+    num_chunks: np.ndarray
+    """Of each tensor."""
+    shapes: np.ndarray
+    """`num_dims` entries a tensor."""
+    coordinates: np.ndarray
+    """`2 * num_dims` entries a chunk: its offsets, then its lengths."""
+    files: np.ndarray
+    byte_offsets: np.ndarray
+    byte_lengths: np.ndarray
+    codec_names: Sequence[str]
+    """Those in use; empty where no chunk is compressed, and so is `codecs`."""
+    codecs: np.ndarray
+    """An index into `codec_names`."""
 
 
 def bad_manifest(what: str) -> CheckpointCorruptError:
@@ -136,9 +161,11 @@ def _check_columns(columns: Columns, files: Sequence[DataFile], fqns: Sequence[s
             raise bad_manifest(f"it holds the number {column.max()} among the offsets and lengths of its chunks")
     tensors = np.repeat(np.arange(len(fqns)), columns.num_chunks)
     chunk_numels = _chunk_numels(columns, tensors, fqns)
-    _check_byte_lengths(columns, tensors, chunk_numels * itemsizes[tensors], fqns)
+    raw_bytes = chunk_numels * itemsizes[tensors]
+    _check_byte_lengths(columns, tensors, raw_bytes, fqns)
     _check_volumes(columns, numels, chunk_numels, fqns)
     _check_byte_ranges(columns, tensors, files, fqns)
+    _check_frames(columns, tensors, raw_bytes, files, fqns)
 
 
 def _itemsizes(columns: Columns, fqns: Sequence[str]) -> Int64s:
@@ -193,14 +220,26 @@ def _chunk_numels(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int
     return numels
 
 
-def _check_byte_lengths(columns: Columns, tensors: Int64s, expected: Int64s, fqns: Sequence[str]) -> None:
-    wrong = columns.byte_lengths.astype(np.int64) != expected
+def _check_byte_lengths(columns: Columns, tensors: Int64s, raw_bytes: Int64s, fqns: Sequence[str]) -> None:
+    if columns.codecs.max(initial=0) >= max(1, len(columns.codec_names)):
+        raise bad_manifest(f"it has {len(columns.codec_names)} codecs and a chunk of codec {columns.codecs.max()}")
+    byte_lengths = columns.byte_lengths.astype(np.int64)
+    # Of a codec that only a later release knows nothing can be said; the planner refuses the chunk.
+    wrong = _is_stored_by(columns, ("none",)) & (byte_lengths != raw_bytes)
+    wrong |= _is_stored_by(columns, CODECS) & (byte_lengths > raw_bytes)
     if wrong.any():
         chunk = _first(wrong)
         raise bad_manifest(
             f"a chunk of {_shown(fqns[tensors[chunk]])} has {columns.byte_lengths[chunk]} bytes, "
-            f"its region takes {expected[chunk]}"
+            f"its region takes {raw_bytes[chunk]}"
         )
+
+
+def _is_stored_by(columns: Columns, codecs: Collection[str]) -> NDArray[np.bool_]:
+    if not columns.codec_names:
+        return np.full(len(columns.files), "none" in codecs)
+    stored: NDArray[np.bool_] = np.array([name in codecs for name in columns.codec_names])[columns.codecs]
+    return stored
 
 
 def _check_volumes(columns: Columns, numels: Int64s, chunk_numels: Int64s, fqns: Sequence[str]) -> None:
@@ -244,6 +283,35 @@ def _check_byte_ranges(columns: Columns, tensors: Int64s, files: Sequence[DataFi
         raise bad_manifest(
             f"a chunk of {_shown(fqns[tensors[first]])} and one of {_shown(fqns[tensors[second]])} share bytes of file "
             f"{_shown(files[columns.files[first]].name)}, at {offsets[second]}"
+        )
+
+
+def _check_frames(
+    columns: Columns, tensors: Int64s, raw_bytes: Int64s, files: Sequence[DataFile], fqns: Sequence[str]
+) -> None:
+    """Each compressed chunk is a run of whole extents of its file, one for each frame and none longer than a frame."""
+    chunks = np.flatnonzero(_is_stored_by(columns, CODECS[1:]))
+    if not len(chunks):
+        return
+    # As with byte ranges, every file has its own stretch of one long line, here cut where an extent ends.
+    cuts = [file.extent_lengths or [file.byte_length] * (file.byte_length > 0) for file in files]
+    lengths = np.array([length for of_file in cuts for length in of_file], dtype=np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    file_starts = _starts(np.array([file.byte_length for file in files], dtype=np.int64))
+    of_files = columns.files[chunks]
+    starts = file_starts[of_files] + columns.byte_offsets[chunks].astype(np.int64)
+    ends = starts + columns.byte_lengths[chunks].astype(np.int64)
+    first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, ends)
+    too_long = np.flatnonzero(lengths > MAX_ENCODED_BYTES)
+    wrong = (bounds[first] != starts) | (bounds[last] != ends) | (last - first != -(-raw_bytes[chunks] // FRAME_BYTES))
+    wrong |= np.searchsorted(too_long, last) > np.searchsorted(too_long, first)
+    wrong |= ~np.array([bool(file.extent_lengths) for file in files])[of_files]
+    if wrong.any():
+        chunk = chunks[_first(wrong)]
+        raise bad_manifest(
+            f"a compressed chunk of {_shown(fqns[tensors[chunk]])} has {columns.byte_lengths[chunk]} bytes from byte "
+            f"{columns.byte_offsets[chunk]} on of file {_shown(files[columns.files[chunk]].name)}, which are not one "
+            f"whole extent of at most {MAX_ENCODED_BYTES} bytes for every {FRAME_BYTES} of its {raw_bytes[chunk]} bytes"
         )
 
 

@@ -8,12 +8,12 @@ from functools import partial
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.planner.coalesce import Fetch
+from bytecheckpoint.placing import Target, place, takes_bytes, target_of
+from bytecheckpoint.planner.coalesce import Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
-from bytecheckpoint.staging import Target, place, takes_bytes, target_of
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.reader import Read, run_reads
+from bytecheckpoint.storage.reader import FrameRead, Read, run_reads
 from bytecheckpoint.storage.store import Store
 
 
@@ -35,7 +35,7 @@ class Source:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
 
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file) or CheckpointCorruptError
-        (truncated); nothing has been read then.
+        (truncated, unsupported_version); nothing has been read then.
         """
         wants = [
             Want(fqn, shard.region, takes_bytes(shard, self.manifest.describe(fqn)[0]))
@@ -61,31 +61,49 @@ class Source:
 
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]
-        memory = None
-        if fetch.is_direct:
-            start = fetch.parts[0].target_byte_offset  # type: ignore[union-attr]  # a direct fetch has one FlatPart
-            target = targets[fetch.parts[0].want].memory
-            memory = target[start : start + fetch.byte_length] if target is not None else None
+        memory = _memory(fetch.parts[0], targets) if fetch.is_direct else None
         return Read(
             file=file,
             name=join_name(self.folder, file.name),
             byte_offset=fetch.byte_offset,
             byte_length=fetch.byte_length,
             target=memory,
-            place=partial(_place_all, fetch, targets) if memory is None else _leave,
+            place=partial(_place_all, fetch.parts, fetch.byte_offset, targets) if memory is None else _leave,
             wanted_by=partial(_names, fetch, stored_fqns),
+            frames=[_frame_read(frame, targets) for frame in fetch.frames],
         )
 
 
+def _frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
+    memory = _memory(frame.parts[0], targets) if frame.is_direct else None
+    return FrameRead(
+        byte_offset=frame.byte_offset,
+        byte_length=frame.byte_length,
+        raw_bytes=frame.raw_bytes,
+        codec=frame.codec,
+        item_bytes=frame.item_bytes,
+        target=memory,
+        place=partial(_place_all, frame.parts, 0, targets) if memory is None else _leave,
+    )
+
+
+def _memory(part: Part, targets: Sequence[Target]) -> memoryview | None:
+    """The memory that the bytes of a part are for, where they can be put there as they are."""
+    target = targets[part.want].memory
+    if target is None or not isinstance(part, FlatPart):
+        return None
+    return target[part.target_byte_offset : part.target_byte_offset + part.byte_length]
+
+
 def _leave(content: memoryview) -> None:
-    """The bytes were read into their target."""
+    """The bytes are in their target already."""
 
 
-def _place_all(fetch: Fetch, targets: Sequence[Target], content: memoryview) -> None:
-    for part in fetch.parts:
-        place(part, content, fetch.byte_offset, targets)
+def _place_all(parts: Sequence[Part], byte_offset: int, targets: Sequence[Target], content: memoryview) -> None:
+    for part in parts:
+        place(part, content, byte_offset, targets)
 
 
 def _names(fetch: Fetch, stored_fqns: Sequence[str]) -> str:
-    names = sorted({stored_fqns[part.want] for part in fetch.parts})
+    names = sorted({stored_fqns[part.want] for part in fetch.all_parts})
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")

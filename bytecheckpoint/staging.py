@@ -1,202 +1,217 @@
-"""Tensor memory and file bytes: what goes from one to the other, and nothing about where it lies in a tensor.
-
-Staging turns shards into images: contiguous host tensors are written from where they are, everything else through
-host copies. Placing puts bytes that were read where they belong.
+"""Shards into the bytes of data files: what each file is to hold, and any range of it gathered from live tensors into
+host memory. When that happens, and where the memory comes from, is decided in snapshot.py.
 """
 
 from __future__ import annotations
 
+import ctypes
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import xxhash
 
-from bytecheckpoint.adapters.plain_data import SMALL_TENSOR_BYTES
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
-from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.coalesce import BoxPart, Part
-from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents
-from bytecheckpoint.planner.load_plan import box_layout
-from bytecheckpoint.region import Region, relative, split_rows, whole
-from bytecheckpoint.storage.data_file import HeaderEntry, chunk_name, encode_header
-from bytecheckpoint.storage.writer import Image, Piece
+from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.frames import count_frames, frame_bytes
+from bytecheckpoint.planner.codec_choice import CodecOption, codec_of
+from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files
+from bytecheckpoint.planner.save_plan import Offer, Write
+from bytecheckpoint.region import Region, split_rows, whole
+from bytecheckpoint.storage.data_file import chunk_entry, encode_header
+from bytecheckpoint.storage.writer import BLOCK_BYTES
+from bytecheckpoint.tensor_memory import narrowed, to_host, view_region
 
 COPY_BYTES = 4 << 20
-"""How much of a tensor that cannot be written from where it is gets copied at a time."""
+"""How much of a tensor that is not flat on the host is copied at a time."""
+
+MAX_COMPRESSED_FILE_BYTES = 256 << 20
+"""Of tensors, not yet compressed. A file of compressed tensors is put together in memory."""
 
 _HEADER_METADATA = {"format": "pt"}
 """Some readers of safetensors files refuse those that do not say which framework's tensors they hold."""
 
-_PAGE_BYTES = 4096
 
-_SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+class PlannedFile(NamedTuple):
+    """A data file before any byte of it is gathered. Holds no tensor, and serves every save of the same plan."""
 
-
-def view_region(shard: LocalShard, region: Region) -> torch.Tensor:
-    """The part of a shard's memory that is this region, given in global coordinates."""
-    return _narrowed(shard.tensor, relative(region, shard.region))
-
-
-def _narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    for dim, (offset, length) in enumerate(zip(*region, strict=True)):
-        if length != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, length)
-    return tensor
-
-
-def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its elements, row-major and without gaps, on the host."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    chunks: Sequence[PlacedChunk]
+    parts: Sequence[Region | None]
+    """The region of each chunk; None where it is all of its shard."""
+    codecs: Sequence[str]
+    """Of each chunk; empty where none is to be compressed."""
+    header: bytes
+    """Empty where chunks are to be compressed: it says how long they are."""
+    extent_lengths: Sequence[int]
+    """In bytes, adding up to `byte_length`; empty where chunks are to be compressed."""
+    blocks: Sequence[tuple[int, int]]
+    """Byte offset and length of the ranges in which it is gathered, from byte 0 on."""
+    byte_length: int
+    """As it is gathered: the header, then the chunks, not yet compressed."""
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The live memory of a flat tensor."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+def plan_files(
+    offers: Sequence[Offer], writes: Sequence[Write], *, max_file_bytes: int, codec: CodecOption
+) -> list[PlannedFile]:
+    """The data files that hold these writes of one rank: those of compressed tensors last, and small."""
+    codecs = {index: codec_of(offers[index].fqn, codec) for index in {write.offer for write in writes}}
+    raw = [write for write in writes if codecs[write.offer] == "none"]
+    others = [write for write in writes if codecs[write.offer] != "none"]
+    files = [_plan_file(chunks, offers) for chunks in lay_out_files(offers, raw, max_file_bytes=max_file_bytes)]
+    max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
+    compressed = lay_out_files(offers, others, max_file_bytes=max_bytes)
+    return files + [
+        _plan_compressed_file(chunks, offers, [codecs[chunk.offer] for chunk in chunks]) for chunks in compressed
+    ]
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy on the host, bit for bit."""
-    same_bits = _same_bits(tensor)
-    copy = torch.empty(tensor.shape, dtype=same_bits.dtype, device="cpu")
-    return copy.copy_(same_bits).view(tensor.dtype)
+def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer]) -> PlannedFile:
+    lengths = [chunk.byte_length for chunk in chunks]
+    header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in chunks])
+    num_bytes = len(header) + sum(lengths)
+    return PlannedFile(
+        chunks=chunks,
+        parts=_parts(chunks, offers),
+        codecs=(),
+        header=header,
+        extent_lengths=cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES),
+        blocks=[(start, min(BLOCK_BYTES, num_bytes - start)) for start in range(0, num_bytes, BLOCK_BYTES)],
+        byte_length=num_bytes,
+    )
 
 
-def image_of(name: str, chunks: Sequence[PlacedChunk], shards: Sequence[LocalShard]) -> Image:
-    """The image of one data file, its pieces views of live memory where that is possible."""
-    header = encode_header([_header_entry(chunk) for chunk in chunks], _HEADER_METADATA)
-    pieces = [_piece_of(memoryview(header))]
-    for chunk in chunks:
-        pieces += _pieces(view_region(shards[chunk.offer], chunk.region))
-    return Image(name, len(header), pieces, cut_extents(len(header), [chunk.byte_length for chunk in chunks]))
+def _plan_compressed_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], codecs: Sequence[str]) -> PlannedFile:
+    """Gathered in whole frames, as many as a block takes."""
+    frames = [
+        frame_bytes(chunk.byte_length, number) for chunk in chunks for number in range(count_frames(chunk.byte_length))
+    ]
+    blocks: list[tuple[int, int]] = []
+    start = length = 0
+    for num_bytes in frames:
+        if length + num_bytes > BLOCK_BYTES:
+            blocks.append((start, length))
+            start, length = start + length, 0
+        length += num_bytes
+    if length:
+        blocks.append((start, length))
+    return PlannedFile(chunks, _parts(chunks, offers), codecs, b"", (), blocks, start + length)
 
 
-def _header_entry(chunk: PlacedChunk) -> HeaderEntry:
-    name = chunk_name(chunk.fqn, chunk.shape, chunk.region)
-    return HeaderEntry(name, chunk.dtype, chunk.region.lengths, chunk.byte_length)
+def _parts(chunks: Sequence[PlacedChunk], offers: Sequence[Offer]) -> list[Region | None]:
+    return [None if chunk.region == offers[chunk.offer].region else chunk.region for chunk in chunks]
 
 
-def _pieces(tensor: torch.Tensor) -> list[Piece]:
-    if is_flat(tensor):
-        return [Piece(tensor.nbytes, lambda: as_bytes(tensor))]
-    max_numel = max(1, COPY_BYTES // tensor.element_size())
-    parts = [_narrowed(tensor, part) for part in split_rows(whole(tensor.shape), max_numel)]
-    return [Piece(part.nbytes, _copier(part)) for part in parts]
+def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
+    """The header of a file with these chunks, each with the bytes that it takes and its codec."""
+    return encode_header(
+        [
+            chunk_entry(chunk.fqn, chunk.dtype, chunk.shape, region=chunk.region, byte_length=num_bytes, codec=codec)
+            for chunk, num_bytes, codec in chunks
+        ],
+        _HEADER_METADATA,
+    )
 
 
-def _piece_of(content: memoryview) -> Piece:
-    return Piece(content.nbytes, lambda: content)
+class LiveFile:
+    """The bytes of one data file as the tensors hold them at the moment.
 
-
-def _copier(tensor: torch.Tensor) -> Callable[[], memoryview]:
-    return lambda: as_bytes(to_host(tensor))
-
-
-def staged_bytes(images: Sequence[Image]) -> int:
-    """How much memory `stage_images` needs for these."""
-    return sum(_aligned(image.byte_length) for image in images)
-
-
-def stage_images(
-    images: Sequence[Image], files: Sequence[Sequence[PlacedChunk]], shards: Sequence[LocalShard], memory: torch.Tensor
-) -> list[Image]:
-    """The same images with their bytes in `memory`, a flat uint8 tensor, so that the shards may change.
-
-    All shards are copied by one call; a chunk lies at a multiple of its item size, so that it can be a tensor there.
+    Flat host tensors are known by their addresses, so that a file of many small ones costs a call of memmove for each
+    and nothing else; everything else goes through a copy.
     """
-    staged: list[Image] = []
-    copies: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    start = 0
-    for image, chunks in zip(images, files, strict=True):
-        of_image = memory[start : start + image.byte_length]
-        start += _aligned(image.byte_length)
-        content = of_image.numpy().data
-        content[: image.data_start] = image.pieces[0].load()
-        for chunk in chunks:
-            if chunk.byte_length:
-                source = _same_bits(view_region(shards[chunk.offer], chunk.region))
-                first = image.data_start + chunk.data_offset
-                copy = of_image[first : first + chunk.byte_length].view(source.dtype).view(source.shape)
-                sources.append(source)
-                copies.append(copy)
-        staged.append(image._replace(pieces=[_piece_of(content)]))
-    if copies:
-        torch._foreach_copy_(copies, sources)
-    return staged
+
+    def __init__(self, planned: PlannedFile, shards: Sequence[LocalShard]) -> None:
+        self.planned = planned
+        self._shards = shards  # keeps the memory alive that is known by address only
+        self._starts = [0]
+        self._lengths = [len(planned.header)]
+        self._addresses = [_address_of(planned.header)]
+        self._others: dict[int, torch.Tensor] = {}
+        """By index: what is not flat, or not on the host. Its address is 0."""
+        self._copies: list[bytearray] = []
+        start = len(planned.header)
+        for chunk, part in zip(planned.chunks, planned.parts, strict=True):
+            shard = shards[chunk.offer]
+            tensor = shard.tensor if part is None else view_region(shard, part)
+            # `is_flat`, written out: a file may have 100,000 small tensors, and this is done on every save.
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                self._starts.append(start)
+                self._lengths.append(chunk.byte_length)
+                self._addresses.append(tensor.data_ptr())
+            else:
+                self._add_other(tensor, start)
+            start += chunk.byte_length
+
+    def _add_other(self, tensor: torch.Tensor, start: int) -> None:
+        for region in split_rows(whole(tensor.shape), max(1, COPY_BYTES // tensor.element_size())):
+            part = narrowed(tensor, region)
+            self._others[len(self._starts)] = part
+            self._starts.append(start)
+            self._lengths.append(part.nbytes)
+            self._addresses.append(0)
+            start += part.nbytes
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the tensors are."""
+        return {tensor.device for tensor in self._others.values()} | {torch.device("cpu")}
+
+    def leave_out_devices(self) -> dict[int, torch.Tensor]:
+        """What lies on accelerators, by its byte offset in the file. From here on `gather` leaves it to the caller."""
+        on_devices = {index: tensor for index, tensor in self._others.items() if not tensor.is_cpu}
+        for index in on_devices:
+            self._lengths[index] = 0
+        return {self._starts[index]: tensor for index, tensor in on_devices.items()}
+
+    def copy_apart(self, is_apart: Callable[[int, int], bool]) -> None:
+        """Copies into memory of its own, now, what only torch can copy and the host memory at every address and length
+        for which `is_apart` is false: a forked child can then gather all of the file, as it is at the fork.
+        """
+        for index, (address, num_bytes) in enumerate(zip(self._addresses, self._lengths, strict=True)):
+            if num_bytes and (not address or not is_apart(address, num_bytes)):
+                copy = bytearray(num_bytes)
+                self.gather(self._starts[index], memoryview(copy))
+                self._copies.append(copy)
+                self._addresses[index] = ctypes.addressof(ctypes.c_char.from_buffer(copy))
+        self._others.clear()
+
+    def memory_of(self, byte_offset: int, byte_length: int) -> list[tuple[int, int]]:
+        """The host memory behind a range of the file: first address of each piece, and the one after its last."""
+        first = bisect_right(self._starts, byte_offset) - 1
+        last = bisect_right(self._starts, byte_offset + byte_length - 1)
+        memory = []
+        for start, length, address in zip(
+            self._starts[first:last], self._lengths[first:last], self._addresses[first:last], strict=True
+        ):
+            skipped = max(byte_offset - start, 0)
+            end = min(length, byte_offset + byte_length - start)
+            if end > skipped:
+                memory.append((address + skipped, address + end))
+        return memory
+
+    def gather(self, byte_offset: int, into: memoryview) -> None:
+        """Copies the file's bytes from `byte_offset` on into this writable memory, as many as it takes."""
+        if not into.nbytes:
+            return
+        end = byte_offset + into.nbytes
+        target = ctypes.addressof(ctypes.c_char.from_buffer(into)) - byte_offset
+        first = bisect_right(self._starts, byte_offset) - 1
+        last = bisect_right(self._starts, end - 1)
+        for index in range(first, last):
+            start, length, address = self._starts[index], self._lengths[index], self._addresses[index]
+            if start < byte_offset or start + length > end or not address:
+                skipped = max(byte_offset - start, 0)
+                num_bytes = min(start + length, end) - start - skipped
+                if num_bytes > 0:
+                    self._gather_part(index, skipped, target + start + skipped, num_bytes)
+            else:
+                ctypes.memmove(target + start, address, length)
+
+    def _gather_part(self, index: int, skipped: int, target: int, num_bytes: int) -> None:
+        if self._addresses[index]:
+            ctypes.memmove(target, self._addresses[index] + skipped, num_bytes)
+            return
+        copy = to_host(self._others[index])
+        ctypes.memmove(target, copy.data_ptr() + skipped, num_bytes)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _same_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers of its item size: not every dtype can be copied, and integers have no payloads to lose."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    integers = _SAME_SIZE_INTEGERS.get(tensor.element_size())
-    return tensor.view(integers) if integers is not None else tensor
-
-
-def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
-    """The xxh3-64 of every shard that is a whole, small tensor: replicas are compared by it. None for the others."""
-    digests: list[int | None] = [None] * len(shards)
-    by_device: dict[torch.device, list[int]] = {}
-    for index, shard in enumerate(shards):
-        if shard.region.lengths == shard.global_shape and shard.tensor.nbytes <= SMALL_TENSOR_BYTES:
-            by_device.setdefault(shard.tensor.device, []).append(index)
-    for device, indices in by_device.items():
-        flat = [_raw(shards[index].tensor) for index in indices]
-        if device.type != "cpu":  # one transfer for all
-            flat = list(torch.split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat]))
-        for index, tensor in zip(indices, flat, strict=True):
-            digests[index] = xxhash.xxh3_64_intdigest(tensor.numpy().data)
-    return digests
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as a flat uint8 tensor on its device."""
-    return _same_bits(tensor).contiguous().reshape(-1).view(torch.uint8)
-
-
-class Target(NamedTuple):
-    """A shard's memory as the destination of a load."""
-
-    shard: LocalShard
-    stored_dtype: str
-    memory: memoryview | None
-    """Its bytes, where stored bytes can be put there as they are."""
-
-
-def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
-    """Whether stored bytes can be put into the shard's memory as they are."""
-    return is_flat(shard.tensor) and shard.dtype == stored_dtype
-
-
-def target_of(shard: LocalShard, stored_dtype: str) -> Target:
-    return Target(shard, stored_dtype, as_bytes(shard.tensor) if takes_bytes(shard, stored_dtype) else None)
-
-
-def place(part: Part, fetched: memoryview, fetched_offset: int, targets: Sequence[Target]) -> None:
-    """Puts one part of the bytes that were read from `fetched_offset` of a file into its target."""
-    target = targets[part.want]
-    content = fetched[part.byte_offset - fetched_offset :][: part.byte_length]
-    if isinstance(part, BoxPart):
-        _place_box(part, content, target)
-    elif target.memory is None:
-        raise ValueError(f"the plan takes {target.shard.fqn} for memory that takes bytes, which it is not")
-    else:
-        target.memory[part.target_byte_offset : part.target_byte_offset + part.byte_length] = content
-
-
-def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:
-    lengths, strides = box_layout(part)
-    dtype = torch_dtype(target.stored_dtype)
-    destination = view_region(target.shard, part.region)
-    integers = _SAME_SIZE_INTEGERS.get(itemsize(target.stored_dtype))
-    is_raw = target.stored_dtype == target.shard.dtype and not destination.is_conj() and not destination.is_neg()
-    if is_raw and integers is not None:
-        dtype, destination = integers, destination.view(integers)
-    source = torch.frombuffer(content, dtype=torch.uint8).view(dtype).as_strided(lengths, strides)
-    destination.copy_(source)
+def _address_of(content: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0

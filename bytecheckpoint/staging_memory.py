@@ -5,6 +5,7 @@ more than the copy into it.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -15,15 +16,19 @@ class StagingMemory:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of this length that starts at a page; what was taken before is overwritten."""
+    def take(self, num_bytes: int) -> memoryview:
+        """Memory of this length that starts at a page and is paged in; what was taken before is overwritten."""
         if num_bytes > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes before the new comes
             self._buffer = _allocate(num_bytes)
-        return self._buffer[:num_bytes]
+        return self._buffer[:num_bytes].numpy().data
 
 
 def _allocate(num_bytes: int) -> torch.Tensor:
     if torch.cuda.is_available():
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # No large pages: the kernel may take seconds to find them for so much, and the first save would stall for that.
+    with suppress(OSError, AttributeError):  # a forked data loader has no use for it, and would slow down every copy
+        memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()

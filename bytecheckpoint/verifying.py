@@ -15,9 +15,8 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.region import find_tiling_fault
 from bytecheckpoint.storage.data_file import (
-    HeaderEntry,
     StoredEntry,
-    chunk_name,
+    chunk_entry,
     decode_header,
     encode_header,
     read_header,
@@ -186,8 +185,8 @@ def _compare(
     expected = []
     for _, fqn, chunk in items:
         dtype, shape = manifest.describe(fqn)
-        name = chunk_name(fqn, shape, chunk.region)
-        expected.append(HeaderEntry(name, dtype, chunk.region.lengths, chunk.byte_length))
+        byte_length, codec = chunk.byte_length, chunk.codec
+        expected.append(chunk_entry(fqn, dtype, shape, region=chunk.region, byte_length=byte_length, codec=codec))
     rewritten = decode_header(encode_header(expected, metadata)).entries
     placed = {
         entry.name: (entry.dtype, entry.shape, offset, entry.byte_length)

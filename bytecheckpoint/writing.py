@@ -5,17 +5,19 @@ caller's thread or in the background, and uses the ranks' messages only, never t
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.agreement import Agreed, build_manifest, encode_report
+from bytecheckpoint.agreement import Agreed
+from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
+from bytecheckpoint.compressing import compress_file
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -25,12 +27,16 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest
-from bytecheckpoint.planner.file_plan import PlacedChunk
+from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
+from bytecheckpoint.reporting import WrittenFile, build_manifest, encode_report, remember_tensors
+from bytecheckpoint.snapshot import Snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.store import Store
 from bytecheckpoint.storage.writer import Image, write_image
+from bytecheckpoint.telemetry import write_telemetry
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -40,19 +46,19 @@ _CANNOT_BE_COMMITTED = {"no_space", "permission"}
 
 
 class Saving(NamedTuple):
-    """A save that has been planned and staged."""
+    """A save that has been planned."""
 
     ranks: Ranks
     store: Store
     folder: str
     """Of the checkpoint inside the store."""
     about: Subject
-    overwrite: bool
+    options: SaveOptions
     agreed: Agreed
-    files: Sequence[Sequence[PlacedChunk]]
-    """The chunks of each data file of this rank."""
-    images: Sequence[Image]
-    """The bytes of the same files."""
+    snapshot: Snapshot
+    """The bytes of this rank's files."""
+    scratch: Scratch
+    """Memory to put compressed files together in."""
     metadata: Mapping[str, Any]
     clock: Clock
 
@@ -60,25 +66,11 @@ class Saving(NamedTuple):
     def path(self) -> str:
         return join_name(str(self.store), self.folder)
 
-
-class Clock:
-    """How long the phases of a save take. In seconds."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.monotonic()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        now = time.monotonic()
-        self.seconds[phase] = now - self._last
-        self._last = now
-
-    def end_stall(self) -> None:
-        """The call gives its thread back; only the first time counts."""
-        self.seconds.setdefault("stall", time.monotonic() - self._started)
-
-    def total(self) -> float:
-        return time.monotonic() - self._started
+    @property
+    def names(self) -> list[str]:
+        """Of this rank's data files, inside the checkpoint's folder."""
+        numbers = range(len(self.agreed.known.files))
+        return [layout.data_file_name(self.agreed.save_id, self.ranks.rank, number) for number in numbers]
 
 
 def refuse_existing(ranks: Ranks, store: Store, folder: str, *, overwrite: bool) -> None:
@@ -103,8 +95,9 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return kept
 
 
-def warn_of_differing(ranks: Ranks, fqns: Sequence[str]) -> None:
-    """Says once, on one rank, which small tensors replicas disagree about."""
+def warn_of_differing(ranks: Ranks, agreed: Agreed) -> None:
+    """Says on one rank, once for each plan, which small tensors replicas disagree about."""
+    fqns = agreed.known.differing_replicas if agreed.is_new else ()
     if fqns and ranks.rank == COORDINATOR:
         shown = ", ".join(fqns[:10]) + (f" and {len(fqns) - 10} more" if len(fqns) > 10 else "")
         warnings.warn(
@@ -115,15 +108,15 @@ def warn_of_differing(ranks: Ranks, fqns: Sequence[str]) -> None:
 
 
 def write_and_commit(saving: Saving) -> CheckpointInfo:
-    """Makes a planned and staged save durable. Raises on every rank what `save` documents."""
+    """Makes a planned save durable. Raises on every rank what `save` documents."""
     ranks, about, clock = saving.ranks, saving.about, saving.clock
     with together(ranks, f"writing {saving.path}", about=about), ExitStack() as undo:
         undo.callback(_discard, saving)
-        names = [join_name(saving.folder, image.name) for image in saving.images]
-        written = [write_image(saving.store, *item) for item in zip(names, saving.images, strict=True)]
-        clock.lap("write")
-        data_starts = [image.data_start for image in saving.images]
-        reports = ranks.gather(encode_report(list(zip(saving.files, data_starts, written, strict=True))))
+        with clock.phase("write"), closing(saving.snapshot):
+            written = [_write_file(saving, number) for number in range(len(saving.names))]
+        reports = ranks.gather(encode_report(saving.agreed, written))
+        files = [of_file.file for of_file in written]
+        write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=files)
         facts = content = b""
         if ranks.rank == COORDINATOR:
             content, facts = _encode_manifest(saving, reports)
@@ -131,25 +124,40 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
 
     # The manifest appears last, and only once every rank has written: it is the commit.
     after = about._replace(aftermath="" if ranks.rank == COORDINATOR else _MAY_BE_COMMITTED)
-    with together(ranks, f"committing {saving.path}", about=after):
+    with together(ranks, f"committing {saving.path}", about=after), clock.phase("commit"):
         _hear_that_all_have_written(saving)
         if ranks.rank == COORDINATOR:
             _commit(saving, content)
         info = msgspec.msgpack.decode(ranks.broadcast(facts), type=CheckpointInfo)
-        clock.lap("commit")
     ranks.farewell()
     clock.end_stall()
     if ranks.rank == COORDINATOR:
-        logger.info("committed %s in %.2f s", saving.path, clock.total())
-    return replace(info, seconds=clock.seconds)
+        logger.info("committed %s in %.2f s", saving.path, clock.total)
+    return replace(info, seconds={**clock.seconds, "total": clock.total})
+
+
+def _write_file(saving: Saving, number: int) -> WrittenFile:
+    planned, name, clock = saving.agreed.known.files[number], saving.names[number], saving.clock
+    content = partial(saving.snapshot.content, number)
+    if planned.codecs:
+        compressed = compress_file(
+            planned, content, threads=saving.options.writer_threads, on_compressed=partial(clock.add, "compress")
+        )
+        image, places = compressed.image(name, saving.scratch), compressed.places
+    else:
+        image, places = Image(name, planned.extent_lengths, planned.blocks, content), None
+    path = join_name(saving.folder, name)
+    return WrittenFile(write_image(saving.store, path, image, partial(clock.add, "checksum")), places)
 
 
 def _encode_manifest(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:
     """The manifest as it will be committed, and what `save` tells about it."""
     with collector_paused():
         manifest = build_manifest(saving.agreed, reports, step=saving.about.step, metadata=saving.metadata)
-        info = describe_checkpoint(manifest, path=saving.path, seconds={})
-        return _encode_checked(manifest), msgspec.msgpack.encode(info)
+        content = encode_manifest(manifest)
+        decoded = _decode_checked(content)
+        remember_tensors(saving.agreed.known, decoded)
+        return content, msgspec.msgpack.encode(describe_checkpoint(decoded, path=saving.path, seconds={}))
 
 
 def _hear_that_all_have_written(saving: Saving) -> None:
@@ -164,24 +172,22 @@ def _hear_that_all_have_written(saving: Saving) -> None:
         raise
 
 
-def _encode_checked(manifest: Manifest) -> bytes:
-    """The encoded manifest, which every reader will accept: what none would is never committed."""
-    content = encode_manifest(manifest)
+def _decode_checked(content: bytes) -> Manifest:
+    """The manifest as every reader will see it: what none would accept is never committed."""
     try:
-        decode_manifest(content)
+        return decode_manifest(content)
     except CheckpointCorruptError as error:
         raise CheckpointSaveError(
             f"what the ranks report to have written makes no checkpoint: {error.message}. Nothing was committed: this "
             "is a bug, please report it",
             kind="storage",
         ) from error
-    return content
 
 
 def _commit(saving: Saving, content: bytes) -> None:
-    replaced = _data_files(saving) if saving.overwrite else []
+    replaced = _files_there(saving) if saving.options.overwrite else []
     try:
-        layout.commit(saving.store, saving.folder, content, replace=saving.overwrite)
+        layout.commit(saving.store, saving.folder, content, replace=saving.options.overwrite)
     except CheckpointExistsError:
         _discard(saving)  # somebody else's checkpoint stands: ours cannot have been committed
         raise
@@ -203,18 +209,20 @@ def _is_there(saving: Saving) -> bool:
         return True
 
 
-def _data_files(saving: Saving) -> list[str]:
+def _files_there(saving: Saving) -> list[str]:
     """Those of the checkpoint that is being replaced; none where it cannot be read, which replacing may well mend."""
     with suppress(CheckpointError):
         manifest = layout.read_manifest(saving.store, saving.folder)
-        return [file.name for file in manifest.files]
+        telemetry = layout.telemetry_of(saving.store, saving.folder, manifest.save_id)
+        return [*(file.name for file in manifest.files), *telemetry]
     return []
 
 
 def _discard(saving: Saving) -> None:
     """Removes what a save that will not be committed has written: the coordinator all of it, the others their own."""
-    names = [image.name for image in saving.images]
+    names = [*saving.names, layout.telemetry_name(saving.agreed.save_id, saving.ranks.rank)]
     with suppress(CheckpointError):
         if saving.ranks.rank == COORDINATOR:
-            names = layout.data_files_of(saving.store, saving.folder, saving.agreed.save_id)
+            data = layout.data_files_of(saving.store, saving.folder, saving.agreed.save_id)
+            names = data + layout.telemetry_of(saving.store, saving.folder, saving.agreed.save_id)
     layout.discard(saving.store, saving.folder, names)

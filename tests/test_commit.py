@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api, writing
+from bytecheckpoint.agreement import Agreed
+from bytecheckpoint.reporting import WrittenFile
 from bytecheckpoint.storage.store import Block, Store
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -68,7 +71,8 @@ def test_no_reader_sees_a_checkpoint_before_its_manifest_which_is_written_last(t
 
 def test_an_overwrite_deletes_only_after_its_commit_and_only_what_it_replaced(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(0, 1.0))
-    old = [name for name in files_under(tmp_path) if name.startswith("data/")]
+    old = [name for name in files_under(tmp_path) if name != "manifest.bcp"]
+    assert [name.partition("/")[0] for name in old] == ["data", "telemetry"]
     seen: list[str] = []
     save_watched(seen.append, tmp_path, state_of(0, 2.0), options=OVERWRITING)
     assert seen[-len(old) - 1 :] == ["manifest.bcp", *(f"delete {name}" for name in old)]
@@ -100,7 +104,7 @@ def test_of_two_that_save_to_one_place_one_wins_and_the_other_leaves_nothing(tmp
         save_watched(other, tmp_path, state_of(0, 1.0))
     assert raised.value.kind == "exists"
     assert loads_as(tmp_path, 0, 2.0)
-    assert len(files_under(tmp_path)) == 2
+    assert [name.partition("/")[0] for name in files_under(tmp_path)] == ["data", "manifest.bcp", "telemetry"]
 
 
 @pytest.mark.parametrize("kind", ["no_space", "permission"])
@@ -119,7 +123,7 @@ def test_a_commit_without_an_answer_keeps_its_data_and_says_that_it_may_stand(tm
         bcp.save(tmp_path, state_of(0, 1.0))
     assert raised.value.kind == "unavailable"
     assert "whether the checkpoint was committed" in str(raised.value)
-    assert len(files_under(tmp_path)) == 1
+    assert [name.partition("/")[0] for name in files_under(tmp_path)] == ["data", "telemetry"]
 
 
 def test_an_overwrite_of_a_damaged_checkpoint_mends_it(tmp_path: Path) -> None:
@@ -153,11 +157,28 @@ def test_two_values_of_one_place_cannot_be_mixed(tmp_path: Path) -> None:
 def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encode_report = writing.encode_report
 
-    def without_the_last_chunk(files: Sequence[tuple[Any, int, Any]]) -> bytes:
-        return encode_report([(chunks[:-1], start, file) for chunks, start, file in files])
+    def without_the_last_chunk(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
+        files, chunks, varies = msgspec.msgpack.decode(encode_report(agreed, written))
+        return msgspec.msgpack.encode((files, chunks[:-1], varies))
+
+    monkeypatch.setattr(writing, "encode_report", without_the_last_chunk)
+    with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
+        bcp.save(tmp_path, {"never": {"saved": torch.ones(3), "before": torch.ones(2)}})
+    assert error.value.kind == "storage"
+    assert files_under(tmp_path) == []
+
+
+def test_a_file_of_another_length_than_before_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks lie is known from the first save with a plan, and only true for files like those."""
+    encode_report = writing.encode_report
+
+    def with_a_shorter_file(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
+        (file,) = written
+        shorter = file.file._replace(byte_length=file.file.byte_length - 1)
+        return encode_report(agreed, [file._replace(file=shorter)])
 
     bcp.save(tmp_path, state_of(0, 1.0), step=1)
-    monkeypatch.setattr(writing, "encode_report", without_the_last_chunk)
+    monkeypatch.setattr(writing, "encode_report", with_a_shorter_file)
     with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
         bcp.save(tmp_path, state_of(0, 2.0), step=2)
     assert error.value.kind == "storage"

@@ -13,7 +13,8 @@ import pytest
 from bytecheckpoint import manifest_check
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.manifest_envelope import unseal
-from bytecheckpoint.region import Region
+from bytecheckpoint.region import Region, whole
+from bytecheckpoint.storage.codecs import encode_frames
 
 PAGE = Path(__file__).parents[1] / "docs" / "format.md"
 
@@ -74,8 +75,11 @@ def test_the_limits_are_those_of_the_library(page: str) -> None:
 def test_the_reader_reads_what_the_library_writes(tmp_path: Path, read_tensor: Any) -> None:
     matrix = np.arange(12, dtype=np.float32).reshape(4, 3) - 5
     bits = np.arange(6, dtype=np.uint16) * 9999
-    parts = [matrix[:, :1], matrix[:, 1:], np.array(-7, dtype=np.int64), bits]
-    content = bytes(4096) + b"".join(part.tobytes() for part in parts)
+    large = np.arange(400_000, dtype=np.float32).reshape(800, 500)
+    halves = [(encode_frames("zstd", memoryview(half.tobytes()), 4) or []) for half in (large[:30], large[30:])]
+    parts = [part.tobytes() for part in (matrix[:, :1], matrix[:, 1:], np.array(-7, dtype=np.int64), bits)]
+    extents = [bytes(4096), b"".join(parts), *halves[0], *halves[1]]
+    content, sizes = b"".join(extents), [sum(map(len, half)) for half in halves]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "x-00000-0.safetensors").write_bytes(content)
     tensors = {
@@ -86,11 +90,21 @@ def test_the_reader_reads_what_the_library_writes(tmp_path: Path, read_tensor: A
         ),
         "scalar": tensor_record("int64", (), [Chunk(Region((), ()), 0, 4144, 8)]),
         "empty": tensor_record("bool", (0, 3), []),
+        "large": tensor_record(
+            "float32",
+            (800, 500),
+            [
+                Chunk(Region((0, 0), (30, 500)), 0, 4164, sizes[0], "zstd"),
+                Chunk(Region((30, 0), (770, 500)), 0, 4164 + sizes[0], sizes[1], "zstd"),
+            ],
+        ),
         "bits": tensor_record("bfloat16", (6,), [Chunk(Region((0,), (6,)), 0, 4152, 12)]),
     }
     manifest = Manifest(
         save_id="x",
-        files=[DataFile("data/x-00000-0.safetensors", len(content))],
+        files=[
+            DataFile("data/x-00000-0.safetensors", len(content), [len(part) for part in extents], [0] * len(extents))
+        ],
         tensors=tensors,
         aliases={"tied": "matrix"},
     )
@@ -101,6 +115,19 @@ def test_the_reader_reads_what_the_library_writes(tmp_path: Path, read_tensor: A
     assert read_tensor(tmp_path, "scalar").shape == ()
     assert read_tensor(tmp_path, "empty").shape == (0, 3)
     assert np.array_equal(read_tensor(tmp_path, "bits"), bits)
+    assert [len(half) for half in halves] == [1, 2]
+    assert decode_manifest(encode_manifest(manifest)).tensors["large"].codecs == ["zstd", "zstd"]
+    assert np.array_equal(read_tensor(tmp_path, "large"), large)
+
+
+def test_the_reader_refuses_a_codec_that_it_does_not_know(tmp_path: Path, read_tensor: Any) -> None:
+    record = tensor_record("uint8", (2,), [Chunk(whole((2,)), 0, 0, 2, "lz9")])
+    (tmp_path / "x").write_bytes(b"ab")
+    (tmp_path / "manifest.bcp").write_bytes(
+        encode_manifest(Manifest(save_id="x", files=[DataFile("x", 2)], tensors={"t": record}))
+    )
+    with pytest.raises(ValueError, match="the codec lz9"):
+        read_tensor(tmp_path, "t")
 
 
 def test_the_reader_refuses_another_version(tmp_path: Path, read_tensor: Any) -> None:

@@ -6,12 +6,14 @@ A new one is made by `python tests/test_golden.py NAME`, once, when a format ver
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packed_checkpoints import codecs_in, compress_checkpoint
 
 import bytecheckpoint as bcp
 
@@ -44,6 +46,8 @@ def state(*, filled: bool) -> dict[str, Any]:
             "complex": torch.full((2,), complex(fill, -fill), dtype=torch.complex128),
             "scalar": torch.tensor(7 * fill),
             "empty": torch.zeros(0, 5),
+            "compressed": torch.arange(150_000).reshape(500, 300) * fill,
+            "compressed_bf16": torch.arange(3000).to(torch.bfloat16) * fill,
         },
         "plain": {"tuple": (1, "a") if filled else (), "ints": {3: None} if filled else {}, "big": 2**70 * fill},
         "local": bcp.RankLocal([fill, b"x"] if filled else None),
@@ -72,5 +76,16 @@ def test_a_released_checkpoint_says_what_it_is() -> None:
     assert (info.step, info.world_size, info.metadata) == (12, 1, {"made_by": "0.1.0"})
 
 
+def test_a_part_of_what_is_compressed_in_it_can_be_read() -> None:
+    opened = bcp.open(GOLDEN / "v1.0")
+    codecs = codecs_in(opened.manifest)
+    compressed = {fqn for fqn in codecs if codecs[fqn] == {"zstd"}}
+    assert compressed == {"tensors.compressed", "tensors.compressed_bf16"}
+    assert opened["tensors.compressed"][499, 1:3].tolist() == [149_701, 149_702]
+
+
 if __name__ == "__main__":
     bcp.save(GOLDEN / sys.argv[1], state(filled=True), step=12, metadata={"made_by": "0.1.0"})
+    folder = GOLDEN / sys.argv[1] / "step_00000012"
+    shutil.rmtree(folder / "telemetry")  # how the save went on some machine
+    compress_checkpoint(folder, lambda fqn: "zstd" if fqn.startswith("tensors.compressed") else "none")

@@ -33,6 +33,7 @@ PUBLIC_NAMES = {
     "open",
     "save",
     "steps",
+    "warm_up",
 }
 
 

@@ -315,6 +315,92 @@ BAD = {
     "a list longer than the file": seal(b"\x81\xacfile_names\xdd\xff\xff\xff\xff"),
     "lists in lists without end": seal(b"\x81\xa8metadata" + b"\x91" * 100_000),
 }
+FRAME = 1 << 20
+
+
+def compressed(byte_length: int = 700_005, **changes: object) -> bytes:
+    """`c`, of 1 MiB and 40 bytes in two frames, and 96 bytes of `w` behind it."""
+    columns = {
+        "file_byte_lengths": column(4096 + 700_101),
+        "file_num_extents": column(4),
+        "extent_lengths": column(4096, 700_000, 5, 96),
+        "extent_digests": column(1, 2, 3, 4),
+        "tensor_num_chunks": column(1, 1),
+        "chunk_coordinates": column(0, FRAME // 4 + 10, 0, 24),
+        "chunk_files": column(0, 0),
+        "chunk_byte_offsets": column(4096, 704_101),
+        "chunk_byte_lengths": column(byte_length, 96),
+        "codecs": ["zstd", "none"],
+        "chunk_codecs": column(0, 1),
+    }
+    tensors = {
+        "file_names": [FILE],
+        "tensor_fqns": ["c", "w"],
+        "tensor_dtypes": column(0, 0),
+        "tensor_num_dims": column(1, 1),
+        "tensor_shapes": column(FRAME // 4 + 10, 24),
+        "aliases": {},
+    }
+    return with_body(**(columns | tensors | changes))
+
+
+def three_frames(*extent_lengths: int) -> bytes:
+    """The same with a tensor of 2 MiB and 40 bytes."""
+    num_bytes = sum(extent_lengths)
+    return compressed(
+        num_bytes,
+        file_byte_lengths=column(4096 + num_bytes + 96),
+        file_num_extents=column(2 + len(extent_lengths)),
+        extent_lengths=column(4096, *extent_lengths, 96),
+        extent_digests=column(*range(2 + len(extent_lengths))),
+        tensor_shapes=column(FRAME // 2 + 10, 24),
+        chunk_coordinates=column(0, FRAME // 2 + 10, 0, 24),
+        chunk_byte_offsets=column(4096, 4096 + num_bytes),
+    )
+
+
+def test_a_compressed_chunk_is_one_extent_for_each_frame() -> None:
+    manifest = decode_manifest(compressed())
+    assert manifest.tensors["c"].chunks == [Chunk(Region((0,), (FRAME // 4 + 10,)), 0, 4096, 700_005, "zstd")]
+    assert manifest.tensors["w"].chunks == [Chunk(Region((0,), (24,)), 0, 704_101, 96, "none")]
+    assert same(decode_manifest(encode_manifest(manifest)), manifest)
+    assert decode_manifest(three_frames(5, FRAME + 4096, 5)).tensors["c"].num_chunks == 1
+
+
+def test_codecs_cost_nothing_where_there_are_none() -> None:
+    body = body_of(encode_manifest(small_manifest()))
+    assert (body["codecs"], body["chunk_codecs"]) == ([], b"")
+    named = with_body(codecs=["none"], chunk_codecs=column(0, 0, 0, 0, width=1))
+    assert same(decode_manifest(named), small_manifest())
+    assert encode_manifest(decode_manifest(named)) == encode_manifest(small_manifest())
+
+
+def test_of_a_codec_that_is_not_known_nothing_is_expected() -> None:
+    manifest = decode_manifest(compressed(5, codecs=["lz9", "none"]))
+    assert [chunk.codec for chunk in manifest.tensors["c"].chunks] == ["lz9"]
+    assert kind_of(compressed(5, codecs=["lz9", "none"], chunk_byte_offsets=column(4096, 4100))) == "bad_manifest"
+
+
+BAD |= {
+    "a codec number too high": compressed(chunk_codecs=column(0, 2)),
+    "a codec number beyond int64": compressed(chunk_codecs=column(0, HUGE)),
+    "codecs without names": compressed(codecs=[]),
+    "names of codecs without a column": compressed(chunk_codecs=b""),
+    "a codec that is no text": compressed(codecs=["zstd", 3]),
+    "a compressed chunk that is said to be raw": compressed(chunk_codecs=column(1, 1)),
+    "a compressed chunk longer than its bytes": three_frames(FRAME + 4096, FRAME, 40),
+    "a frame longer than any": three_frames(FRAME + 4097, 5, 5),
+    "fewer extents than frames": three_frames(700_000, 5),
+    "more extents than frames": three_frames(1, 2, 3, 4),
+    "a compressed chunk that starts inside an extent": compressed(700_004, chunk_byte_offsets=column(4097, 704_101)),
+    "a compressed chunk that ends inside an extent": compressed(700_004),
+    "a compressed chunk in a file without checksums": compressed(
+        file_num_extents=column(0), extent_lengths=b"", extent_digests=b""
+    ),
+    "an empty chunk that is compressed inside an extent": compressed(
+        0, tensor_shapes=column(0, 24), chunk_coordinates=column(0, 0, 0, 24), chunk_byte_offsets=column(4097, 704_101)
+    ),
+}
 ESCAPES = [
     "",
     "/etc/passwd",
@@ -395,7 +481,8 @@ def test_chunks_whose_volumes_wrap_around_are_no_tiling() -> None:
 )
 def test_counts_have_limits_for_writer_and_reader(monkeypatch: pytest.MonkeyPatch, limit: str, least: int) -> None:
     data = encode_manifest(small_manifest())
-    monkeypatch.setattr(f"bytecheckpoint.manifest.{limit}", least)
+    for module in ("manifest", "tensor_records"):
+        monkeypatch.setattr(f"bytecheckpoint.{module}.{limit}", least, raising=False)
     assert kind_of(data) == "limits_exceeded"
     with pytest.raises(UnsafeCheckpointError, match="more than"):
         encode_manifest(small_manifest())
@@ -508,12 +595,15 @@ def test_whatever_a_field_holds_the_error_is_a_documented_one(changes: dict[str,
             "chunk_files": st.lists(st.integers(0, 2), max_size=6),
             "chunk_byte_offsets": st.lists(numbers, max_size=6),
             "chunk_byte_lengths": st.lists(numbers, max_size=6),
+            "chunk_codecs": st.lists(st.integers(0, 3), max_size=6),
         }
-    )
+    ),
+    st.lists(st.sampled_from(["none", "zstd", "lz9"]), max_size=3),
 )
-def test_whatever_columns_hold_the_error_is_a_documented_one(changes: dict[str, list[int]]) -> None:
+def test_whatever_columns_hold_the_error_is_a_documented_one(changes: dict[str, list[int]], codecs: list[str]) -> None:
     values = {name: column(*values) for name, values in changes.items()}
-    try_decode(unseal(with_body(tensor_fqns=["a", "b"], tensor_dtypes=column(0, 1), aliases={}, **values)))
+    tensors = {"tensor_fqns": ["a", "b"], "tensor_dtypes": column(0, 1), "aliases": {}}
+    try_decode(unseal(with_body(codecs=codecs, **tensors, **values)))
 
 
 def try_decode(body: bytes) -> None:

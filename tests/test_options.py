@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -50,6 +51,42 @@ def test_a_number_out_of_range_is_refused_by_name(kind: type[Any], name: str, le
     for value in (least - 1, -1, float(least), str(least), None, True):
         with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name} takes .* not {value!r}"):
             kind(**{name: value})
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd", {}, {"model.*": "zstd", "*": "none"}], ids=str)
+def test_a_codec_is_one_for_all_or_by_glob(codec: Any) -> None:
+    options = SaveOptions(codec=codec)
+    assert options.codec == (codec if isinstance(codec, str) else tuple(codec.items()))
+    assert dataclasses.replace(options, overwrite=True).codec == options.codec
+    assert hash(options) == hash(SaveOptions(codec=codec))
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+def test_changing_a_mapping_later_changes_no_option() -> None:
+    codec = {"model.*": "zstd"}
+    options = SaveOptions(codec=codec)
+    codec["model.*"] = "none"
+    assert options.codec == (("model.*", "zstd"),)
+
+
+@pytest.mark.parametrize(
+    ("codec", "words"),
+    [
+        ("lz4", "takes 'none' or 'zstd', or a mapping from globs .* not 'lz4'"),
+        ("", "not ''"),
+        (None, "not None"),
+        (3, "not 3"),
+        (["zstd"], r"not \['zstd'\]"),
+        ({"a": "lz4"}, "takes 'none' or 'zstd' for 'a', not 'lz4'"),
+        ({"a": None}, "for 'a', not None"),
+        ({3: "zstd"}, r"takes globs of FQNs, each with 'none' or 'zstd', not \(3, 'zstd'\)"),
+        (("a", "zstd"), "not 'a'"),
+    ],
+    ids=str,
+)
+def test_a_codec_that_is_none_is_refused(codec: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"SaveOptions\.codec .*{words}"):
+        SaveOptions(codec=codec)
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -125,6 +125,7 @@ class Contents:
             "file": self._manifest.files[chunk.file].name,
             "byte_offset": chunk.byte_offset,
             "byte_length": chunk.byte_length,
+            "codec": chunk.codec,
         }
 
     def select(self, patterns: Sequence[str], *, path: str) -> list[Tensor]:

@@ -205,7 +205,7 @@ def _print_chunks(screen: Screen, manifest: Manifest, chunks: Sequence[Chunk], l
             letter_of(chunk.file, files),
             _region_text(chunk),
             f"{chunk.byte_offset:,}",
-            size_text(chunk.byte_length),
+            size_text(chunk.byte_length) + ("" if chunk.codec == "none" else f" {chunk.codec}"),
             manifest.files[chunk.file].name,
         ]
         for chunk in chunks[: limit or None]

@@ -8,17 +8,20 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.frames import CODECS, unknown_codec
+from bytecheckpoint.manifest import Chunk, Manifest
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, coalesce
+from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, Frame, Part, coalesce
+from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
 from bytecheckpoint.region import flat_span, split_rows
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.reader import Read, run_reads
+from bytecheckpoint.storage.reader import FrameRead, Read, run_reads
 
 from .arguments import Opened
 from .element_values import decode_values, has_values
@@ -93,41 +96,59 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
     found = {fqn: Stats() for fqn in wanted}
     lock = threading.Lock()
 
-    def add(fetch: Fetch, content: memoryview) -> None:
-        for part in fetch.parts:
-            start = part.byte_offset - fetch.byte_offset
+    def add(parts: Sequence[Part], byte_offset: int, content: memoryview) -> None:
+        for part in parts:
+            start = part.byte_offset - byte_offset
             fqn = wanted[part.want]
             values = decode_values(manifest.describe(fqn)[0], content[start : start + part.byte_length])
             with lock:
                 found[fqn].add(values)
         with lock:
-            on_progress(sum(part.byte_length for part in fetch.parts))
+            on_progress(sum(part.byte_length for part in parts))
 
-    reads = [_read(opened, fetch, partial(add, fetch), wanted) for fetch in fetches]
+    reads = [_read(opened, fetch, add, wanted) for fetch in fetches]
     run_reads(opened.store, reads, threads=options.reader_threads, verify=options.verify)
     return found
 
 
 def _plan(manifest: Manifest, fqns: Sequence[str]) -> Iterator[Fetch]:
-    parts: dict[int, list[BoxPart]] = {}
+    parts: list[list[Part]] = [[] for _ in manifest.files]
+    frames: list[list[Frame]] = [[] for _ in manifest.files]
+    bounds = [[0, *accumulate(file.extent_lengths)] for file in manifest.files]
     for index, fqn in enumerate(fqns):
-        for part in _parts(index, manifest, fqn):
-            parts.setdefault(part.chunk.file, []).append(part)
-    for file in sorted(parts):
-        extents = ExtentIndex(manifest.files[file], verify=True)
-        yield from coalesce(file, parts[file], extents, max_gap_bytes=0, max_fetch_bytes=_FETCH_BYTES)
+        record = manifest.tensors[fqn]
+        item_bytes = itemsize(record.dtype)
+        for chunk in record.chunks:
+            if chunk.codec not in CODECS:
+                raise unknown_codec(chunk.codec, fqn)
+            if chunk.codec == "none":
+                parts[chunk.file] += _parts(index, chunk, item_bytes)
+            else:
+                frames[chunk.file] += _frames(index, chunk, bounds[chunk.file], item_bytes)
+    for number, file in enumerate(manifest.files):
+        extents = ExtentIndex(file, verify=True)
+        yield from coalesce(
+            number, parts[number], frames[number], extents, max_gap_bytes=0, max_fetch_bytes=_FETCH_BYTES
+        )
 
 
-def _parts(index: int, manifest: Manifest, fqn: str) -> Iterable[BoxPart]:
-    record = manifest.tensors[fqn]
-    item_bytes = itemsize(record.dtype)
-    for chunk in record.chunks:
-        for region in split_rows(chunk.region, _PART_BYTES // item_bytes) if chunk.byte_length else ():
-            first, last = flat_span(region, chunk.region)
-            yield BoxPart(index, chunk.byte_offset + first * item_bytes, (last - first) * item_bytes, region, chunk)
+def _parts(index: int, chunk: Chunk, item_bytes: int) -> Iterable[BoxPart]:
+    for region in split_rows(chunk.region, _PART_BYTES // item_bytes) if chunk.byte_length else ():
+        first, last = flat_span(region, chunk.region)
+        yield BoxPart(index, chunk.byte_offset + first * item_bytes, (last - first) * item_bytes, region, chunk)
 
 
-def _read(opened: Opened, fetch: Fetch, place: Callable[[memoryview], None], fqns: Sequence[str]) -> Read:
+def _frames(index: int, chunk: Chunk, bounds: Sequence[int], item_bytes: int) -> list[Frame]:
+    """All frames of a chunk, each with one part. An empty chunk has none."""
+    if not chunk.byte_length:
+        return []
+    parts = frame_parts(index, chunk, chunk.region, flat_target=chunk.region, item_bytes=item_bytes)
+    return frames_of(chunk, {number: [part] for number, part in parts}, bounds, item_bytes=item_bytes)
+
+
+def _read(
+    opened: Opened, fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]
+) -> Read:
     file = opened.manifest.files[fetch.file]
     return Read(
         file=file,
@@ -135,6 +156,19 @@ def _read(opened: Opened, fetch: Fetch, place: Callable[[memoryview], None], fqn
         byte_offset=fetch.byte_offset,
         byte_length=fetch.byte_length,
         target=None,
-        place=place,
-        wanted_by=lambda: ", ".join(sorted({fqns[part.want] for part in fetch.parts})[:3]),
+        place=partial(add, fetch.parts, fetch.byte_offset),
+        wanted_by=lambda: ", ".join(sorted({fqns[part.want] for part in fetch.all_parts})[:3]),
+        frames=[_frame_read(frame, add) for frame in fetch.frames],
+    )
+
+
+def _frame_read(frame: Frame, add: Callable[[Sequence[Part], int, memoryview], None]) -> FrameRead:
+    return FrameRead(
+        byte_offset=frame.byte_offset,
+        byte_length=frame.byte_length,
+        raw_bytes=frame.raw_bytes,
+        codec=frame.codec,
+        item_bytes=frame.item_bytes,
+        target=None,
+        place=partial(add, frame.parts, 0),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, local_shards
+from bytecheckpoint.adapters.tensors import LocalShards, dtype_name
 
 
 class PlainEntry:
@@ -35,22 +36,21 @@ class PlainEntry:
         self._may_differ = fqn.partition(".")[0] == PER_RANK_NAME
 
     def collect(self) -> Contents:
-        shards: list[LocalShard] = []
-
-        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-            if self._may_differ:
-                return keep_for_rank(fqn, tensor, shards)
-            shards.extend(local_shards(fqn, tensor))
-            return TensorRef(fqn)
-
-        plain = encode_plain(self._value, self.fqn, on_tensor)
-        is_bare_tensor = isinstance(self._value, torch.Tensor) and not self._may_differ
-        names = {*leaves(self._value, self.fqn), *(shard.fqn for shard in shards)}
+        shards = LocalShards()
+        if isinstance(self._value, torch.Tensor) and not self._may_differ:
+            shards.add(self.fqn, self._value)
+            return Contents(shards.found, {self.fqn})
+        keep = partial(keep_for_rank, shards) if self._may_differ else shards.add
+        plain = encode_plain(self._value, self.fqn, keep)
+        names = set(leaves(self._value, self.fqn))
+        if self._may_differ:
+            names.update(shard.fqn for shard in shards.found)
         scope: Scope = "either" if self._may_differ else "shared"
-        return Contents(shards, names, {} if is_bare_tensor else {self.fqn: (scope, plain)})
+        return Contents(shards.found, names, {self.fqn: (scope, plain)})
 
     def expect(self, stored: Stored) -> Expectation:
-        expectation = Expectation([], set(), [])
+        shards = LocalShards()
+        expectation = Expectation(shards.found, set(), [])
         for fqn, value in leaves(self._value, self.fqn).items():
             if stored.skips(fqn):
                 continue
@@ -66,7 +66,7 @@ class PlainEntry:
                 expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
                 expectation.claims.add(missing[0])
             elif isinstance(value, torch.Tensor) and not isinstance(stored.plain.get(fqn), torch.Tensor):
-                expectation.shards.extend(local_shards(fqn, value))
+                shards.add(fqn, value)
             else:
                 expectation.problems.extend(_problems(fqn, value, stored))
         return expectation

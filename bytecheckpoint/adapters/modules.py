@@ -7,6 +7,7 @@ that are stages of a pipeline, whose FQNs are then those of the whole model. Tie
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bytecheckpoint.adapters.module_tree import ModuleTree, tree_of
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
 from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
 from bytecheckpoint.adapters.stored import (
@@ -28,23 +30,23 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.tensors import LocalShard, local_shards, unsupported
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, unsupported
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+_COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 _EXTRA_STATE = "_extra_state"
 
 
 def plain_name(name: str) -> str:
     """A parameter's name without what torch.compile and activation checkpointing put into it."""
-    if not any(wrapper in name for wrapper in _WRAPPERS):
+    if _COMPILED not in name and _CHECKPOINTED not in name:
         return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in {_COMPILED, _CHECKPOINTED})
 
 
 class _Part(NamedTuple):
     """One module of an entry."""
 
-    module: torch.nn.Module
+    tree: ModuleTree
     ddp_prefixes: Sequence[str]
     """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
 
@@ -57,8 +59,19 @@ class _Part(NamedTuple):
 
     def state(self) -> Iterator[tuple[str, str, Any]]:
         """The state_dict: of each value the module's own name for it, the plain name, and the live value."""
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        for name, value in self.tree.state_dict().items():
             yield name, self.plain_name(name), value
+
+
+class _Held(NamedTuple):
+    """What the modules of an entry hold."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By FQN; of tied ones the first."""
+    aliases: Mapping[str, str]
+    """FQN of a tied tensor -> the first one's."""
+    extra: Mapping[str, Any]
+    """Extra state, by FQN."""
 
 
 class ModuleEntry:
@@ -70,43 +83,50 @@ class ModuleEntry:
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
+        self._named: _Held | None = None
+        """What was found to name parameters, for the one collect or expect that follows at once."""
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Every parameter with its name in the model; a tied one once, under its first name."""
         for part in self._parts:
-            for name, parameter in part.module.named_parameters():
+            for name, parameter in part.tree.named_parameters():
                 yield parameter, part.plain_name(name)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        for part in self._parts:
+            yield from part.tree.module.buffers()
 
     def tied_names(self) -> dict[str, str]:
         """The other names of tied tensors -> their first name, without the entry's own."""
-        _, aliases = self._tensors_and_aliases()
+        self._named = self._named or self._read()
         prefix = len(self.fqn) + 1
-        return {alias[prefix:]: fqn[prefix:] for alias, fqn in aliases.items()}
+        return {alias[prefix:]: fqn[prefix:] for alias, fqn in self._named.aliases.items()}
 
     def collect(self) -> Contents:
-        tensors, aliases = self._tensors_and_aliases()
-        shards = [shard for fqn, tensor in tensors.items() for shard in local_shards(fqn, tensor)]
-        extra = self._extra_states()
-        on_tensor = partial(keep_for_rank, shards=shards)
-        plain = {join_fqn(self.fqn, name): value for name, value in extra.items()}
+        held = self._held()
+        shards = LocalShards()
+        for fqn, tensor in held.tensors.items():
+            shards.add(fqn, tensor)
+        on_tensor = partial(keep_for_rank, shards)
         encoded: dict[str, tuple[Scope, bytes]] = {
-            fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in plain.items()
+            fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in held.extra.items()
         }
-        names = {name for fqn, value in plain.items() for name in leaves(value, fqn)}
-        return Contents(shards, {*tensors, *aliases, *names}, encoded, aliases)
+        names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
+        return Contents(shards.found, {*held.tensors, *held.aliases, *names}, encoded, held.aliases)
 
     def expect(self, stored: Stored) -> Expectation:
-        tensors, aliases = self._tensors_and_aliases()
+        held = self._held()
         other_names: dict[str, list[str]] = {}
-        for alias, fqn in aliases.items():
+        for alias, fqn in held.aliases.items():
             other_names.setdefault(fqn, []).append(alias)
-        shards: list[LocalShard] = []
-        for fqn, tensor in tensors.items():
+        of_module = LocalShards()
+        for fqn, tensor in held.tensors.items():
             names = [fqn, *other_names.get(fqn, ())]
-            shards += local_shards(next((name for name in names if name in stored.tensors), fqn), tensor)
-        claims = {*tensors, *aliases}
+            of_module.add(next((name for name in names if name in stored.tensors), fqn), tensor)
+        shards = of_module.found
+        claims = {*held.tensors, *held.aliases}
         problems: list[Problem] = []
-        for fqn in self._extra_fqns():
+        for fqn in held.extra:
             found = stored.entry_tree(fqn)
             if found is None:
                 problems.append(not_stored(fqn))
@@ -119,12 +139,12 @@ class ModuleEntry:
         return Expectation(shards, claims, problems)
 
     def prepare(self, stored: Stored) -> None:
-        for fqn in self._extra_fqns():
+        for fqn in self._read().extra:
             found = stored.entry_tree(fqn)
             if found is not None:
                 self._extra.prepare(found.tree, found.fqn, {}, stored)
         for part in self._parts:
-            materialise(self.fqn, part.module, {id(tensor) for tensor in self._loadable(part, stored)})
+            materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, stored)})
 
     def finish(self, stored: Stored) -> None:
         for part in self._parts:
@@ -140,10 +160,10 @@ class ModuleEntry:
                 elif _is_data(name, value) and not _is_extra_state(name):
                     own[name] = value
             for name in filter(_is_extra_state, list(given)):
-                part.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given.pop(name))
+                part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given.pop(name))
             if given:
                 # A module that takes data of its own back looks for all of it, also for what was not loaded.
-                part.module.load_state_dict(own | given, strict=False)
+                part.tree.module.load_state_dict(own | given, strict=False)
 
     def _loadable(self, part: _Part, stored: Stored) -> Iterator[torch.Tensor]:
         """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
@@ -152,39 +172,55 @@ class ModuleEntry:
             if isinstance(tensor, torch.Tensor) and found is not None and found.shape == tuple(tensor.shape):
                 yield tensor
 
-    def _tensors_and_aliases(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        tensors: dict[str, torch.Tensor] = {}
-        aliases: dict[str, str] = {}
-        owners: dict[object, str] = {}
+    def _held(self) -> _Held:
+        held, self._named = self._named or self._read(), None
+        return held
+
+    def _read(self) -> _Held:
+        """What the modules hold now."""
+        found: list[tuple[str, str, torch.Tensor]] = []
+        extra: dict[str, Any] = {}
+        prefix = f"{self.fqn}." if self.fqn else ""
         for part in self._parts:
-            live = {id(tensor) for tensor in (*part.module.parameters(), *part.module.buffers())}
+            live = None if part.tree.is_saved_as_usual else part.tree.live()
             for name, plain, value in part.state():
-                fqn = join_fqn(self.fqn, plain)
-                if _is_data(name, value):
+                fqn = prefix + plain
+                is_plain = type(value) in PLAIN_TENSORS and not name.endswith(_EXTRA_STATE)
+                if not is_plain and _is_data(name, value):
+                    extra[fqn] = value
                     continue
-                if torch.nn.parameter.is_lazy(value):
-                    advice = "call forward once, so that its shape is known"
-                    raise unsupported(fqn, "a parameter of a lazy module that has not been initialised", advice)
-                tensor = value if id(value) in live else self._detached.setdefault(fqn, value)
-                if fqn in tensors and tensors[fqn] is not tensor:
-                    raise unsupported(
-                        fqn,
-                        f"the name of two tensors, one of which the module calls {name!r}",
-                        "give the stages of a pipeline the names that their layers have in the whole model, and "
-                        "rename what differs from another name only by what a wrapper puts into it",
-                    )
-                owner = owners.setdefault(_memory(tensor), fqn)
-                if owner == fqn:
-                    tensors[fqn] = tensor
-                else:
-                    aliases[fqn] = owner
-        return tensors, aliases
+                if not is_plain:
+                    _refuse_lazy(fqn, value)
+                is_live = live is None or id(value) in live
+                found.append((name, fqn, value if is_live else self._detached.setdefault(fqn, value)))
+        return _Held(*_untied(found), extra)
 
-    def _extra_states(self) -> Mapping[str, Any]:
-        return {plain: value for part in self._parts for name, plain, value in part.state() if _is_data(name, value)}
 
-    def _extra_fqns(self) -> list[str]:
-        return [join_fqn(self.fqn, name) for name in self._extra_states()]
+def _untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    owners: dict[object, str] = {}
+    for (name, fqn, tensor), memory in zip(found, _memories([tensor for _, _, tensor in found]), strict=True):
+        if fqn in tensors and tensors[fqn] is not tensor:
+            raise unsupported(
+                fqn,
+                f"the name of two tensors, one of which the module calls {name!r}",
+                "give the stages of a pipeline the names that their layers have in the whole model, and "
+                "rename what differs from another name only by what a wrapper puts into it",
+            )
+        owner = owners.setdefault(memory, fqn)
+        if owner == fqn:
+            tensors[fqn] = tensor
+        else:
+            aliases[fqn] = owner
+    return tensors, aliases
+
+
+def _refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        advice = "call forward once, so that its shape is known"
+        raise unsupported(fqn, "a parameter of a lazy module that has not been initialised", advice)
 
 
 def _is_extra_state(name: str) -> bool:
@@ -197,17 +233,37 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
-    children = dict(module.named_modules(remove_duplicate=False))
-    if any(isinstance(child, FullyShardedDataParallel) for child in children.values()):
+    tree = tree_of(module)
+    if any(isinstance(child, FullyShardedDataParallel) for _, child in tree.submodules):
         raise unsupported(fqn, "an FSDP1 module", "use fully_shard (FSDP2); FSDP1 is not yet supported")
-    # A forward pass without a backward one leaves fully_shard's parameters whole; this puts the sharded ones back.
-    module.state_dict(keep_vars=True)
-    wrapped = [name for name, child in children.items() if isinstance(child, DistributedDataParallel)]
-    return _Part(module, sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True))
+    if not tree.is_saved_as_usual:
+        # A forward pass without a backward one leaves fully_shard's parameters whole; a hook of state_dict puts the
+        # sharded ones back.
+        module.state_dict(keep_vars=True)
+    wrapped = [name for name, child in tree.submodules if isinstance(child, DistributedDataParallel)]
+    return _Part(tree, sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True))
+
+
+def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """Of each tensor what two tied ones share: the same object, or the same elements of the same storage.
+
+    Most tensors start at an address of their own. Only the others are looked at closely.
+    """
+    addresses = [_address(tensor) for tensor in tensors]
+    num_at = Counter(addresses)
+    return [
+        id(tensor) if num_at[address] == 1 else _memory(tensor)
+        for tensor, address in zip(tensors, addresses, strict=True)
+    ]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr() if type(local) in PLAIN_TENSORS and local.layout is torch.strided else 0
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """What two tied tensors share: the same object, or the same elements of the same storage."""
+    """What two tied tensors share, with everything that tells them from views that only start at the same place."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
         return id(tensor)

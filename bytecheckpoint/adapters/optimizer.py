@@ -17,7 +17,7 @@ from bytecheckpoint.adapters.parameter_names import ParameterNames, name_paramet
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, keep_in_tree, leaves, with_leaves
 from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, not_stored, placeholder
 from bytecheckpoint.adapters.stored_optimizer import StoredGroup, StoredOptimizer, is_optimizer_tree
-from bytecheckpoint.adapters.tensors import LocalShard, local_shards, torch_dtype, unsupported
+from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
 _NOT_HYPERPARAMETERS = {"params", "param_names"}
@@ -30,7 +30,7 @@ class OptimizerEntry:
 
     def __init__(self, fqn: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.fqn = fqn
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._names: dict[int, ParameterNames] = {}
         """By the id of the parameter."""
         self._created: dict[str, torch.Tensor] = {}
@@ -44,15 +44,15 @@ class OptimizerEntry:
         Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has, and one that two
         optimizers of this entry hold.
         """
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
                 raise _elsewhere(self.fqn, optimizer)
         self._names = name_parameters(self.fqn, self._parameters(), modules)
 
     def collect(self) -> Contents:
-        shards: list[LocalShard] = []
+        shards = LocalShards()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             _check_has_state(self.fqn, optimizer)
             for parameter, names in self._named(optimizer):
                 plain = self._collect_state(names.name, optimizer.state.get(parameter, {}), shards)
@@ -64,21 +64,24 @@ class OptimizerEntry:
             tree["elsewhere"] = elsewhere
 
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
-        return Contents(shards, {shard.fqn for shard in shards}, {self.fqn: ("shared", encoded)})
+        return Contents(shards.found, {shard.fqn for shard in shards.found}, {self.fqn: ("shared", encoded)})
 
-    def _collect_state(self, name: str, state: Mapping[str, Any], shards: list[LocalShard]) -> dict[str, Any]:
+    def _collect_state(self, name: str, state: Mapping[str, Any], shards: LocalShards) -> dict[str, Any]:
         """Adds the tensors of one parameter's state to the shards; returns the rest, with references."""
         plain: dict[str, Any] = {}
+        prefix = self._state_fqn(name, "")
         for key, value in state.items():
-            fqn = self._state_fqn(name, key)
+            fqn = f"{prefix}{key}"
             if type(key) is not str or not key or "." in key:
                 raise unsupported(fqn, f"optimizer state with the key {key!r}", "use names without dots as keys")
+            if isinstance(value, torch.Tensor):
+                shards.add(fqn, value)
+                continue
             found = leaves(value, fqn)
             refs = {leaf: TensorRef(leaf) for leaf, tensor in found.items() if isinstance(tensor, torch.Tensor)}
             for leaf in refs:
-                shards += local_shards(leaf, found[leaf])
-            if not isinstance(value, torch.Tensor):
-                plain[key] = with_leaves(_copied(value), fqn, refs)
+                shards.add(leaf, found[leaf])
+            plain[key] = with_leaves(_copied(value), fqn, refs)
         return plain
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -99,7 +102,7 @@ class OptimizerEntry:
             expectation.problems.append(Problem("missing_key", self.fqn, text))
             return expectation
         expectation.claims.update(found.shared_claims())
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for parameter, names in self._named(optimizer):
                 expectation.claims.update(found.claims(names))
                 if found.is_excluded(names):
@@ -129,17 +132,17 @@ class OptimizerEntry:
         """Where the state of one parameter goes, and what the optimizer has that the checkpoint lacks."""
         own = optimizer.state.get(parameter, {})
         states = found.tensors(names)
-        shards: list[LocalShard] = []
+        shards = LocalShards()
         for key, (fqn, tensor) in states.items():
             target = own.get(key, self._created.get(fqn))
             if not isinstance(target, torch.Tensor):
                 is_nested = "." in key
                 target = placeholder(tensor) if is_nested else _new_state(optimizer, parameter, key, tensor, "meta")
-            shards += local_shards(fqn, target)
+            shards.add(fqn, target)
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and key not in states:
-                shards += local_shards(self._state_fqn(names.name, key), value)
-        return shards
+                shards.add(self._state_fqn(names.name, key), value)
+        return shards.found
 
     def prepare(self, stored: Stored) -> None:
         found = self._find(stored)
@@ -161,13 +164,13 @@ class OptimizerEntry:
                 refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
                 new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
                 optimizer.state[parameter][key] = with_leaves(value, fqn, new)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 _set_hyperparameters(group, self._hyperparameters(group, found, stored)[0])
 
     def _loadable(self, found: StoredOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, ParameterNames]]:
         """The parameters whose state is loaded."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for parameter, names in self._named(optimizer):
                 if not found.is_excluded(names) and _fits(parameter, names, found):
                     yield optimizer, parameter, names
@@ -200,7 +203,7 @@ class OptimizerEntry:
         return agreed, problems
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str | None]]:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 names = group.get("param_names") or [None] * len(group["params"])
                 yield from zip(group["params"], names, strict=True)

@@ -60,6 +60,7 @@ def _names_in_modules(wanted: set[int], modules: Sequence[ModuleEntry]) -> dict[
     """By the id of the parameter. The first module that has it gives it its name."""
     found: dict[int, ParameterNames] = {}
     for entry in modules:
+        prefix = f"{entry.fqn}." if entry.fqn else ""
         names: dict[int, str] = {}
         for parameter, name in entry.parameters():
             if id(parameter) in wanted:
@@ -68,7 +69,9 @@ def _names_in_modules(wanted: set[int], modules: Sequence[ModuleEntry]) -> dict[
         for other, name in entry.tied_names().items() if names else ():
             others.setdefault(name, []).append(other)
         for parameter_id, name in names.items():
-            fqns = tuple(join_fqn(entry.fqn, each) for each in (name, *others.get(name, ())))
+            fqns: tuple[str, ...] = (prefix + name,)
+            if name in others:
+                fqns += tuple(prefix + other for other in others[name])
             first = found.get(parameter_id)
             if first is None:
                 found[parameter_id] = ParameterNames(name if entry.fqn == MODEL else fqns[0], fqns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,10 +18,19 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
+from msgspec.msgpack import Ext, encode
+from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.tensors import check_dense, check_has_memory, dtype_name, torch_dtype, unsupported
+from bytecheckpoint.adapters.tensors import (
+    PLAIN_TENSORS,
+    check_has_memory,
+    dense_dtype,
+    dtype_name,
+    torch_dtype,
+    unsupported,
+)
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
-from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError, UnsafeCheckpointError
 
 MAX_DEPTH = 64
 SMALL_TENSOR_BYTES = 64 << 10
@@ -31,8 +40,14 @@ _NUMPY_KINDS = "biufcSU"
 _INT64 = range(-(1 << 63), 1 << 64)
 _CONTENT_FQN = re.compile(r"@[0-9a-f]{16}\Z")
 
-TensorHook = Callable[[str, torch.Tensor], Any]
-"""Gives what stands in the tree for the tensor of this FQN: a TensorRef, or a tensor to write in place."""
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, *PLAIN_TENSORS})
+"""Types of what has nothing below it and is no entry of its own: most of a state, told from the rest by one look."""
+
+_WRITTEN_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
+
+TensorHook = Callable[[str, torch.Tensor], str | torch.Tensor | None]
+"""Gives what stands in the tree for the tensor of this FQN: the FQN under which its bytes lie in data files, None where
+that is its own, or a tensor to write in place."""
 
 
 class TensorRef(NamedTuple):
@@ -46,7 +61,7 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
     Raises CheckpointSaveError (unsupported_value), naming the FQN, for what is no plain data.
     """
-    return msgspec.msgpack.encode(_to_wire(value, fqn, on_tensor, MAX_DEPTH))
+    return encode(_to_wire(value, fqn, on_tensor, MAX_DEPTH))
 
 
 def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,9 +74,10 @@ def join_fqn(fqn: str, key: object) -> str:
 
 
 def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
-    check_depth(depth, fqn)
+    if depth == 0:
+        raise too_deep(fqn)
     kind = type(value)
-    if value is None or kind in (bool, float, bytes):
+    if kind in _WRITTEN_AS_THEY_ARE:
         return value
     if kind is str:
         return _checked_text(value, fqn)
@@ -69,7 +85,9 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
         return value if value in _INT64 else _ext(_BIG_INT, str(value))
     if isinstance(value, torch.Tensor):
         found = on_tensor(fqn, value)
-        return _ext(_REF, found.fqn) if isinstance(found, TensorRef) else _tensor_to_wire(fqn, found)
+        if found is None or isinstance(found, str):
+            return Ext(_REF, encode(found or fqn))
+        return _tensor_to_wire(fqn, found)
     if kind is TensorRef:
         return _ext(_REF, value.fqn)
     if kind in (list, tuple):
@@ -81,18 +99,20 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
 
 
 def _dict_to_wire(value: Mapping[Any, Any], fqn: str, on_tensor: TensorHook, depth: int) -> Any:
-    for key in value:
-        check_key(key, fqn)
-    pairs = [(key, _to_wire(item, join_fqn(fqn, key), on_tensor, depth - 1)) for key, item in value.items()]
-    if type(value) is not dict:
-        return _ext(_ORDERED if type(value) is OrderedDict else _COUNTER, pairs)
-    return dict(pairs) if all(type(key) is str for key in value) else _ext(_PAIRS, pairs)
+    has_names = set(map(type, value)) <= {str}
+    if not (has_names and "".join(value).isascii()):
+        for key in value:
+            check_key(key, fqn)
+    prefix = f"{fqn}." if fqn else ""
+    if has_names and type(value) is dict:
+        return {key: _to_wire(item, f"{prefix}{key}", on_tensor, depth - 1) for key, item in value.items()}
+    pairs = [(key, _to_wire(item, f"{prefix}{key}", on_tensor, depth - 1)) for key, item in value.items()]
+    return _ext(_PAIRS if type(value) is dict else _ORDERED if type(value) is OrderedDict else _COUNTER, pairs)
 
 
-def check_depth(depth: int, fqn: str) -> None:
-    """Raises CheckpointSaveError (unsupported_value) where no depth is left; so ends what contains itself."""
-    if depth == 0:
-        raise unsupported(fqn, f"nested more than {MAX_DEPTH} deep", "flatten it, or break the circle that it makes")
+def too_deep(fqn: str) -> CheckpointSaveError:
+    """What is raised where no depth is left; so ends what contains itself."""
+    return unsupported(fqn, f"nested more than {MAX_DEPTH} deep", "flatten it, or break the circle that it makes")
 
 
 def fits_inline(tensor: torch.Tensor) -> bool:
@@ -103,6 +123,8 @@ def fits_inline(tensor: torch.Tensor) -> bool:
 
 def check_key(key: object, fqn: str) -> None:
     """Raises CheckpointSaveError (unsupported_value) for a key, in the dict of this FQN, that no FQN can hold."""
+    if type(key) is str and key.isascii():
+        return
     if type(key) not in (str, int):
         raise unsupported(fqn, f"a dict with a key of type {type(key).__name__}, {key!r}", "use str or int keys")
     if isinstance(key, int) and key not in _INT64:
@@ -118,7 +140,7 @@ def _checked_text(text: str, fqn: str) -> str:
 
 def _leaf_to_wire(value: Any, fqn: str) -> Any:
     if type(value) is complex:
-        return msgspec.msgpack.Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
+        return Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
     if isinstance(value, torch.Size):
         return _ext(_SIZE, list(value))
     if isinstance(value, torch.dtype):
@@ -154,7 +176,7 @@ def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Any:
 
 def _content(fqn: str, tensor: torch.Tensor) -> memoryview:
     """The bytes of a dense tensor, row-major, on the host; not a copy where they lie so already."""
-    check_dense(fqn, tensor)
+    dense_dtype(fqn, tensor)
     check_has_memory(fqn, tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.element_size() == 1:  # torch cannot copy its sub-byte integers
@@ -175,8 +197,8 @@ def is_content_fqn(fqn: str) -> bool:
     return _CONTENT_FQN.search(fqn) is not None
 
 
-def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
-    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
+def _ext(code: int, content: Any) -> Ext:
+    return Ext(code, encode(content))
 
 
 def decode_plain(data: bytes) -> Any:
@@ -257,22 +279,27 @@ def leaves(value: Any, fqn: str) -> dict[str, Any]:
 
 
 def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int) -> None:
-    check_depth(depth, fqn)
+    if depth == 0:
+        raise too_deep(fqn)
     children = _children(value, fqn)
-    for key, item in children:
-        child = join_fqn(fqn, key)
-        if child == fqn:  # an empty key below an empty name
-            raise unsupported(fqn, "the name of two values", "give the value with the empty key a name")
-        _add_leaves(item, child, found, depth - 1)
     if not children:
         if fqn in found:
             raise unsupported(fqn, "the name of two values", "rename a key that contains a dot, or mixes int and str")
         found[fqn] = value
+    prefix = f"{fqn}." if fqn else ""
+    for key, item in children:
+        child = f"{prefix}{key}"
+        if child == fqn:  # an empty key below an empty name
+            raise unsupported(fqn, "the name of two values", "give the value with the empty key a name")
+        if type(item) in ATOMS and depth > 1 and child not in found:
+            found[child] = item
+        else:
+            _add_leaves(item, child, found, depth - 1)
 
 
-def _children(value: Any, fqn: str) -> list[tuple[object, Any]]:
+def _children(value: Any, fqn: str) -> Collection[tuple[object, Any]]:
     if isinstance(value, dict):
-        return list(value.items())
+        return value.items()
     if type(value) in (list, tuple) and _holds_tensor(value, fqn, MAX_DEPTH):
         return list(enumerate(value))
     return []
@@ -281,7 +308,8 @@ def _children(value: Any, fqn: str) -> list[tuple[object, Any]]:
 def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
     if isinstance(value, torch.Tensor | TensorRef):
         return True
-    check_depth(depth, fqn)
+    if depth == 0:
+        raise too_deep(fqn)
     items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
     return any(_holds_tensor(item, fqn, depth - 1) for item in items)
 
@@ -291,7 +319,8 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
     children = _children(value, fqn)
     if not children:
         return new.get(fqn, value)
-    filled = [(key, with_leaves(item, join_fqn(fqn, key), new)) for key, item in children]
+    prefix = f"{fqn}." if fqn else ""
+    filled = [(key, with_leaves(item, f"{prefix}{key}", new)) for key, item in children]
     if type(value) is tuple:
         return tuple(item for _, item in filled)
     for key, item in filled:

@@ -4,7 +4,7 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +12,10 @@ import torch
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.plain_data import MAX_DEPTH, check_depth, check_key, join_fqn
+from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, too_deep
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
-from bytecheckpoint.adapters.tensors import check_has_memory, unsupported
+from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
 
 FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor")
 """What `framework` may be. They share one adapter, because all of them are torch tensors that say how they lie; FSDP1's
@@ -54,14 +54,33 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
         )
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
-    entries = list(_walk(state, ""))
-    modules = [entry for entry in entries if isinstance(entry, ModuleEntry)]
+    modules: list[ModuleEntry] = []
+    optimizers: list[OptimizerEntry] = []
+    others: list[Entry] = []
+    for entry in _walk(state, ""):
+        if isinstance(entry, ModuleEntry):
+            modules.append(entry)
+        elif isinstance(entry, OptimizerEntry):
+            optimizers.append(entry)
+        else:
+            others.append(entry)
+    for optimizer in optimizers:
+        optimizer.name_parameters(modules)
+    return [*modules, *optimizers, *others]
+
+
+def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
+    """The optimizers of the state: what changes its parameters, and theirs."""
+    return [optimizer for entry in entries if isinstance(entry, OptimizerEntry) for optimizer in entry.optimizers]
+
+
+def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
+    """This rank's memory of the buffers of all modules."""
+    shards = LocalShards()
     for entry in entries:
-        if isinstance(entry, OptimizerEntry):
-            entry.name_parameters(modules)
-    return sorted(
-        entries, key=lambda entry: (not isinstance(entry, ModuleEntry), not isinstance(entry, OptimizerEntry))
-    )
+        for buffer in entry.buffers() if isinstance(entry, ModuleEntry) else ():
+            shards.add(entry.fqn, buffer)
+    return [shard.tensor for shard in shards.found]
 
 
 def collect_all(entries: list[Entry]) -> list[Contents]:
@@ -69,16 +88,19 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
 
     Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
     """
-    owners: dict[str, Entry] = {}
-    collected = []
+    taken: set[str] = set()
+    collected: list[Contents] = []
     for entry in entries:
         contents = entry.collect()
         for shard in contents.shards:
-            check_has_memory(shard.fqn, shard.tensor)
-        for name in contents.names:
-            if owners.setdefault(name, entry) is not entry:
-                advice = f"rename one: {owners[name].fqn!r} and {entry.fqn!r} in the state both come to it"
-                raise unsupported(name, "the name of two values", advice)
+            if shard.tensor.is_meta:
+                check_has_memory(shard.fqn, shard.tensor)
+        if not taken.isdisjoint(contents.names):
+            name = min(taken & contents.names)
+            owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)
+            advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both come to it"
+            raise unsupported(name, "the name of two values", advice)
+        taken |= contents.names
         collected.append(contents)
     return collected
 
@@ -107,6 +129,8 @@ def _assigner(container: Any, key: Any) -> Callable[[Any], None]:
 
 def _is_special(value: Any) -> bool:
     """Whether a value is an entry of its own, wherever it stands in the state."""
+    if type(value) in ATOMS or type(value) is dict:
+        return False
     if isinstance(value, list | tuple) and value:
         return _all_are(value, torch.nn.Module) or _all_are(value, torch.optim.Optimizer)
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal) or is_stateful(value)
@@ -117,11 +141,14 @@ def _all_are(values: Any, cls: type) -> bool:
 
 
 def _holds_special(value: Any, fqn: str, depth: int) -> bool:
-    check_depth(depth, fqn)
-    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    if depth == 0:
+        raise too_deep(fqn)
+    values = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    if ATOMS.issuperset(map(type, values)):
+        return False
     return any(
         _is_special(item) or (isinstance(item, _CONTAINERS) and _holds_special(item, join_fqn(fqn, key), depth - 1))
-        for key, item in items
+        for key, item in (value.items() if isinstance(value, dict) else enumerate(value))
     )
 
 

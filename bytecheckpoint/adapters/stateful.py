@@ -7,6 +7,7 @@ any of it yet. Tensors that the object shows are loaded in place, others are cre
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
@@ -28,7 +29,7 @@ from bytecheckpoint.adapters.stored import (
     rank_missing,
     shares_elements,
 )
-from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, local_shards, unsupported
+from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, dtype_name, unsupported
 
 
 class Stateful(Protocol):
@@ -70,7 +71,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor | ShardedTensor)
 
 
-def keep_for_rank(fqn: str, tensor: torch.Tensor, shards: list[LocalShard]) -> TensorRef | torch.Tensor:
+def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
     """What stands in the tree for a tensor that may differ from rank to rank.
 
     Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
@@ -79,8 +80,8 @@ def keep_for_rank(fqn: str, tensor: torch.Tensor, shards: list[LocalShard]) -> T
     if fits_inline(tensor):
         return tensor
     name = fqn if is_sharded(tensor) else content_fqn(fqn, tensor)
-    shards.extend(local_shards(name, tensor))
-    return TensorRef(name)
+    shards.add(name, tensor)
+    return name
 
 
 class TreeTarget:
@@ -91,12 +92,12 @@ class TreeTarget:
 
     def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
         """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
-        shards: list[LocalShard] = []
+        shards = LocalShards()
         for name, found in _refs(tree, fqn, stored):
             own = current.get(name)
             target = own if _fits(own, found) else self._new.get(name)
-            shards += local_shards(name, placeholder(found) if target is None else target)
-        return shards
+            shards.add(name, placeholder(found) if target is None else target)
+        return shards.found
 
     def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> None:
         for name, found in _refs(tree, fqn, stored):
@@ -143,18 +144,13 @@ class StatefulEntry:
 
     def collect(self) -> Contents:
         state = self._value.state_dict()
-        shards: list[LocalShard] = []
+        shards = LocalShards()
         may_differ = self.fqn.partition(".")[0] == PER_RANK_NAME
-
-        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
-            if may_differ:
-                return keep_for_rank(fqn, tensor, shards)
-            shards.extend(local_shards(fqn, tensor))
-            return TensorRef(fqn)
-
-        plain = encode_plain(state, self.fqn, on_tensor)
-        names = {*leaves(state, self.fqn), *(shard.fqn for shard in shards)}
-        return Contents(shards, names, {self.fqn: ("either" if may_differ else "whole", plain)})
+        plain = encode_plain(state, self.fqn, partial(keep_for_rank, shards) if may_differ else shards.add)
+        names = set(leaves(state, self.fqn))
+        if may_differ:
+            names.update(shard.fqn for shard in shards.found)
+        return Contents(shards.found, names, {self.fqn: ("either" if may_differ else "whole", plain)})
 
     def expect(self, stored: Stored) -> Expectation:
         if not self._current:
@@ -199,19 +195,19 @@ class RankLocalEntry:
         self._found: StoredTree | None = None
 
     def collect(self) -> Contents:
-        shards: list[LocalShard] = []
+        shards = LocalShards()
 
-        def on_tensor(fqn: str, tensor: torch.Tensor) -> TensorRef | torch.Tensor:
+        def on_tensor(fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
             if is_sharded(tensor):
                 advice = "put it into the state outside of RankLocal, or its to_local() into RankLocal"
                 raise unsupported(fqn, f"a {type(tensor).__name__}, which is no value of one rank's own", advice)
-            return keep_for_rank(fqn, tensor, shards)
+            return keep_for_rank(shards, fqn, tensor)
 
         value = self._holder.value
         state = value.state_dict() if is_stateful(value) else value
         plain = encode_plain(state, self.fqn, on_tensor)
-        names = {self.fqn, *leaves(state, self.fqn), *(shard.fqn for shard in shards)}
-        return Contents(shards, names, {self.fqn: ("rank", plain)})
+        names = {self.fqn, *leaves(state, self.fqn), *(shard.fqn for shard in shards.found)}
+        return Contents(shards.found, names, {self.fqn: ("rank", plain)})
 
     def expect(self, stored: Stored) -> Expectation:
         found = stored.entry_tree(self.fqn)

@@ -6,7 +6,7 @@ placements on any mesh, and ShardedTensor. Everything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +20,15 @@ from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.region import Region, whole
 
+_STRIDED = torch.strided
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The types whose tensors are nothing but their elements: told by one look, because a state holds many of them."""
+
+_DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    getattr(torch, name): name for name in DTYPE_ITEMSIZES if hasattr(torch, name)
+}
+
 
 class LocalShard(NamedTuple):
     """A region that this rank holds, and its memory: the source of a save, the destination of a load."""
@@ -31,12 +40,12 @@ class LocalShard(NamedTuple):
     region: Region
     """In global coordinates, in elements."""
     tensor: torch.Tensor
-    """A view of live memory with the region's lengths as its shape; on the meta device where a load has yet to create
-    that memory."""
+    """Live memory with the region's lengths as its shape: a view that autograd does not see, or the state's own tensor
+    where autograd has nothing to do with it. On the meta device where a load has yet to create that memory."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -44,22 +53,75 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def local_shards(fqn: str, tensor: torch.Tensor) -> list[LocalShard]:
-    """The shards of this rank: one for most tensors, several where its rows are strided, none off the mesh.
+class LocalShards:
+    """The shards of this rank, collected in one walk over a state.
 
-    An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
-    Raises CheckpointSaveError (unsupported_value) for what has no dense memory of its own.
+    Equal shapes share their regions, and how a DTensor lies is found once for all that lie alike. None of that is
+    kept beyond the walk, so nothing can be out of date.
     """
-    if isinstance(tensor, DTensor):
-        return _of_dtensor(fqn, tensor)
-    if isinstance(tensor, ShardedTensor):
-        return _of_sharded_tensor(fqn, tensor)
-    check_dense(fqn, tensor)
-    shape = tuple(tensor.shape)
-    return [LocalShard(fqn, dtype_name(tensor.dtype), shape, whole(shape), tensor.detach())]
+
+    def __init__(self) -> None:
+        self.found: list[LocalShard] = []
+        self._wholes: dict[torch.Size, Region] = {}
+        self._layouts: dict[object, _Layout] = {}
+
+    def add(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Adds the shards of a tensor: mostly one, several where its rows are strided, none off the mesh.
+
+        An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
+        Raises CheckpointSaveError (unsupported_value) for what has no dense memory of its own, and
+        CheckpointMismatchError (conflict) for a DTensor whose local tensor does not fit its placements.
+        """
+        if type(tensor) not in PLAIN_TENSORS:
+            self._add_other(fqn, tensor)
+            return
+        # Written out, down to the constructor, because a state may hold 100,000 small tensors: calls cost half of it.
+        dtype = _DTYPE_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not _STRIDED or tensor.is_nested:
+            dtype = dense_dtype(fqn, tensor)
+        shape = tensor.shape
+        region = self._wholes.get(shape)
+        if region is None:
+            region = self._wholes[shape] = whole(shape)
+        if tensor.requires_grad or tensor._is_view():
+            tensor = tensor.detach()
+        self.found.append(tuple.__new__(LocalShard, (fqn, dtype, region.lengths, region, tensor)))
+
+    def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            self._add_dtensor(fqn, tensor)
+        elif isinstance(tensor, ShardedTensor):
+            self.found += _of_sharded_tensor(fqn, tensor)
+        else:
+            dtype, shape = dense_dtype(fqn, tensor), tuple(tensor.shape)
+            self.found.append(LocalShard(fqn, dtype, shape, whole(shape), tensor.detach()))
+
+    def _add_dtensor(self, fqn: str, tensor: DTensor) -> None:
+        local = tensor._local_tensor  # to_local() would be a step of autograd's
+        dense_dtype(fqn, local)
+        # The spec has mesh and placements; many tensors share one, which is then found without comparing them.
+        key = tensor._spec, tensor.dtype, tensor.shape, local.shape
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = _layout_of(fqn, tensor)
+        memory = local.detach() if local.requires_grad or local._is_view() else local
+        for region, part in layout.parts:
+            view = memory if part is None else _narrowed(memory, part)
+            self.found.append(LocalShard(fqn, layout.dtype, layout.shape, region, view))
 
 
-def check_dense(fqn: str, tensor: torch.Tensor) -> None:
+def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
+    """The name of the dtype of a tensor that has dense memory of its own.
+
+    Raises CheckpointSaveError (unsupported_value) for any other.
+    """
+    name = _DTYPE_NAMES.get(tensor.dtype)
+    if name is None or tensor.layout is not _STRIDED or tensor.is_nested or type(tensor) not in PLAIN_TENSORS:
+        _refuse_if_not_dense(fqn, tensor)
+    return name or dtype_name(tensor.dtype)
+
+
+def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise unsupported(fqn, f"a {kind} tensor", "convert it to a dense tensor, or save its components")
@@ -85,18 +147,24 @@ def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:
     )
 
 
-def _of_dtensor(fqn: str, tensor: DTensor) -> list[LocalShard]:
-    local = tensor._local_tensor.detach()  # to_local() would be a step of autograd's
-    check_dense(fqn, local)
-    shape = tuple(tensor.shape)
+class _Layout(NamedTuple):
+    """How the local tensor of a DTensor lies in the global one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Sequence[tuple[Region, Region | None]]
+    """Of each part: its region in global coordinates, and in those of the local tensor; None where it is all of it."""
+
+
+def _layout_of(fqn: str, tensor: DTensor) -> _Layout:
+    dtype, shape, local_shape = dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor._local_tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        return []
+        return _Layout(dtype, shape, [])
     _check_placements(fqn, tensor)
     mesh_axes = list(zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True))
-    intervals = _held_intervals(fqn, shape, tuple(local.shape), mesh_axes)
-    dtype = dtype_name(tensor.dtype)
-    return [LocalShard(fqn, dtype, shape, region, view) for region, view in _boxes(intervals, local)]
+    boxes = _boxes(_held_intervals(fqn, shape, local_shape, mesh_axes))
+    return _Layout(dtype, shape, [(box, None if part == whole(local_shape) else part) for box, part in boxes])
 
 
 def _check_placements(fqn: str, tensor: DTensor) -> None:
@@ -218,8 +286,8 @@ def _joined(intervals: Sequence[_Interval]) -> list[_Interval]:
     return joined
 
 
-def _boxes(intervals: Sequence[Sequence[_Interval]], local: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
-    """Every combination of one interval a dimension: its global region and its part of the local tensor."""
+def _boxes(intervals: Sequence[Sequence[_Interval]]) -> list[tuple[Region, Region]]:
+    """Every combination of one interval a dimension: its region in the global tensor, and in the local one."""
     with_positions = []
     for of_dim in intervals:
         position, entries = 0, []
@@ -229,20 +297,21 @@ def _boxes(intervals: Sequence[Sequence[_Interval]], local: torch.Tensor) -> lis
         with_positions.append(entries)
     boxes = []
     for combination in product(*with_positions):
-        view = local
-        for dim, (_, length, position) in enumerate(combination):
-            view = view.narrow(dim, position, length)
-        region = Region(tuple(entry[0] for entry in combination), tuple(entry[1] for entry in combination))
-        boxes.append((region, view))
+        starts, lengths, positions = (tuple(entry[part] for entry in combination) for part in range(3))
+        boxes.append((Region(starts, lengths), Region(positions, lengths)))
     return boxes
+
+
+def _narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    for dim, (position, length) in enumerate(zip(*region, strict=True)):
+        tensor = tensor.narrow(dim, position, length)
+    return tensor
 
 
 def _of_sharded_tensor(fqn: str, tensor: ShardedTensor) -> list[LocalShard]:
     shards = []
     for shard in tensor.local_shards():
-        check_dense(fqn, shard.tensor)
+        dtype = dense_dtype(fqn, shard.tensor)
         region = Region(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
-        shards.append(
-            LocalShard(fqn, dtype_name(shard.tensor.dtype), tuple(tensor.size()), region, shard.tensor.detach())
-        )
+        shards.append(LocalShard(fqn, dtype, tuple(tensor.size()), region, shard.tensor.detach()))
     return shards

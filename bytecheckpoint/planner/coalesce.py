@@ -40,6 +40,26 @@ class BoxPart(NamedTuple):
 Part = FlatPart | BoxPart
 
 
+class Frame(NamedTuple):
+    """A frame of a compressed chunk that is wanted, and what its raw bytes are for."""
+
+    byte_offset: int
+    """From the start of the file. A frame is one extent."""
+    byte_length: int
+    raw_bytes: int
+    """How long it is when decompressed."""
+    codec: str
+    item_bytes: int
+    parts: tuple[Part, ...]
+    """Their byte offsets count from the first raw byte of the frame."""
+
+    @property
+    def is_direct(self) -> bool:
+        """The raw bytes are exactly those of the one part, a FlatPart, and can be made in its target's memory."""
+        first = self.parts[0]
+        return len(self.parts) == 1 and isinstance(first, FlatPart) and first.byte_length == self.raw_bytes
+
+
 class Fetch(NamedTuple):
     """One read of a file, and what its bytes are for."""
 
@@ -49,10 +69,17 @@ class Fetch(NamedTuple):
     parts: tuple[Part, ...]
     is_direct: bool
     """The bytes are exactly those of the one part, a FlatPart, and can be read into its target's memory."""
+    frames: tuple[Frame, ...] = ()
+    """What has to be decompressed; it is not in `parts`."""
 
     @property
     def end(self) -> int:
         return self.byte_offset + self.byte_length
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """Those in frames as well, whose byte offsets count from elsewhere."""
+        return (*self.parts, *(part for frame in self.frames for part in frame.parts))
 
 
 class ExtentIndex:
@@ -77,16 +104,22 @@ class ExtentIndex:
 
 
 def coalesce(
-    file: int, parts: Iterable[Part], extents: ExtentIndex, *, max_gap_bytes: int, max_fetch_bytes: int
+    file: int,
+    parts: Iterable[Part],
+    frames: Iterable[Frame],
+    extents: ExtentIndex,
+    *,
+    max_gap_bytes: int,
+    max_fetch_bytes: int,
 ) -> list[Fetch]:
-    """The reads of one file that serve all parts.
+    """The reads of one file that serve all parts and frames.
 
     Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
-    share; the rest is merged where gaps are small. A fetch is larger than `max_fetch_bytes` only where one part with
-    its extents is.
+    share; the rest is merged where gaps are small. A fetch, with the memory that it decompresses one frame after the
+    other into, takes more than `max_fetch_bytes` only where one part with its extents or one frame does.
     """
     fetches: list[Fetch] = []
-    small: list[Part] = []
+    small: list[Part | Frame] = [*frames]
     for part in parts:
         if isinstance(part, FlatPart) and part.byte_length >= MIN_DIRECT_BYTES:
             direct, ends = _split_direct(file, part, extents, max_fetch_bytes)
@@ -94,7 +127,7 @@ def coalesce(
             small += ends
         else:
             small.append(part)
-    small.sort(key=lambda part: (part.byte_offset, part.byte_length))
+    small.sort(key=lambda item: (item.byte_offset, item.byte_length))
     return fetches + _merge(file, small, extents, max_gap_bytes, max_fetch_bytes)
 
 
@@ -121,21 +154,32 @@ def _cut_flat(part: FlatPart, start: int, end: int) -> FlatPart:
 
 
 def _merge(
-    file: int, parts: Sequence[Part], extents: ExtentIndex, max_gap_bytes: int, max_fetch_bytes: int
+    file: int, items: Sequence[Part | Frame], extents: ExtentIndex, max_gap_bytes: int, max_fetch_bytes: int
 ) -> list[Fetch]:
     fetches: list[Fetch] = []
-    group: list[Part] = []
-    group_start = group_end = 0
-    for part in parts:
-        start, end = extents.widen(part.byte_offset, part.byte_offset + part.byte_length)
-        joins = group and start <= group_end + max_gap_bytes and max(end, group_end) - group_start <= max_fetch_bytes
-        if group and not joins:
-            fetches.append(Fetch(file, group_start, group_end - group_start, tuple(group), is_direct=False))
+    group: list[Part | Frame] = []
+    group_start = group_end = scratch_bytes = 0
+    for item in items:
+        start, end = extents.widen(item.byte_offset, item.byte_offset + item.byte_length)
+        scratch_bytes = max(scratch_bytes, _scratch_bytes(item))
+        total = max(end, group_end) - group_start + scratch_bytes
+        if group and (start > group_end + max_gap_bytes or total > max_fetch_bytes):
+            fetches.append(_fetch(file, group_start, group_end, group))
             group = []
         if not group:
-            group_start, group_end = start, end
-        group.append(part)
+            group_start, group_end, scratch_bytes = start, end, _scratch_bytes(item)
+        group.append(item)
         group_end = max(group_end, end)
     if group:
-        fetches.append(Fetch(file, group_start, group_end - group_start, tuple(group), is_direct=False))
+        fetches.append(_fetch(file, group_start, group_end, group))
     return fetches
+
+
+def _scratch_bytes(item: Part | Frame) -> int:
+    return item.raw_bytes if isinstance(item, Frame) and not item.is_direct else 0
+
+
+def _fetch(file: int, start: int, end: int, items: Sequence[Part | Frame]) -> Fetch:
+    frames = tuple(item for item in items if isinstance(item, Frame))
+    parts = tuple(item for item in items if not isinstance(item, Frame))
+    return Fetch(file, start, end - start, parts, is_direct=False, frames=frames)

@@ -53,12 +53,17 @@ def lay_out_files(
     return [tuple(file) for file in files]
 
 
-def cut_extents(header_bytes: int, chunk_bytes: Iterable[int]) -> list[int]:
+def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: int) -> list[int]:
     """The lengths, in bytes, of the extents of a file: the header, then its chunks.
 
     Small neighbours share an extent; a large chunk starts one of its own and is cut into several, so that it can be
-    read and verified straight in the memory that it is meant for.
+    read and verified straight in the memory that it is meant for. No extent reaches over a multiple of `block_bytes`:
+    files are written in such blocks, each with the checksums of its own bytes.
     """
+    return _split_at_blocks(_group_chunks(header_bytes, chunk_bytes), block_bytes)
+
+
+def _group_chunks(header_bytes: int, chunk_bytes: Iterable[int]) -> list[int]:
     extents = _cut(header_bytes)
     small = 0
     for num_bytes in chunk_bytes:
@@ -75,3 +80,16 @@ def cut_extents(header_bytes: int, chunk_bytes: Iterable[int]) -> list[int]:
 def _cut(num_bytes: int) -> list[int]:
     full, rest = divmod(num_bytes, EXTENT_BYTES)
     return [EXTENT_BYTES] * full + ([rest] if rest else [])
+
+
+def _split_at_blocks(extents: Iterable[int], block_bytes: int) -> list[int]:
+    split: list[int] = []
+    room = block_bytes
+    for extent in extents:
+        left = extent
+        while left > room:
+            split.append(room)
+            left, room = left - room, block_bytes
+        split.append(left)
+        room = room - left or block_bytes
+    return split

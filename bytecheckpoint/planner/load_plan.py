@@ -5,12 +5,15 @@ them, and turns them into reads; it touches no file and no tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest import Chunk, Manifest
-from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Part, coalesce
+from bytecheckpoint.frames import CODECS, unknown_codec
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest
+from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
+from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
 from bytecheckpoint.planner.save_plan import describe, first_lines
 from bytecheckpoint.region import (
     Region,
@@ -34,15 +37,32 @@ class Want(NamedTuple):
     """The memory can take raw bytes: on the host, row-major without gaps, of the stored dtype."""
 
 
+class _Packed(NamedTuple):
+    """What is wanted of a compressed chunk."""
+
+    chunk: Chunk
+    item_bytes: int
+    parts: dict[int, list[Part]]
+    """By number of the frame."""
+
+
+class _OfFile(NamedTuple):
+    """What is wanted of a data file."""
+
+    parts: list[Part]
+    packed: dict[int, _Packed]
+    """By byte offset of the chunk."""
+
+
 def plan_load(
     manifest: Manifest, wants: Sequence[Want], *, verify: bool, max_gap_bytes: int, max_fetch_bytes: int
 ) -> list[Fetch]:
     """The reads that fill all wants, in file order.
 
     Raises CheckpointMismatchError (coverage) where chunks overlap or leave a part of a want uncovered; one error is
-    about all.
+    about all. Raises CheckpointCorruptError (unsupported_version) where a chunk has a codec that is not known.
     """
-    parts_by_file: dict[int, list[Part]] = {}
+    of_files: dict[int, _OfFile] = {}
     uncovered: list[str] = []
     chunks_by_fqn: dict[str, list[Chunk]] = {}
     for index, want in enumerate(wants):
@@ -57,29 +77,39 @@ def plan_load(
             if common is None or not common.numel:
                 continue
             num_covered += common.numel
-            parts = _parts(
-                index, want, chunk, common, item_bytes=itemsize(record.dtype), max_fetch_bytes=max_fetch_bytes
-            )
-            parts_by_file.setdefault(chunk.file, []).extend(parts)
+            of_file = of_files.setdefault(chunk.file, _OfFile([], {}))
+            item_bytes = itemsize(record.dtype)
+            if chunk.codec == "none":
+                of_file.parts.extend(
+                    _parts(index, want, chunk, common, item_bytes=item_bytes, max_fetch_bytes=max_fetch_bytes)
+                )
+            else:
+                packed = of_file.packed.setdefault(chunk.byte_offset, _Packed(chunk, item_bytes, {}))
+                _add_frames(packed, index, want, common)
         if num_covered < want.region.numel:
             uncovered.append(_describe_hole(want, chunks_by_fqn[want.fqn]))
     if uncovered:
-        raise CheckpointMismatchError(
-            f"the checkpoint does not hold every element of {len(uncovered)} tensors exactly once; nothing was loaded. "
-            "Take another step, or leave them out with exclude:\n" + first_lines(uncovered),
-            kind="coverage",
-        )
+        raise _not_covered(uncovered)
     return [
         fetch
-        for file in sorted(parts_by_file)
+        for file in sorted(of_files)
         for fetch in coalesce(
             file,
-            parts_by_file[file],
+            of_files[file].parts,
+            _frames(of_files[file].packed, manifest.files[file]),
             ExtentIndex(manifest.files[file], verify=verify),
             max_gap_bytes=max_gap_bytes,
             max_fetch_bytes=max_fetch_bytes,
         )
     ]
+
+
+def _not_covered(lines: Sequence[str]) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the checkpoint does not hold every element of {len(lines)} tensors exactly once; nothing was loaded. "
+        "Take another step, or leave them out with exclude:\n" + first_lines(lines),
+        kind="coverage",
+    )
 
 
 def _check_stored(fqn: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[str]:
@@ -95,6 +125,24 @@ def _check_stored(fqn: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> 
 def _describe_hole(want: Want, chunks: Sequence[Chunk]) -> str:
     hole = find_hole(want.region, [chunk.region for chunk in chunks])
     return f"{want.fqn}: {describe(hole) if hole else 'a part'} of {describe(want.region)} lies in no chunk"
+
+
+def _add_frames(packed: _Packed, index: int, want: Want, common: Region) -> None:
+    chunk, item_bytes, by_frame = packed
+    if chunk.codec not in CODECS:
+        raise unknown_codec(chunk.codec, want.fqn)
+    flat_target = want.region if want.is_flat else None
+    for number, part in frame_parts(index, chunk, common, flat_target=flat_target, item_bytes=item_bytes):
+        by_frame.setdefault(number, []).append(part)
+
+
+def _frames(packed: Mapping[int, _Packed], file: DataFile) -> list[Frame]:
+    bounds = [0, *accumulate(file.extent_lengths)] if packed else []
+    return [
+        frame
+        for chunk, item_bytes, parts in packed.values()
+        for frame in frames_of(chunk, parts, bounds, item_bytes=item_bytes)
+    ]
 
 
 def _parts(

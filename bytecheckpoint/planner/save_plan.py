@@ -56,6 +56,8 @@ class SavePlan:
     aliases: Mapping[str, str]
     differing_replicas: Sequence[str] = ()
     """FQNs of small tensors that ranks hold with different values; the lowest rank's value is written."""
+    compared: Mapping[tuple[int, ...], Sequence[Sequence[int]]] = field(default_factory=dict)
+    """Small tensors that ranks hold as equal replicas: by ranks, the indices of each one's offers, in one order."""
 
 
 class _Holder(NamedTuple):
@@ -89,7 +91,7 @@ def plan_save(
     tensors = _collect(offers, kept_aliases, names)
     _check_tiling(tensors)
     differing = _settle_differing_replicas(tensors, offers)
-    return SavePlan(_assign(tensors, num_ranks=len(offers)), kept_aliases, differing)
+    return SavePlan(_assign(tensors, num_ranks=len(offers)), kept_aliases, differing, _compared(tensors, offers))
 
 
 def _agree_on_aliases(offers: Sequence[Sequence[Offer]], aliases: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -178,6 +180,19 @@ def _settle_differing_replicas(tensors: Mapping[str, _Tensor], offers: Sequence[
                 tensor.holders[region] = holders[:1]
                 differing.append(fqn)
     return differing
+
+
+def _compared(
+    tensors: Mapping[str, _Tensor], offers: Sequence[Sequence[Offer]]
+) -> dict[tuple[int, ...], list[list[int]]]:
+    compared: dict[tuple[int, ...], list[list[int]]] = {}
+    for holders in (holders for tensor in tensors.values() for holders in tensor.holders.values()):
+        if len(holders) > 1 and offers[holders[0].rank][holders[0].offer].digest is not None:
+            ranks = tuple(holder.rank for holder in holders)
+            by_holder = compared.setdefault(ranks, [[] for _ in ranks])
+            for of_holder, holder in zip(by_holder, holders, strict=True):
+                of_holder.append(holder.offer)
+    return compared
 
 
 class _Candidate(NamedTuple):

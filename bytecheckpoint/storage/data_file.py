@@ -15,7 +15,7 @@ import msgspec
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
-from bytecheckpoint.region import Region, whole
+from bytecheckpoint.region import Region
 from bytecheckpoint.storage.store import Store
 
 HEADER_ALIGNMENT = 4096
@@ -89,10 +89,20 @@ class Header(NamedTuple):
 
 def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
     """`FQN` where the region is the whole tensor, else `FQN[o0:e0,o1:e1]`."""
-    if region == whole(shape) and fqn != _METADATA:  # that name means something else in the format
+    if region.lengths == tuple(shape) and fqn != _METADATA:  # that name means something else in the format
         return fqn
     spans = (f"{offset}:{end}" for offset, end in zip(region.offsets, region.ends, strict=True))
     return f"{fqn}[{','.join(spans)}]"
+
+
+def chunk_entry(
+    fqn: str, dtype: str, shape: Sequence[int], *, region: Region, byte_length: int, codec: str
+) -> HeaderEntry:
+    """How a header describes a chunk that takes `byte_length` in its file. One that is compressed is so many bytes."""
+    name = chunk_name(fqn, shape, region)
+    if codec == "none":
+        return HeaderEntry(name, dtype, region.lengths, byte_length)
+    return HeaderEntry(name, "uint8", (byte_length,), byte_length)
 
 
 def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import errno
 import inspect
+import io
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from typing import Any, Protocol
 
 import xxhash
@@ -16,7 +17,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.storage.blocks import load_pieces
+from bytecheckpoint.storage.blocks import entered
 from bytecheckpoint.storage.names import TEMPORARY_PREFIX
 from bytecheckpoint.storage.store import Block
 
@@ -51,12 +52,12 @@ class Upload:
         self.replace = replace
         self._digest = xxhash.xxh3_128()
 
-    def pieces(self, blocks: Sequence[Block]) -> Iterator[memoryview]:
-        """The bytes of the blocks in order, at most _CALL_BYTES at a time."""
+    def pieces(self, blocks: Sequence[Block]) -> Generator[memoryview, None, None]:
+        """The bytes of the blocks in order, at most _CALL_BYTES at a time. Each holds until the next is taken."""
         for block in blocks:
-            for piece in load_pieces(block):
-                self._digest.update(piece)
-                yield from (piece[start : start + _CALL_BYTES] for start in range(0, piece.nbytes, _CALL_BYTES))
+            with entered(block) as content:
+                self._digest.update(content)
+                yield from (content[start : start + _CALL_BYTES] for start in range(0, content.nbytes, _CALL_BYTES))
 
     def is_at(self, fs: Any) -> bool:
         """Whether the backend has exactly the bytes that were sent. Raises what the backend raises."""
@@ -70,7 +71,7 @@ class Upload:
 
 
 def send(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
-    """Publishes the object, or raises and publishes nothing. What a block's `load` raises passes through."""
+    """Publishes the object, or raises and publishes nothing. What a block's `content` raises passes through."""
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     if protocols & _MOVING:
         _send_and_move(fs, upload, blocks, calling)
@@ -81,9 +82,16 @@ def send(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> 
         _fill(file, upload, blocks, calling, closing_publishes=True)
     else:
         # Of an unknown backend nothing else is certain to show no part of an object, so memory has to hold it all.
-        data = b"".join(upload.pieces(blocks))
+        data = _copy(upload, blocks)
         with calling(may_be_done=True):
             _put(fs, upload, data)
+
+
+def _copy(upload: Upload, blocks: Sequence[Block]) -> bytes:
+    data = io.BytesIO()
+    for piece in upload.pieces(blocks):
+        data.write(piece)
+    return data.getvalue()
 
 
 def _part_bytes(num_bytes: int) -> int:
@@ -93,14 +101,19 @@ def _part_bytes(num_bytes: int) -> int:
 def _fill(file: Any, upload: Upload, blocks: Sequence[Block], calling: Calling, *, closing_publishes: bool) -> None:
     """Writes and closes an open file; where anything fails, what it has is not published."""
     try:
-        for piece in upload.pieces(blocks):
-            with calling():
-                file.write(piece)
+        _write_pieces(file, upload, blocks, calling)
         with calling(may_be_done=closing_publishes):
             file.close()
     except BaseException:
         _abandon(file, calling)
         raise
+
+
+def _write_pieces(file: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
+    with closing(upload.pieces(blocks)) as pieces:  # so that a block is left before an error of the backend is raised
+        for piece in pieces:
+            with calling():
+                file.write(piece)
 
 
 def _abandon(file: Any, calling: Calling) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Literal
 
 from bytecheckpoint.errors import (
@@ -23,6 +23,7 @@ from bytecheckpoint.storage.store import Block, Store
 
 MANIFEST_NAME = "manifest.bcp"
 DATA_FOLDER = "data"
+TELEMETRY_FOLDER = "telemetry"
 MAX_MANIFEST_BYTES = 1 << 30
 
 _STEP_FOLDER = re.compile(r"\Astep_([0-9]{8,})\Z")
@@ -47,6 +48,11 @@ def parse_step(name: str) -> int | None:
 def data_file_name(save_id: str, rank: int, index: int) -> str:
     """The name, inside its checkpoint, of the file number `index` that a rank writes in a save."""
     return f"{DATA_FOLDER}/{save_id}-{rank:05d}-{index}.safetensors"
+
+
+def telemetry_name(save_id: str, rank: int) -> str:
+    """The name, inside its checkpoint, of what a rank tells about how a save went."""
+    return f"{TELEMETRY_FOLDER}/{save_id}-{rank:05d}.json"
 
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
@@ -227,7 +233,7 @@ def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None
     Raises CheckpointExistsError (exists) where one stands, unless `replace`, and what `Store.write` raises.
     """
     content = memoryview(manifest)
-    block = Block(0, content.nbytes, lambda: [content])
+    block = Block(0, content.nbytes, lambda: nullcontext(content))
     try:
         store.write(join_name(folder, MANIFEST_NAME), [block], replace=replace)
     except CheckpointExistsError as error:
@@ -245,8 +251,17 @@ def exists_error(path: str) -> CheckpointExistsError:
 
 def data_files_of(store: Store, folder: str, save_id: str) -> list[str]:
     """The names, inside a checkpoint's folder, of the data files that one save has written so far."""
-    names = store.list(join_name(folder, DATA_FOLDER))
-    return [f"{DATA_FOLDER}/{name}" for name in names if name.startswith(f"{save_id}-")]
+    return _files_of(store, folder, DATA_FOLDER, save_id)
+
+
+def telemetry_of(store: Store, folder: str, save_id: str) -> list[str]:
+    """The names, inside a checkpoint's folder, of what the ranks of one save have told so far."""
+    return _files_of(store, folder, TELEMETRY_FOLDER, save_id)
+
+
+def _files_of(store: Store, folder: str, parent: str, save_id: str) -> list[str]:
+    names = store.list(join_name(folder, parent))
+    return [f"{parent}/{name}" for name in names if name.startswith(f"{save_id}-")]
 
 
 def discard(store: Store, folder: str, names: Iterable[str]) -> None:

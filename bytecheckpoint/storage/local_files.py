@@ -9,45 +9,49 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 
-_MAX_PIECES = 1024
-"""IOV_MAX of Linux and macOS: more pieces in one call are refused."""
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB a call, macOS refuses more than 2 GiB - 1."""
 
+_NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EINTR})
+"""EINTR too: it is an optimisation, and a timer that ticks faster than it works would interrupt it for ever."""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 
 
-def write_fully(fd: int, pieces: Sequence[memoryview], byte_offset: int) -> None:
-    """Writes the pieces one after the other, from `byte_offset` on, however many calls that takes."""
-    pending = list(pieces)
-    first = 0
-    while first < len(pending):
-        written = os.pwritev(fd, _next_call(pending, first), byte_offset)
-        if written == 0:
+def preallocate(fd: int, num_bytes: int) -> None:
+    """Takes the disk space of an empty file ahead, where the file system can, and makes the file as long as that.
+
+    Raises the OSError of a disk or quota that has not that much left.
+    """
+    # Not posix_fallocate: where the file system cannot preallocate, the C library writes zeros in its name.
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    except (AttributeError, OSError):
+        return
+    if fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in _NO_PREALLOCATION:
+        raise OSError(number, os.strerror(number))
+
+
+def write_fully(fd: int, content: memoryview, byte_offset: int) -> None:
+    """Writes flat bytes from `byte_offset` on, however many calls that takes."""
+    written = 0
+    while written < content.nbytes:
+        count = write_some(fd, content[written:], byte_offset + written)
+        if count == 0:
             raise OSError(errno.EIO, "the file takes no more bytes")
-        byte_offset += written
-        while first < len(pending) and written >= pending[first].nbytes:
-            written -= pending[first].nbytes
-            first += 1
-        if written:
-            pending[first] = pending[first][written:]
+        written += count
 
 
-def _next_call(pending: Sequence[memoryview], first: int) -> list[memoryview]:
-    pieces: list[memoryview] = []
-    room = _MAX_CALL_BYTES
-    for piece in pending[first : first + _MAX_PIECES]:
-        pieces.append(piece[:room])
-        room -= pieces[-1].nbytes
-        if room == 0:
-            break
-    return pieces
+def write_some(fd: int, content: memoryview, byte_offset: int) -> int:
+    """One call: how many bytes it wrote."""
+    return os.pwritev(fd, [content[:_MAX_CALL_BYTES]], byte_offset)
 
 
 def read_fully(fd: int, byte_offset: int, buffer: memoryview) -> int:

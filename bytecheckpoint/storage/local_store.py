@@ -9,19 +9,18 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.storage.blocks import count_bytes, load_pieces
+from bytecheckpoint.storage.blocks import count_bytes, take_blocks
+from bytecheckpoint.storage.direct_file import DirectFile
 from bytecheckpoint.storage.local_files import (
     make_folders,
     publish,
     read_fully,
     remove_quietly,
     sync_folder,
-    write_fully,
 )
 from bytecheckpoint.storage.names import TEMPORARY_PREFIX, check_name, path_escape
 from bytecheckpoint.storage.os_errors import (
@@ -61,7 +60,7 @@ class LocalStore:
         with writing:
             temporary, fd = self._create_temporary(path)
         try:
-            self._fill(fd, blocks, writing)
+            self._fill(DirectFile(temporary, fd), blocks, writing)
             with writing:
                 _publish(temporary, path, replace=replace)
         except BaseException:
@@ -139,42 +138,25 @@ class LocalStore:
             make_folders(folder)
             return temporary, os.open(temporary, flags, 0o666)
 
-    def _fill(self, fd: int, blocks: Sequence[Block], writing: _Writing) -> None:
+    def _fill(self, file: DirectFile, blocks: Sequence[Block], writing: _Writing) -> None:
         """Writes the blocks, makes them durable and closes the file, whatever happens."""
 
-        def fill(block: Block) -> None:
-            pieces = load_pieces(block)
+        def write(content: memoryview, byte_offset: int) -> None:
             with writing:
-                write_fully(fd, pieces, block.byte_offset)
+                file.write(content, byte_offset)
 
         try:
-            if len(blocks) == 1:
-                fill(blocks[0])
-            elif blocks:
-                self._fill_with_threads(fill, blocks)
             with writing:
-                os.fsync(fd)
+                file.prepare(writing.num_bytes)
+            take_blocks(blocks, write, num_threads=self._writer_threads)
+            with writing:
+                file.sync()
         except BaseException:
             with suppress(OSError):
-                os.close(fd)
+                file.close()
             raise
         with writing:
-            os.close(fd)  # NFS reports a full disk here
-
-    def _fill_with_threads(self, fill: Callable[[Block], None], blocks: Sequence[Block]) -> None:
-        """The first error in time is raised, and only once no thread uses the descriptor any more."""
-        pool = ThreadPoolExecutor(min(self._writer_threads, len(blocks)), thread_name_prefix="bytecheckpoint-write")
-        try:
-            futures: list[Future[None]] = []
-            for block in blocks:
-                try:
-                    futures.append(pool.submit(fill, block))
-                except RuntimeError:  # the interpreter is exiting and takes no more work: a save in flight still ends
-                    fill(block)
-            for future in as_completed(futures):
-                future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            file.close()  # NFS reports a full disk here
 
     def _make_name_durable(self, path: str, *, replace: bool) -> None:
         """Syncs the folders from the file's up to the root and the one that the root is in.
@@ -198,12 +180,12 @@ class LocalStore:
 class _Writing:
     """Translates what writing one object raises. Stateless: several threads are in it at once.
 
-    It stands around system calls only, so that an OSError of a block's `load` is not taken for one of this store.
+    It stands around system calls only, so that an OSError of a block's `content` is not taken for one of this store.
     """
 
     def __init__(self, path: str, num_bytes: int) -> None:
         self._path = path
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._free_bytes = _free_bytes(os.path.dirname(path))
 
     def __enter__(self) -> None: ...
@@ -214,7 +196,7 @@ class _Writing:
                 error,
                 self._path,
                 reason=describe(error),
-                needed_bytes=self._num_bytes,
+                needed_bytes=self.num_bytes,
                 free_bytes=self._free_bytes,
             ) from error
 

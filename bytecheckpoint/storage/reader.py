@@ -15,7 +15,24 @@ import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.storage.codecs import decode_frame
 from bytecheckpoint.storage.store import Store
+
+
+class FrameRead(NamedTuple):
+    """A frame of a compressed chunk that lies in the range of a read."""
+
+    byte_offset: int
+    """From the start of the file."""
+    byte_length: int
+    raw_bytes: int
+    """How long it is when decompressed."""
+    codec: str
+    item_bytes: int
+    target: memoryview | None
+    """Where the raw bytes go; None where they go through scratch memory."""
+    place: Callable[[memoryview], None]
+    """Called with the raw bytes, from any thread."""
 
 
 class Read(NamedTuple):
@@ -32,14 +49,16 @@ class Read(NamedTuple):
     """Called with the verified bytes, from any thread."""
     wanted_by: Callable[[], str]
     """Names the tensors, for an error."""
+    frames: Sequence[FrameRead] = ()
 
 
 def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool) -> None:
     """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
 
-    Scratch memory is at most `threads` times the largest read that needs it.
+    Scratch memory is at most `threads` times the largest read that needs it and the largest frame that does.
     """
     scratch = _Scratch(threads, max((read.byte_length for read in reads if read.target is None), default=0))
+    raw_scratch = _Scratch(threads, max((_raw_bytes(read) for read in reads), default=0))
     checks = {read.file.name: _Checks(read.file) for read in reads} if verify else {}
 
     def run(read: Read) -> None:
@@ -49,6 +68,7 @@ def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool
         buffer = scratch.take()
         try:
             _run(store, read, buffer[: read.byte_length], checks.get(read.file.name))
+            _decode_all(read, buffer, raw_scratch)
         finally:
             scratch.give(buffer)
 
@@ -75,6 +95,36 @@ def _run(store: Store, read: Read, buffer: memoryview, checks: _Checks | None) -
     if checks is not None:
         checks.check(read, buffer)
     read.place(buffer)
+
+
+def _raw_bytes(read: Read) -> int:
+    """The scratch memory that its frames need, one after the other."""
+    return max((frame.raw_bytes for frame in read.frames if frame.target is None), default=0)
+
+
+def _decode_all(read: Read, content: memoryview, scratch: _Scratch) -> None:
+    if not read.frames:
+        return
+    raw = scratch.take()
+    try:
+        for frame in read.frames:
+            start = frame.byte_offset - read.byte_offset
+            into = raw[: frame.raw_bytes] if frame.target is None else frame.target
+            _decode(read, frame, content[start : start + frame.byte_length], into)
+            frame.place(into)
+    finally:
+        scratch.give(raw)
+
+
+def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview) -> None:
+    try:
+        decode_frame(frame.codec, content, frame.item_bytes, into)
+    except CheckpointCorruptError as error:
+        end = frame.byte_offset + frame.byte_length
+        raise CheckpointCorruptError(
+            f"{read.name}, bytes {frame.byte_offset} to {end}, part of {read.wanted_by()}: {error.message}",
+            kind=error.kind,
+        ) from error
 
 
 class _Scratch:

@@ -8,6 +8,7 @@ file system, and a file system can do all of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 
@@ -16,8 +17,13 @@ class Block(NamedTuple):
 
     byte_offset: int
     byte_length: int
-    load: Callable[[], Sequence[memoryview]]
-    """Gives the bytes, as one or more pieces; called once, from any thread, when the store is ready to take them."""
+    content: Callable[[], AbstractContextManager[memoryview]]
+    """Called and entered once, from any thread, when the store is ready to take the bytes. Gives them as one flat view
+    of exactly `byte_length` bytes, which holds until the context is left: the memory is used again after that.
+
+    A store enters the blocks of an object one at a time and in rising order, so that a ring of memory can stand behind
+    them: block k + 1 only when block k has given its bytes. It may have several entered, and leaves them in any order.
+    """
 
 
 class Store(Protocol):
@@ -29,7 +35,8 @@ class Store(Protocol):
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """Creates an object out of blocks that follow one another from byte 0, durably: when this returns, it
-        survives a power cut. No reader ever sees a part of it, and when a block's `load` raises, nothing appears.
+        survives a power cut. No reader ever sees a part of it, and when a block's `content` raises, entered or left,
+        nothing appears.
 
         Raises CheckpointExistsError (exists) where the name is taken, unless `replace`, which switches atomically.
         """

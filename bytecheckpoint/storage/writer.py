@@ -1,12 +1,15 @@
-"""A data file made of an image's pieces and written in large blocks, checksummed on the way. It handles bytes; what
-they mean is nothing to it.
+"""A data file written in large blocks, checksummed on the way. It handles bytes; what they mean, and in which memory
+they are, is nothing to it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import xxhash
@@ -15,15 +18,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.store import Block, Store
 
 BLOCK_BYTES = 16 << 20
-"""About how much one write carries."""
-
-
-class Piece(NamedTuple):
-    """Consecutive bytes of an image."""
-
-    byte_length: int
-    load: Callable[[], memoryview]
-    """Gives them; may be called more than once and from any thread, and gives the same bytes each time."""
+"""How much one write carries, and no checksummed extent reaches from one block into the next."""
 
 
 class Image(NamedTuple):
@@ -31,79 +26,47 @@ class Image(NamedTuple):
 
     name: str
     """Relative to the checkpoint's folder."""
-    data_start: int
-    """Length of the header, in bytes."""
-    pieces: Sequence[Piece]
     extent_lengths: Sequence[int]
-    """In bytes, adding up to the length of the pieces."""
+    """In bytes, adding up to the length of the file."""
+    blocks: Sequence[tuple[int, int]]
+    """Byte offset and length of the ranges in which the content is asked for, once each and in this order. An extent
+    lies in one of them."""
+    content: Callable[[int, int], AbstractContextManager[memoryview]]
+    """Gives such a range, for as long as the context lasts."""
+    extent_digests: Sequence[int] | None = None
+    """Where they are known already; extents may then reach over several blocks."""
 
-    @property
-    def byte_length(self) -> int:
-        return sum(piece.byte_length for piece in self.pieces)
 
+def write_image(store: Store, name: str, image: Image, on_checksum: Callable[[float], None]) -> DataFile:
+    """Writes the image as the object `name`, durably, and returns what the manifest says about it.
 
-def write_image(store: Store, name: str, image: Image) -> DataFile:
-    """Writes the image as the object `name`, durably, and returns what the manifest says about it."""
-    digests = [0] * len(image.extent_lengths)
-    starts = [0, *accumulate(piece.byte_length for piece in image.pieces)]
-    blocks = [
-        Block(byte_offset, byte_length, _loader(image, starts, digests, byte_offset=byte_offset, extents=extents))
-        for byte_offset, byte_length, extents in _blocks(image.extent_lengths)
-    ]
+    `on_checksum` is told, from any thread, how many seconds a checksum took.
+    """
+    digests = list(image.extent_digests or [0] * len(image.extent_lengths))
+
+    @contextmanager
+    def checked(byte_offset: int, byte_length: int, extents: range) -> Iterator[memoryview]:
+        with image.content(byte_offset, byte_length) as content:
+            yield content
+            # Only now, because stores enter one block at a time but write several at once: this is done side by side.
+            started = time.perf_counter()
+            lengths = [image.extent_lengths[extent] for extent in extents]
+            for extent, end in zip(extents, accumulate(lengths), strict=True):
+                digests[extent] = xxhash.xxh3_64_intdigest(content[end - image.extent_lengths[extent] : end])
+            on_checksum(time.perf_counter() - started)
+
+    contents: list[Callable[[], AbstractContextManager[memoryview]]]
+    if image.extent_digests is None:
+        contents = [partial(checked, *block, extents) for block, extents in _with_extents(image)]
+    else:
+        contents = [partial(image.content, *block) for block in image.blocks]
+    blocks = [Block(*block, content) for block, content in zip(image.blocks, contents, strict=True)]
     store.write(name, blocks, replace=False)
-    return DataFile(image.name, image.byte_length, tuple(image.extent_lengths), tuple(digests))
+    return DataFile(image.name, sum(image.extent_lengths), tuple(image.extent_lengths), tuple(digests))
 
 
-def _blocks(extent_lengths: Sequence[int]) -> list[tuple[int, int, range]]:
-    """Byte offset, byte length and numbers of the extents of each block: whole extents, about BLOCK_BYTES."""
-    blocks = []
-    offset = length = first = 0
-    for index, extent_length in enumerate(extent_lengths):
-        if length and length + extent_length > BLOCK_BYTES:
-            blocks.append((offset, length, range(first, index)))
-            offset, length, first = offset + length, 0, index
-        length += extent_length
-    if length:
-        blocks.append((offset, length, range(first, len(extent_lengths))))
-    return blocks
-
-
-def _loader(
-    image: Image, starts: Sequence[int], digests: list[int], *, byte_offset: int, extents: range
-) -> Callable[[], Sequence[memoryview]]:
-    """Gives a block's bytes and leaves the digests of its extents in `digests`."""
-
-    def load() -> Sequence[memoryview]:
-        parts: list[memoryview] = []
-        position = byte_offset
-        for extent in extents:
-            of_extent = _slices(image.pieces, starts, position, image.extent_lengths[extent])
-            digests[extent] = _digest(of_extent)
-            parts += of_extent
-            position += image.extent_lengths[extent]
-        return parts
-
-    return load
-
-
-def _slices(pieces: Sequence[Piece], starts: Sequence[int], byte_offset: int, byte_length: int) -> list[memoryview]:
-    """The bytes of a range of the image, as views of the pieces that it touches."""
-    slices = []
-    index = bisect_right(starts, byte_offset) - 1
-    end = byte_offset + byte_length
-    while byte_offset < end:
-        stop = min(end, starts[index + 1])
-        if stop > byte_offset:
-            slices.append(pieces[index].load()[byte_offset - starts[index] : stop - starts[index]])
-            byte_offset = stop
-        index += 1
-    return slices
-
-
-def _digest(parts: Sequence[memoryview]) -> int:
-    if len(parts) == 1:
-        return xxhash.xxh3_64_intdigest(parts[0])
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.intdigest()
+def _with_extents(image: Image) -> list[tuple[tuple[int, int], range]]:
+    """The blocks, and the numbers of the extents that each is made of."""
+    ends = [0, *accumulate(image.extent_lengths)]
+    bounds = [*(bisect_left(ends, byte_offset) for byte_offset, _ in image.blocks), len(image.extent_lengths)]
+    return [(block, range(*bound)) for block, bound in zip(image.blocks, pairwise(bounds), strict=True)]

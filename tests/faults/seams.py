@@ -19,7 +19,7 @@ import bytecheckpoint as bcp
 SAVE_PHASES = {
     "opening": "bytecheckpoint.api.open_store",
     "planning": "bytecheckpoint.api.agree",
-    "staging": "bytecheckpoint.api.image_of",
+    "staging": "bytecheckpoint.api.take_snapshot",
     "writing": "bytecheckpoint.writing.write_image",
     "reporting": "bytecheckpoint.writing.encode_report",
 }

@@ -18,9 +18,9 @@ import bytecheckpoint as bcp
 from faults.launcher import Ended, Launcher
 from faults.seams import loads_as, state_of
 
-CALLS = ("mkdir", "pwritev", "pwritev2", "fsync", "link", "rename", "unlink", "rmdir")
-"""All that change the disk, but for the `openat` that creates a file, which a `pwritev` follows at once. strace counts
-each on its own."""
+CALLS = ("mkdir", "fallocate", "pwritev", "pwritev2", "fsync", "link", "rename", "unlink", "rmdir")
+"""All that change the disk, but for the `openat` that creates a file, which a `pwritev` or `fallocate` follows at once.
+strace counts each on its own."""
 MAX_CALLS = 40
 
 SAVE = """
@@ -100,6 +100,7 @@ def test_a_kill_at_every_call_loses_nothing(launcher: Launcher, tmp_path: Path, 
             kills[call] += 1
             assert kills[call] < MAX_CALLS
     assert kills["pwritev"] + kills["pwritev2"] >= 2
+    assert kills["fallocate"] == 1
     assert kills["fsync"] >= 6
     assert sum(kills.values()) >= 15, kills
 

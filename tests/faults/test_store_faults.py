@@ -103,7 +103,7 @@ def save_with_faults(
 @pytest.mark.parametrize("fault", Fault)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks(workers: WorkerPool, tmp_path: Path, kind: str, fault: Fault, faulty_rank: int) -> None:
-    ks = list(range(1, 11 if faulty_rank == 0 else 4))
+    ks = list(range(1, 14 if faulty_rank == 0 else 5))
     by_rank = workers.run(save_with_faults, str(tmp_path), kind, fault, faulty_rank, ks, world_size=2)
     results = dict(zip(ks, zip(*by_rank, strict=True), strict=True))
     check(lambda k: list(results[k]))
@@ -130,7 +130,7 @@ def check(run: Callable[[int], list[Result]]) -> None:
 
 def test_what_a_failed_write_leaves_is_removed(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(0, 1.0), step=1)
-    for k in (2, 3):
+    for k in (2, 4):  # the third is telemetry
         with faulty(k, Fault.CUT, on_and_on=False) as opened:
             error = seen(lambda: bcp.save(tmp_path, state_of(0, 2.0), step=2))
         if error is not None and "whether the checkpoint was committed" not in error.message:
@@ -138,8 +138,16 @@ def test_what_a_failed_write_leaves_is_removed(tmp_path: Path) -> None:
     assert bcp.steps(tmp_path) == [1]
 
 
+def test_a_save_is_as_good_without_its_telemetry(tmp_path: Path) -> None:
+    with faulty(3, Fault.BEFORE, on_and_on=False) as opened:
+        bcp.save(tmp_path, state_of(0, 1.0))
+    assert opened[0].failed
+    assert loads_as(tmp_path, 0, 1.0)
+    assert not (tmp_path / "telemetry").exists()
+
+
 def test_an_overwrite_removes_what_it_replaced(tmp_path: Path) -> None:
     for value in (1.0, 2.0, 3.0):
         bcp.save(tmp_path, state_of(0, value), options=OVERWRITING)
-        assert len(files_under(tmp_path)) == 2
+        assert len(files_under(tmp_path)) == 3
     assert loads_as(tmp_path, 0, 3.0)

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint import frames as framing
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
 from bytecheckpoint.planner import coalesce as coalescing
-from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Part, coalesce
+from bytecheckpoint.planner import frame_parts as frame_planning
+from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load, wanted_files
 from bytecheckpoint.region import Region, relative, rows, whole
 
@@ -24,6 +26,13 @@ from bytecheckpoint.region import Region, relative, rows, whole
 def _small_direct_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that parts of a few bytes are read straight into their targets as well."""
     monkeypatch.setattr(coalescing, "MIN_DIRECT_BYTES", 16)
+
+
+@pytest.fixture(autouse=True)
+def _small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a chunk of a few bytes has several."""
+    monkeypatch.setattr(framing, "FRAME_BYTES", 48)
+    monkeypatch.setattr(frame_planning, "FRAME_BYTES", 48)
 
 
 @st.composite
@@ -54,10 +63,13 @@ def cut(array: np.ndarray, region: Region) -> np.ndarray:
 
 
 class Stored:
-    """Tensors in files that exist in memory only."""
+    """Tensors in files that exist in memory only. What stands for a codec here puts three bytes before each frame."""
 
     def __init__(self, manifest: Manifest, arrays: dict[str, np.ndarray], contents: list[bytes]) -> None:
         self.manifest, self.arrays, self.contents = manifest, arrays, contents
+
+
+FRAME_HEAD = b"<z>"
 
 
 @st.composite
@@ -71,23 +83,34 @@ def checkpoints(draw: st.DrawFn) -> Stored:
         places += [(f"t{index}", region) for region in draw(tilings(shape))]
     num_files = draw(st.integers(1, 3))
     contents = [bytearray(draw(st.binary(max_size=9))) for _ in range(num_files)]
+    frames: list[set[tuple[int, int]]] = [set() for _ in contents]
     chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in arrays}
     for fqn, region in draw(st.permutations(places)):
         file = draw(st.integers(0, num_files - 1))
-        content = cut(arrays[fqn], region).tobytes()
-        chunks[fqn].append(Chunk(region, file, len(contents[file]), len(content)))
-        contents[file] += content + draw(st.binary(max_size=9))
+        content, start = cut(arrays[fqn], region).tobytes(), len(contents[file])
+        codec = draw(st.sampled_from(["none", "zstd"])) if content else "none"
+        for at in range(0, len(content), 48) if codec == "zstd" else ():
+            frames[file].add((len(contents[file]), len(contents[file]) + 3 + len(content[at : at + 48])))
+            contents[file] += FRAME_HEAD + content[at : at + 48]
+        contents[file] += content if codec == "none" else b""
+        chunks[fqn].append(Chunk(region, file, start, len(contents[file]) - start, codec))
+        contents[file] += draw(st.binary(max_size=9))
     files = [
-        DataFile(f"data/{index}", len(content), draw(extents(len(content)))) for index, content in enumerate(contents)
+        DataFile(f"data/{index}", len(content), draw(extents(len(content), frames[index])))
+        for index, content in enumerate(contents)
     ]
     tensors = {fqn: tensor_record(str(arrays[fqn].dtype), arrays[fqn].shape, chunks[fqn]) for fqn in arrays}
     return Stored(Manifest(save_id="x", files=files, tensors=tensors), arrays, [bytes(content) for content in contents])
 
 
 @st.composite
-def extents(draw: st.DrawFn, num_bytes: int) -> list[int]:
-    ends = sorted({*draw(st.lists(st.integers(1, num_bytes), max_size=8)), num_bytes}) if num_bytes else []
-    return np.diff([0, *ends]).tolist()
+def extents(draw: st.DrawFn, num_bytes: int, frames: set[tuple[int, int]]) -> list[int]:
+    """Anywhere, but a frame is one."""
+    if not num_bytes:
+        return []
+    inside = {at for start, end in frames for at in range(start + 1, end)}
+    ends = {*draw(st.lists(st.integers(1, num_bytes), max_size=8)), num_bytes} - inside
+    return np.diff(sorted({0, *ends, *(at for frame in frames for at in frame)})).tolist()
 
 
 def carry_out(stored: Stored, wants: Sequence[Want], fetches: Sequence[Fetch]) -> list[np.ndarray]:
@@ -107,6 +130,11 @@ def carry_out(stored: Stored, wants: Sequence[Want], fetches: Sequence[Fetch]) -
             assert (part.byte_offset, part.byte_length) == (fetch.byte_offset, fetch.byte_length)
         for part in fetch.parts:
             place(part, content[part.byte_offset - fetch.byte_offset :][: part.byte_length], wants, targets)
+        for frame in fetch.frames:
+            raw = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length].removeprefix(FRAME_HEAD)
+            assert len(raw) == frame.raw_bytes == frame.byte_length - len(FRAME_HEAD)
+            for part in frame.parts:
+                place(part, raw[part.byte_offset :][: part.byte_length], wants, targets)
     return targets
 
 
@@ -147,7 +175,9 @@ def test_what_the_plan_reads_is_what_was_stored(data: st.DataObject) -> None:
 
 
 def check_fetches(stored: Stored, fetches: Sequence[Fetch], *, verify: bool, limit: int) -> None:
-    """Each fetch is one of whole extents, and no larger than it may be."""
+    """Each fetch is one of whole extents, and no larger than it may be; no frame is read twice."""
+    frames = [(fetch.file, frame.byte_offset) for fetch in fetches for frame in fetch.frames]
+    assert len(set(frames)) == len(frames)
     for fetch in fetches:
         assert fetch.byte_length > 0
         largest = 1
@@ -156,8 +186,10 @@ def check_fetches(stored: Stored, fetches: Sequence[Fetch], *, verify: bool, lim
             assert fetch.byte_offset in bounds
             assert fetch.end in bounds
             largest = max(stored.manifest.files[fetch.file].extent_lengths)
-        part_bytes = max(part.byte_length for part in fetch.parts)
-        assert fetch.byte_length <= max(limit, part_bytes) + 2 * largest
+        part_bytes = max((part.byte_length for part in fetch.parts), default=0)
+        raw_bytes = max((frame.raw_bytes for frame in fetch.frames if not frame.is_direct), default=0)
+        alone = len(fetch.frames) == 1 and not fetch.parts
+        assert alone or fetch.byte_length + raw_bytes <= max(limit, part_bytes) + 2 * largest
 
 
 def test_reads_of_neighbours_are_merged_and_far_ones_are_not() -> None:
@@ -165,16 +197,16 @@ def test_reads_of_neighbours_are_merged_and_far_ones_are_not() -> None:
         return FlatPart(0, start, 10, start)
 
     index = ExtentIndex(DataFile("f", 1000), verify=False)
-    fetches = coalesce(0, [part(start) for start in (30, 0, 12, 500)], index, max_gap_bytes=8, max_fetch_bytes=100)
+    fetches = coalesce(0, [part(start) for start in (30, 0, 12, 500)], [], index, max_gap_bytes=8, max_fetch_bytes=100)
     assert [(fetch.byte_offset, fetch.end, len(fetch.parts)) for fetch in fetches] == [(0, 40, 3), (500, 510, 1)]
-    fetches = coalesce(0, [part(start) for start in (0, 12)], index, max_gap_bytes=0, max_fetch_bytes=100)
+    fetches = coalesce(0, [part(start) for start in (0, 12)], [], index, max_gap_bytes=0, max_fetch_bytes=100)
     assert len(fetches) == 2
 
 
 def test_a_large_flat_part_is_read_in_place_but_for_ends_that_share_extents() -> None:
     file = DataFile("f", 100, (30, 30, 40), (0, 0, 0))
     fetches = coalesce(
-        0, [FlatPart(0, 10, 80, 0)], ExtentIndex(file, verify=True), max_gap_bytes=0, max_fetch_bytes=1000
+        0, [FlatPart(0, 10, 80, 0)], [], ExtentIndex(file, verify=True), max_gap_bytes=0, max_fetch_bytes=1000
     )
     assert [(fetch.byte_offset, fetch.end, fetch.is_direct) for fetch in fetches] == [
         (30, 60, True),
@@ -203,6 +235,53 @@ def test_chunks_that_overlap_are_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"two chunks hold \[2:3\]") as error:
         plan_load(manifest, [Want("t", whole((4,)), True)], verify=True, max_gap_bytes=0, max_fetch_bytes=100)
     assert error.value.kind == "coverage"
+
+
+def compressed_manifest(codec: str) -> Manifest:
+    """A tensor of 10 x 16 bytes in 4 frames of 20, 10, 30 and 5 bytes, behind 100 bytes of something else."""
+    chunk = Chunk(whole((10, 16)), 0, 100, 65, codec)
+    file = DataFile("f", 200, (100, 20, 10, 30, 5, 35), (0,) * 6)
+    return Manifest(save_id="x", files=[file], tensors={"t": tensor_record("uint8", (10, 16), [chunk])})
+
+
+def plan_compressed(region: Region, *, is_flat: bool, max_fetch_bytes: int = 1000) -> list[Fetch]:
+    wants = [Want("t", region, is_flat)]
+    manifest = compressed_manifest("zstd")
+    return plan_load(manifest, wants, verify=False, max_gap_bytes=0, max_fetch_bytes=max_fetch_bytes)
+
+
+def test_of_a_compressed_chunk_only_the_frames_that_are_touched_are_read() -> None:
+    (fetch,) = plan_compressed(Region((3, 0), (4, 16)), is_flat=True)
+    assert (fetch.byte_offset, fetch.byte_length, fetch.parts) == (120, 40, ())
+    assert fetch.frames == (
+        Frame(120, 10, 48, "zstd", 1, (FlatPart(0, 0, 48, 0),)),
+        Frame(130, 30, 48, "zstd", 1, (FlatPart(0, 0, 16, 48),)),
+    )
+    assert [frame.is_direct for frame in fetch.frames] == [True, False]
+    first, last = plan_compressed(Region((2, 0), (8, 1)), is_flat=False, max_fetch_bytes=90)
+    assert [(item.byte_offset, item.byte_length) for item in (first, last)] == [(100, 30), (130, 35)]
+
+
+def test_decompressing_a_frame_counts_as_memory_of_a_fetch() -> None:
+    everything = whole((10, 16))
+    assert [fetch.byte_length for fetch in plan_compressed(everything, is_flat=True, max_fetch_bytes=65)] == [65]
+    boxes = plan_compressed(everything, is_flat=False, max_fetch_bytes=65 + 47)
+    assert [fetch.byte_length for fetch in boxes] == [60, 5]
+    boxes = plan_compressed(everything, is_flat=False, max_fetch_bytes=1)
+    assert [fetch.byte_length for fetch in boxes] == [20, 10, 30, 5]
+
+
+def test_a_codec_that_is_not_known_is_named_and_only_if_it_is_wanted() -> None:
+    manifest = compressed_manifest("lz9")
+
+    def load(length: int) -> list[Fetch]:
+        wants = [Want("t", Region((0, 0), (length, 16)), True)]
+        return plan_load(manifest, wants, verify=True, max_gap_bytes=0, max_fetch_bytes=100)
+
+    assert load(0) == []
+    with pytest.raises(CheckpointCorruptError, match=r"t is stored with the codec 'lz9'.* newer release") as error:
+        load(1)
+    assert error.value.kind == "unsupported_version"
 
 
 def test_the_layout_of_a_box_is_that_of_its_chunk() -> None:

@@ -207,12 +207,16 @@ def test_files_hold_all_chunks_without_gaps_each_aligned(
 @given(
     st.integers(1, 3 * MiB),
     st.lists(st.integers(0, 3 * MiB) | st.sampled_from([0, MiB - 1, MiB, MiB + 1]), max_size=20),
+    st.sampled_from([4096, MiB, 3 * MiB, 16 * MiB]),
 )
-def test_extents_add_up_and_large_chunks_start_their_own(header_bytes: int, chunk_bytes: list[int]) -> None:
-    extents = cut_extents(header_bytes, chunk_bytes)
+def test_extents_add_up_and_large_chunks_and_blocks_start_their_own(
+    header_bytes: int, chunk_bytes: list[int], block_bytes: int
+) -> None:
+    extents = cut_extents(header_bytes, chunk_bytes, block_bytes=block_bytes)
     assert sum(extents) == header_bytes + sum(chunk_bytes)
     assert all(0 < length <= EXTENT_BYTES for length in extents)
     starts = {0, *np.cumsum(extents).tolist()}
+    assert starts >= set(range(0, sum(extents), block_bytes))
     position = header_bytes
     for num_bytes in chunk_bytes:
         assert num_bytes < EXTENT_BYTES or position in starts

@@ -18,7 +18,7 @@ class Fault(Enum):
 
     BEFORE = "nothing happens"
     AFTER = "it is carried out, but the answer is lost"
-    CUT = "a write loads and sends half of its blocks and publishes nothing; for the other operations as BEFORE"
+    CUT = "a write enters half of its blocks and publishes nothing; for the other operations as BEFORE"
 
 
 def unavailable() -> StorageError:
@@ -59,7 +59,8 @@ class FaultyStore:
         with self._operation("write", name) as fails:
             if fails and self._fault is Fault.CUT:
                 for block in blocks[: max(1, len(blocks) // 2)]:
-                    block.load()
+                    with block.content():
+                        pass
             else:
                 self.store.write(name, blocks, replace=replace)
 

@@ -23,6 +23,7 @@ from bytecheckpoint.storage.data_file import (
     HEADER_ALIGNMENT,
     MAX_HEADER_BYTES,
     HeaderEntry,
+    chunk_entry,
     chunk_name,
     decode_header,
     encode_header,
@@ -84,6 +85,16 @@ def test_chunk_names():
     assert chunk_name("s", (), Region((), ())) == "s"
     assert chunk_name("e", (0, 3), Region((0, 0), (0, 3))) == "e"
     assert chunk_name("__metadata__", (4,), Region((0,), (4,))) == "__metadata__[0:4]"
+
+
+def test_a_compressed_chunk_is_listed_as_bytes(tmp_path):
+    region = Region((2, 0), (2, 3))
+    raw = chunk_entry("w", "bfloat16", (4, 3), region=region, byte_length=12, codec="none")
+    assert raw == HeaderEntry("w[2:4,0:3]", "bfloat16", (2, 3), 12)
+    packed = chunk_entry("w", "bfloat16", (4, 3), region=region, byte_length=7, codec="zstd")
+    assert packed == HeaderEntry("w[2:4,0:3]", "uint8", (7,), 7)
+    _file(tmp_path / "x.safetensors", [packed])
+    assert load_file(tmp_path / "x.safetensors")["w[2:4,0:3]"].tolist() == list(range(7))
 
 
 def test_empty_tensors_and_an_empty_file(tmp_path):

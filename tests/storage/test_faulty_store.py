@@ -22,14 +22,14 @@ def real(tmp_path):
 
 @pytest.mark.parametrize(("fault", "written"), [(Fault.BEFORE, {}), (Fault.AFTER, {"x": 4}), (Fault.CUT, {})])
 def test_a_write_fails_in_each_way(real, fault, written):
-    loads = []
+    entered = []
     blocks = blocks_of(b"abcd", block_bytes=1)
-    blocks = [block._replace(load=lambda block=block: loads.append(block) or block.load()) for block in blocks]
+    blocks = [block._replace(content=lambda block=block: entered.append(block) or block.content()) for block in blocks]
     store = FaultyStore(real, fail_at=1, fault=fault)
     with pytest.raises(StorageError):
         store.write("x", blocks, replace=False)
     assert real.list("") == written
-    assert len(loads) == {Fault.BEFORE: 0, Fault.AFTER: 4, Fault.CUT: 2}[fault]
+    assert len(entered) == {Fault.BEFORE: 0, Fault.AFTER: 4, Fault.CUT: 2}[fault]
     assert store.failed
 
 

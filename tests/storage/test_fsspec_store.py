@@ -5,6 +5,7 @@ import gc
 import logging
 import traceback
 import uuid
+from contextlib import contextmanager, nullcontext
 
 import fsspec
 import pytest
@@ -141,7 +142,7 @@ class TestS3StoreWithMultipartUploads(StoreContract):
 @pytest.mark.usefixtures("small_uploads")
 def test_many_parts(s3, s3_store):
     data = pattern((12 << 20) + 5)
-    s3_store.write("x", blocks_of(data, block_bytes=3 << 20, piece_bytes=1 << 20), replace=False)
+    s3_store.write("x", blocks_of(data, block_bytes=3 << 20), replace=False)
     assert s3.objects == {"bucket/runs/one/x": data}
     assert sum("partNumber" in request for request in s3.requests) >= 2
 
@@ -150,7 +151,7 @@ def test_many_parts(s3, s3_store):
 @pytest.mark.parametrize("num_bytes", [100, 6 << 20])
 def test_a_block_that_fails_in_mid_upload_publishes_nothing_ever(s3, s3_store, num_bytes):
     blocks = blocks_of(pattern(2 * num_bytes), block_bytes=num_bytes)
-    blocks[1] = blocks[1]._replace(load=lambda: 1 / 0)
+    blocks[1] = blocks[1]._replace(content=lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         s3_store.write("x", blocks, replace=False)
     gc.collect()  # a file object's finalizer completes the upload of what it has
@@ -169,6 +170,25 @@ def test_a_part_that_fails_publishes_nothing_ever(s3, s3_store):
     gc.collect()
     assert s3.objects == {}
     assert s3.uploads == {}
+
+
+@pytest.mark.usefixtures("small_uploads")
+def test_a_block_is_left_before_the_error_of_the_backend_is_raised(s3, s3_store):
+    s3.refuse = ("partNumber", 403, "AccessDenied")
+    block, open_blocks = blocks_of(pattern(6 << 20))[0], []
+
+    @contextmanager
+    def content():
+        open_blocks.append(block)
+        with block.content() as view:
+            try:
+                yield view
+            finally:
+                open_blocks.remove(block)
+
+    with pytest.raises(StorageError):
+        s3_store.write("x", [block._replace(content=content)], replace=False)
+    assert open_blocks == []
 
 
 @pytest.mark.parametrize("replace", [False, True])
@@ -191,9 +211,9 @@ def test_a_completed_upload_whose_answer_is_lost_is_a_success(s3, s3_store):
 def test_losing_to_another_writer_is_told_from_a_lost_answer(s3, s3_store):
     def late():
         s3.objects["bucket/runs/one/m"] = b"theirs"
-        return [memoryview(b"mine!!")]
+        return nullcontext(memoryview(b"mine!!"))
 
-    block = blocks_of(b"mine!!")[0]._replace(load=late)
+    block = blocks_of(b"mine!!")[0]._replace(content=late)
     with pytest.raises(CheckpointExistsError):
         s3_store.write("m", [block], replace=False)
     assert s3.objects == {"bucket/runs/one/m": b"theirs"}
@@ -336,16 +356,16 @@ class _Multipart(AbstractFileSystem):
 
 
 @pytest.mark.usefixtures("small_uploads")
-@pytest.mark.parametrize("failing", ["load", "upload"])
+@pytest.mark.parametrize("failing", ["content", "upload"])
 def test_a_file_that_cannot_even_be_discarded_is_not_finished_by_its_finalizer(monkeypatch, failing):
     monkeypatch.setitem(_registry, "oss", _Multipart)
     store = FsspecStore("oss://bucket/x", None)
     fs = store._fs
     blocks = blocks_of(pattern(11 << 20), block_bytes=6 << 20)
     fs.fail = failing == "upload"
-    if failing == "load":
-        blocks[1] = blocks[1]._replace(load=lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError if failing == "load" else CheckpointSaveError) as caught:
+    if failing == "content":
+        blocks[1] = blocks[1]._replace(content=lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError if failing == "content" else CheckpointSaveError) as caught:
         store.write("x", blocks, replace=False)
     fs.fail = False
     del caught

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,12 @@ def test_order_that_survives_a_power_cut(store, recorded, tmp_path, replace):
     ]
 
 
+def test_a_large_file_is_durable_before_it_is_published(store, recorded):
+    store.write("x", blocks_of(pattern((2 << 20) + 5), block_bytes=1 << 18), replace=False)
+    names = [name for name, path, *_ in recorded if ".tmp-" in path]
+    assert [name for name in names if name != "open"] == [*["pwritev"] * 9, "fsync", "link", "unlink"]
+
+
 def test_deleting_is_durable_in_its_order(store, recorded, tmp_path):
     put(store, "step/manifest", b"m")
     recorded.clear()
@@ -231,7 +238,7 @@ def test_short_reads_and_writes_go_on(store, monkeypatch):
     real_write, real_read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, pieces, at: real_write(fd, [pieces[0][:7]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: real_read(fd, [buffers[0][:13]], at))
-    store.write("x", blocks_of(data, block_bytes=3_000, piece_bytes=100), replace=False)
+    store.write("x", blocks_of(data, block_bytes=3_000), replace=False)
     assert get(store, "x", len(data)) == data
 
 
@@ -243,7 +250,7 @@ def test_calls_are_kept_below_what_the_kernel_takes(store, monkeypatch):
         os, "pwritev", lambda fd, pieces, at: sizes.append(sum(map(len, pieces))) or real(fd, pieces, at)
     )
     data = pattern(1_010)
-    store.write("x", blocks_of(data, piece_bytes=77), replace=False)
+    store.write("x", blocks_of(data), replace=False)
     assert get(store, "x", len(data)) == data
     assert max(sizes) == 100
 
@@ -272,7 +279,7 @@ def test_signals_during_a_write_do_no_harm(store):
     try:
         data = pattern(1 << 22)
         for number in range(5):
-            store.write(f"x{number}", blocks_of(data, block_bytes=1 << 18, piece_bytes=4096), replace=False)
+            store.write(f"x{number}", blocks_of(data, block_bytes=1 << 18), replace=False)
             assert get(store, f"x{number}", len(data)) == data
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -383,9 +390,9 @@ def test_without_hard_links_a_taken_name_is_still_refused(tmp_path, monkeypatch,
         monkeypatch.setattr(local_files, "_renameat2", lambda *_: False)
     store = LocalStore(str(tmp_path), writer_threads=1)
 
-    def late() -> list[memoryview]:
+    def late() -> AbstractContextManager[memoryview]:
         (tmp_path / "x").write_bytes(b"other")
-        return [memoryview(b"mine")]
+        return nullcontext(memoryview(b"mine"))
 
     with pytest.raises(CheckpointExistsError):
         store.write("x", [Block(0, 4, late)], replace=False)
@@ -408,33 +415,57 @@ def test_a_link_whose_answer_was_lost_is_a_success(store, monkeypatch):
 
 def test_no_thread_writes_to_a_closed_descriptor(tmp_path):
     store = LocalStore(str(tmp_path), writer_threads=4)
-    running, failed = threading.Event(), threading.Event()
+    waiting, failed = threading.Semaphore(0), threading.Event()
     late = []
 
-    def fail():
-        running.wait()
-        failed.set()
-        raise KeyError("this block")
-
+    @contextmanager
     def slow():
-        running.set()
+        yield memoryview(b"abcd")
+        waiting.release()
         failed.wait()
         time.sleep(0.05)
         late.append(1)
-        return [memoryview(b"abcd")]
 
-    blocks = [Block(0, 4, fail), *(Block(4 * at, 4, slow) for at in range(1, 40))]
+    def fail():
+        for _ in range(3):
+            waiting.acquire()
+        failed.set()
+        raise KeyError("this block")
+
+    blocks = [Block(4 * at, 4, fail if at == 3 else slow) for at in range(40)]
     with pytest.raises(KeyError):
         store.write("x", blocks, replace=False)
-    count = len(late)
-    assert count < 39  # what had not begun was given up
-    time.sleep(0.1)
-    assert len(late) == count
+    assert len(late) == 3  # those that were entered; the others never are
+    assert _everything(tmp_path) == []
+
+
+def test_the_first_error_in_time_is_raised(tmp_path):
+    store = LocalStore(str(tmp_path), writer_threads=2)
+    second_is_entered, first_has_failed = threading.Event(), threading.Event()
+
+    @contextmanager
+    def slow():
+        yield memoryview(b"abcd")
+        second_is_entered.wait()
+        first_has_failed.wait()
+        time.sleep(0.05)
+        raise KeyError("later")
+
+    @contextmanager
+    def fast():
+        second_is_entered.set()
+        yield memoryview(b"abcd")
+        first_has_failed.set()
+        raise IndexError("first")
+
+    with pytest.raises(IndexError):
+        store.write("x", [Block(0, 4, slow), Block(4, 4, fast)], replace=False)
     assert _everything(tmp_path) == []
 
 
 _PRELUDE = """
 import os, resource, signal, sys, threading, time, types
+from contextlib import nullcontext
 # Storage needs no torch, which takes seconds to import: a bare package stands in for the one that imports it.
 sys.modules["bytecheckpoint"] = types.ModuleType("bytecheckpoint")
 sys.modules["bytecheckpoint"].__path__ = [sys.argv[2]]
@@ -442,8 +473,8 @@ from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.store import Block
 store = LocalStore(sys.argv[1], writer_threads=2)
 data = memoryview(bytes(range(256)) * 256)
-def blocks(load=lambda: [data], count=4):
-    return [Block(at * data.nbytes, data.nbytes, load) for at in range(count)]
+def blocks(content=lambda: nullcontext(data), count=4):
+    return [Block(at * data.nbytes, data.nbytes, content) for at in range(count)]
 """
 
 
@@ -458,11 +489,12 @@ def _run(script, folder):
     )
 
 
-def test_a_limit_of_file_size_is_an_error_not_a_short_file(tmp_path):
-    script = """
+@pytest.mark.parametrize("count", [4, 32])
+def test_a_limit_of_file_size_is_an_error_not_a_short_file(tmp_path, count):
+    script = f"""
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     try:
-        store.write("x", blocks(), replace=False)
+        store.write("x", blocks(count={count}), replace=False)
     except Exception as error:
         print(type(error).__name__, error.kind)
     """
@@ -506,7 +538,7 @@ def test_a_write_in_flight_when_the_interpreter_exits_ends_well(tmp_path):
     script = """
     def slow():
         time.sleep(0.05)
-        return [data]
+        return nullcontext(data)
     def write():
         time.sleep(0.2)  # the main thread is gone by then
         store.write("x", blocks(slow), replace=False)
@@ -542,15 +574,17 @@ def mounted(tmp_path):
 
 
 @pytest.mark.privileged
-def test_a_full_disk(mounted):
+@pytest.mark.parametrize("num_bytes", [1_000_003, 3_000_003])
+def test_a_full_disk(mounted, num_bytes):
+    """The larger file is refused before its first byte is written."""
     folder = mounted("-t", "tmpfs", "-o", "size=1m", "none")
     store = LocalStore(str(folder), writer_threads=2)
     put(store, "old", b"o" * 500_000)
     with pytest.raises(CheckpointSaveError) as caught:
-        store.write("step/new", blocks_of(pattern(1_000_003), block_bytes=1 << 16), replace=False)
+        store.write("step/new", blocks_of(pattern(num_bytes), block_bytes=1 << 16), replace=False)
     assert caught.value.kind == "no_space"
     free_bytes = (1 << 20) - 500_000 // 4096 * 4096 - 4096
-    assert "1000003 bytes are needed" in str(caught.value)
+    assert f"{num_bytes} bytes are needed" in str(caught.value)
     assert f"{free_bytes} bytes were free" in str(caught.value)
     assert store.list("") == {"old": 500_000, "step": None}
     assert store.list("step") == {}

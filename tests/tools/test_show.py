@@ -142,6 +142,19 @@ def test_the_map_is_shown(call, tmp_path) -> None:
     assert "    AAAA\n    AAAA\n    BBBB\n    BBBB\n" in out
 
 
+def test_stats_of_compressed_tensors_are_those_of_their_values(call, tmp_path) -> None:
+    from packed_checkpoints import codecs_in, contents_of, write_checkpoint
+
+    from bytecheckpoint.region import Region
+
+    tensor = torch.randn(700, 900, generator=torch.Generator().manual_seed(0))
+    chunks = contents_of("a", tensor, [Region((0, 0), (300, 900)), Region((300, 0), (400, 900))], "zstd")
+    assert codecs_in(write_checkpoint(tmp_path / "c", [chunks])) == {"a": {"zstd"}}
+    (shown,) = call("show", tmp_path / "c", "--stats", "--json").json["tensors"]
+    assert shown["stats"]["mean"] == pytest.approx(tensor.double().mean().item(), abs=1e-9)
+    assert shown["stats"]["max"] == tensor.max().item()
+
+
 def test_stats_are_those_of_the_values(call, tmp_path) -> None:
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     values[:3] = torch.tensor([math.nan, math.inf, 0.0])

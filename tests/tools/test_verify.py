@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import xxhash
 from checkpoint_files import data_file, flip
+from packed_checkpoints import codecs_in, contents_of, write_checkpoint
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
-from bytecheckpoint.region import Region
+from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.local_store import LocalStore
 
 
@@ -194,3 +198,38 @@ def test_a_store_that_cannot_read_is_exit_code_4(call, saved_root, monkeypatch) 
     ended = call("verify", saved_root, "--json")
     assert ended.code == 4
     assert {item["kind"] for item in ended.json["damage"]} == {"unavailable"}
+
+
+def test_compressed_chunks_are_checked_like_others(call, tmp_path) -> None:
+    import torch
+
+    tensor = torch.randn(700, 900, generator=torch.Generator().manual_seed(0))
+    chunks = contents_of("a", tensor, [Region((0, 0), (300, 900)), Region((300, 0), (400, 900))], "zstd")
+    manifest = write_checkpoint(tmp_path / "c", [chunks])
+    assert codecs_in(manifest) == {"a": {"zstd"}}
+    assert call("verify", tmp_path / "c", "--json").json["damage"] == []
+    (path,) = (tmp_path / "c" / "data").iterdir()
+    flip(path, manifest.tensors["a"].chunks[1].byte_offset + 5)
+    (item,) = call("verify", tmp_path / "c", "--json").json["damage"]
+    assert (item["kind"], item["tensors"]) == ("checksum", ["a"])
+
+
+def test_a_header_that_calls_a_compressed_chunk_a_tensor(call, tmp_path) -> None:
+    """Other readers would take its bytes for numbers."""
+    import torch
+
+    from bytecheckpoint.storage.data_file import HeaderEntry, encode_header
+
+    manifest = write_checkpoint(tmp_path / "c", [contents_of("a", torch.ones(90, 90), [whole((90, 90))], "zstd")])
+    file, (chunk,) = manifest.files[0], manifest.tensors["a"].chunks
+    path = tmp_path / "c" / file.name
+    num_bytes = chunk.byte_length // 4 * 4
+    header = encode_header([HeaderEntry("a", "float32", (num_bytes // 4,), num_bytes)], {})
+    content = header + path.read_bytes()[len(header) :]
+    path.write_bytes(content)
+    extents = [xxhash.xxh3_64_intdigest(header), *file.extent_digests[1:]]
+    changed = replace(manifest, files=[file._replace(extent_digests=extents)])
+    (tmp_path / "c" / "manifest.bcp").write_bytes(encode_manifest(changed))
+    (item,) = call("verify", tmp_path / "c", "--json").json["damage"]
+    assert item["kind"] == "bad_manifest"
+    assert "differ about 1 chunks" in item["what"]

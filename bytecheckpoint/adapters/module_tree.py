@@ -1,0 +1,87 @@
+"""What a module holds, read in one walk where that gives what its own methods give; torch's methods take one walk each.
+
+Knows the module's own names only, nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_WALKING = ("parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "_named_members")
+_SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_METHODS = frozenset(_WALKING + _SAVING)
+"""A module can also override them by an attribute of its own."""
+
+
+class ModuleTree(NamedTuple):
+    """A module and all below it, as they were found when the tree was made; values are read when they are asked for."""
+
+    module: torch.nn.Module
+    submodules: Sequence[tuple[str, torch.nn.Module]]
+    """The module itself and all below it, each under all of its names, in the order of the state_dict."""
+    is_walked_as_usual: bool
+    """Parameters and buffers are found by torch's own methods, which nothing overrides."""
+    is_saved_as_usual: bool
+    """The same holds for state_dict, and no hook and no extra state adds to it."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What `state_dict(keep_vars=True)` of the module gives: live values by the module's own names."""
+        if not self.is_saved_as_usual:
+            return self.module.state_dict(keep_vars=True)
+        values: dict[str, Any] = {}
+        for name, module in self.submodules:
+            prefix = f"{name}." if name else ""
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    values[prefix + own] = parameter
+            for own, buffer in module._buffers.items():
+                if buffer is not None and own not in module._non_persistent_buffers_set:
+                    values[prefix + own] = buffer
+        return values
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
+        """What `named_parameters()` of the module gives: each once, under its first name."""
+        if not self.is_walked_as_usual:
+            return self.module.named_parameters()
+        found: dict[int, tuple[str, torch.nn.Parameter]] = {}
+        for name, module in self.submodules:
+            prefix = f"{name}." if name else ""
+            for own, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in found:
+                    found[id(parameter)] = prefix + own, parameter
+        return found.values()
+
+    def live(self) -> set[int]:
+        """The ids of all parameters and buffers, also of those that no checkpoint holds."""
+        return {id(tensor) for tensor in self._tensors()}
+
+    def _tensors(self) -> Iterator[torch.Tensor | None]:
+        if not self.is_walked_as_usual:
+            yield from self.module.parameters()
+            yield from self.module.buffers()
+            return
+        for _, module in self.submodules:
+            yield from module._parameters.values()
+            yield from module._buffers.values()
+
+
+def tree_of(module: torch.nn.Module) -> ModuleTree:
+    submodules = list(module.named_modules(remove_duplicate=False))
+    each = [submodule for _, submodule in submodules]
+    classes = set(map(type, each))
+    # Scripted modules have containers of their own, and make their tensors anew whenever they are asked for them.
+    containers = {type(container) for submodule in each for container in (submodule._parameters, submodule._buffers)}
+    has_attributes = any(not _METHODS.isdisjoint(submodule.__dict__) for submodule in each)
+    has_hooks = any(submodule._state_dict_hooks or submodule._state_dict_pre_hooks for submodule in each)
+    is_walked_as_usual = containers <= {dict, OrderedDict} and not has_attributes and _keep(classes, _WALKING)
+    is_saved_as_usual = is_walked_as_usual and not has_hooks and _keep(classes, _SAVING)
+    return ModuleTree(module, submodules, is_walked_as_usual, is_saved_as_usual)
+
+
+def _keep(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -> bool:
+    """Whether none of the classes overrides one of these methods."""
+    return all(getattr(cls, method) is getattr(torch.nn.Module, method) for cls in classes for method in methods)

@@ -1,0 +1,67 @@
+"""How long the phases of a save take, and when. It knows no phase by name but the stall."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """One phase as it went. In seconds since the call."""
+
+    phase: str
+    start: float
+    end: float
+
+
+class Clock:
+    """Seconds by phase. Phases may overlap, and run on several threads; of one that runs twice the seconds add up."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        """By the wall clock, in seconds since 1970."""
+        self._started = time.perf_counter()
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = {}
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self.total
+        try:
+            yield
+        finally:
+            end = self.total
+            self.add(name, end - start)
+            with self._lock:
+                self._spans.append(Span(name, start, end))
+
+    def add(self, name: str, seconds: float) -> None:
+        """Work that is not worth a span of its own."""
+        with self._lock:
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def end_stall(self) -> None:
+        """The call gives its thread back; only the first time counts."""
+        with self._lock:
+            self._seconds.setdefault("stall", self.total)
+
+    @property
+    def total(self) -> float:
+        """Since the call, until now."""
+        return time.perf_counter() - self._started
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By phase, so far."""
+        with self._lock:
+            return dict(self._seconds)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Those that are over, in the order in which they ended."""
+        with self._lock:
+            return list(self._spans)

@@ -1,0 +1,168 @@
+"""Data files whose chunks are compressed before they are written: frames made of a snapshot's bytes by several threads,
+then the header, which says how long they are. What is compressed is decided in the plan, how in storage/codecs.py.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+
+import xxhash
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.frames import MAX_ENCODED_BYTES, count_frames, frame_bytes, is_compressible, is_worth_it
+from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents
+from bytecheckpoint.side_by_side import do_side_by_side
+from bytecheckpoint.staging import PlannedFile, encode_file_header
+from bytecheckpoint.storage.codecs import decode_frame, encode_frame
+from bytecheckpoint.storage.scratch import Scratch
+from bytecheckpoint.storage.writer import BLOCK_BYTES, Image
+
+_Content = Callable[[int, int], AbstractContextManager[memoryview]]
+
+
+class Place(NamedTuple):
+    """Where a chunk lies in its file, and as what."""
+
+    byte_offset: int
+    byte_length: int
+    codec: str
+
+
+class CompressedFile(NamedTuple):
+    """The bytes of a data file, all of them in memory."""
+
+    pieces: Sequence[bytes]
+    """The header, then the frames of each chunk, or its raw bytes where it did not get smaller."""
+    extent_lengths: Sequence[int]
+    extent_digests: Sequence[int]
+    places: Sequence[Place]
+    """Of the chunks, in their order."""
+
+    def image(self, name: str, scratch: Scratch) -> Image:
+        """The image of it; its blocks are put together in scratch memory."""
+        starts = [0, *accumulate(map(len, self.pieces))]
+        blocks = [(start, min(BLOCK_BYTES, starts[-1] - start)) for start in range(0, starts[-1], BLOCK_BYTES)]
+
+        @contextmanager
+        def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+            with scratch.lend() as memory:
+                _gather(self.pieces, starts, byte_offset, memory[:byte_length])
+                yield memory[:byte_length]
+
+        return Image(name, self.extent_lengths, blocks, content, self.extent_digests)
+
+
+def compress_file(
+    planned: PlannedFile, content: _Content, *, threads: int, on_compressed: Callable[[float], None]
+) -> CompressedFile:
+    """Compresses a file that was planned with codecs. `on_compressed` is told, from any thread, how many seconds it
+    worked.
+
+    Raises what `content` raises.
+    """
+    chunks = [_Chunk(chunk, codec) for chunk, codec in zip(planned.chunks, planned.codecs, strict=True)]
+    frames = ((chunk, number) for chunk in chunks for number in range(chunk.num_frames))
+
+    def encode(job: tuple[_Chunk, int, memoryview]) -> None:
+        started = time.perf_counter()
+        job[0].add(job[1], job[2])
+        on_compressed(time.perf_counter() - started)
+
+    for byte_offset, byte_length in planned.blocks:
+        with content(byte_offset, byte_length) as memory:
+            jobs = list(_jobs(frames, memory))
+            # The first frame of a chunk decides about the others.
+            do_side_by_side(encode, [job for job in jobs if job[1] == 0], num_threads=threads)
+            do_side_by_side(encode, [job for job in jobs if job[1] > 0], num_threads=threads)
+    return _put_together(chunks)
+
+
+class _Chunk:
+    """A chunk and what is to be stored of it."""
+
+    def __init__(self, placed: PlacedChunk, codec: str) -> None:
+        self.placed = placed
+        self._item_bytes = itemsize(placed.dtype)
+        self.codec = codec if is_compressible(placed.byte_length) else "none"
+        self.num_frames = count_frames(placed.byte_length)
+        self.frames: list[bytes] = [b""] * self.num_frames
+
+    @property
+    def num_stored_bytes(self) -> int:
+        return sum(map(len, self.frames))
+
+    def frame_bytes(self, number: int) -> int:
+        return frame_bytes(self.placed.byte_length, number)
+
+    def add(self, number: int, raw: memoryview) -> None:
+        """Takes one frame; frame 0 before all others."""
+        if self.codec == "none":
+            self.frames[number] = bytes(raw)
+            return
+        frame = encode_frame(self.codec, raw, self._item_bytes)
+        if number == 0 and len(frame) >= raw.nbytes:
+            self.codec, frame = "none", bytes(raw)
+        self.frames[number] = frame
+
+    def settle(self) -> None:
+        """Goes back to raw bytes where all frames together turn out to be no smaller."""
+        if self.codec == "none" or is_worth_it(self.placed.byte_length, self.num_stored_bytes):
+            return
+        for number, frame in enumerate(self.frames):
+            raw = bytearray(self.frame_bytes(number))
+            decode_frame(self.codec, memoryview(frame), self._item_bytes, memoryview(raw))
+            self.frames[number] = bytes(raw)
+        self.codec = "none"
+
+
+def _jobs(frames: Iterator[tuple[_Chunk, int]], memory: memoryview) -> Iterator[tuple[_Chunk, int, memoryview]]:
+    """The frames that a block is made of, with their raw bytes."""
+    start = 0
+    while start < memory.nbytes:
+        chunk, number = next(frames)
+        end = start + chunk.frame_bytes(number)
+        yield chunk, number, memory[start:end]
+        start = end
+
+
+def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
+    for chunk in chunks:
+        chunk.settle()
+    # What is stored raw comes first: in planned order, so that each chunk is still aligned to its item size.
+    in_file = sorted(chunks, key=lambda chunk: chunk.codec != "none")
+    header = encode_file_header([(chunk.placed, chunk.num_stored_bytes, chunk.codec) for chunk in in_file])
+    ends = accumulate((chunk.num_stored_bytes for chunk in in_file), initial=len(header))
+    starts = {id(chunk): start for chunk, start in zip(in_file, ends, strict=False)}
+    pieces = [header, *(frame for chunk in in_file for frame in chunk.frames)]
+    extents = [part for piece in pieces for part in _extents(piece)]
+    return CompressedFile(
+        pieces=pieces,
+        extent_lengths=[len(extent) for extent in extents],
+        extent_digests=[xxhash.xxh3_64_intdigest(extent) for extent in extents],
+        places=[Place(starts[id(chunk)], chunk.num_stored_bytes, chunk.codec) for chunk in chunks],
+    )
+
+
+def _extents(piece: bytes) -> Iterator[memoryview]:
+    """A frame is one extent; what is longer, or stored raw, is cut as in other files."""
+    start = 0
+    is_long = len(piece) > MAX_ENCODED_BYTES
+    for length in cut_extents(len(piece), [], block_bytes=BLOCK_BYTES) if is_long else [len(piece)]:
+        yield memoryview(piece)[start : start + length]
+        start += length
+
+
+def _gather(pieces: Sequence[bytes], starts: Sequence[int], byte_offset: int, into: memoryview) -> None:
+    index = bisect_right(starts, byte_offset) - 1
+    filled = 0
+    while filled < into.nbytes:
+        skipped = byte_offset + filled - starts[index]
+        part = memoryview(pieces[index])[skipped : skipped + into.nbytes - filled]
+        into[filled : filled + part.nbytes] = part
+        filled += part.nbytes
+        index += 1

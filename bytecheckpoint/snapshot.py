@@ -1,0 +1,176 @@
+"""How the state is kept as it was at the call while its bytes are written: not at all where the caller waits, in
+staging memory, in staging memory that is smaller than the state; or by a forked child, which is in forking.py.
+
+Each kind gives the bytes of the data files, range by range, to whatever writes them; it knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from bytecheckpoint.device_copies import DeviceCopies, mark_streams
+from bytecheckpoint.side_by_side import do_side_by_side
+from bytecheckpoint.staging import LiveFile, PlannedFile
+from bytecheckpoint.storage.scratch import Scratch
+from bytecheckpoint.storage.writer import BLOCK_BYTES
+
+_PAGE_BYTES = 4096
+_Range = tuple[int, int, int]
+"""Number of the file, byte offset and byte length in it."""
+
+
+class Snapshot(Protocol):
+    """The bytes of the data files that one rank writes."""
+
+    def stage(self) -> None:
+        """Returns when the state may change. Called once, while others may wait in `content` already."""
+
+    def fail(self, error: BaseException) -> None:
+        """Staging has failed: `content` raises this from now on."""
+
+    def content(self, file: int, byte_offset: int, byte_length: int) -> AbstractContextManager[memoryview]:
+        """A range of a file, as the state was, for as long as the context lasts. Entered in file order, from any
+        thread, one at a time.
+        """
+
+    def close(self) -> None:
+        """The bytes are needed no longer, written or not."""
+
+
+class LiveState:
+    """The state itself, which does not change while the caller waits: gathered block by block through scratch."""
+
+    def __init__(self, files: Sequence[LiveFile], scratch: Scratch) -> None:
+        self._files = files
+        self._scratch = scratch
+        # Threads gather, and their current streams are not the caller's.
+        for event in mark_streams(device for file in files for device in file.devices).values():
+            event.synchronize()
+
+    def stage(self) -> None:
+        """Nothing is staged."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can fail."""
+
+    @contextmanager
+    def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+        with self._scratch.lend() as block:
+            self._files[file].gather(byte_offset, block[:byte_length])
+            yield block[:byte_length]
+
+    def close(self) -> None:
+        self._files = ()  # an error that is kept must not keep the state
+
+
+def staged_bytes(planned: Sequence[PlannedFile]) -> int:
+    """How much staging memory takes all of these files."""
+    return sum(_whole_pages(file.byte_length) for file in planned)
+
+
+class StagedState:
+    """A copy of all of the state in staging memory, made by several threads."""
+
+    def __init__(self, files: Sequence[LiveFile], memory: memoryview, *, threads: int) -> None:
+        self._files = files
+        self._threads = threads
+        self._places: list[memoryview] = []
+        start = 0
+        for file in files:
+            self._places.append(memory[start : start + file.planned.byte_length])
+            start += _whole_pages(file.planned.byte_length)
+        self._on_device = DeviceCopies(zip((file.leave_out_devices() for file in files), self._places, strict=True))
+        self._is_staged = threading.Event()
+        self._error: BaseException | None = None
+
+    def stage(self) -> None:
+        def gather(place: _Range) -> None:
+            number, start, length = place
+            self._files[number].gather(start, self._places[number][start : start + length])
+
+        self._on_device.start()
+        do_side_by_side(gather, list(_ranges_of(self._files)), num_threads=self._threads)
+        self._on_device.wait()
+        self._is_staged.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._is_staged.set()
+
+    @contextmanager
+    def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+        self._is_staged.wait()
+        if self._error is not None:
+            raise self._error
+        yield self._places[file][byte_offset : byte_offset + byte_length]
+
+    def close(self) -> None:
+        self._files, self._places = (), []  # an error that is kept must not keep the state
+
+
+class StateInWaves:
+    """The state on its way through staging memory that is smaller than it: what is written makes room for more."""
+
+    def __init__(self, files: Sequence[LiveFile], memory: memoryview) -> None:
+        self._files = files
+        self._ready = mark_streams(device for file in files for device in file.devices)
+        starts = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
+        self._free = deque(memory[start : start + BLOCK_BYTES] for start in starts)
+        self._staged: dict[tuple[int, int], memoryview] = {}
+        """By number of the file and byte offset."""
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def stage(self) -> None:
+        for event in self._ready.values():
+            event.synchronize()
+        for file, byte_offset, byte_length in _ranges_of(self._files):
+            with self._changed:
+                self._changed.wait_for(lambda: self._free or self._is_closed)
+                if self._is_closed:  # writing has failed, and says so elsewhere
+                    return
+                block = self._free.popleft()
+            self._files[file].gather(byte_offset, block[:byte_length])
+            with self._changed:
+                self._staged[file, byte_offset] = block
+                self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    @contextmanager
+    def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+        with self._changed:
+            self._changed.wait_for(lambda: (file, byte_offset) in self._staged or self._error)
+            if self._error is not None:
+                raise self._error
+            block = self._staged.pop((file, byte_offset))
+        try:
+            yield block[:byte_length]
+        finally:
+            with self._changed:
+                self._free.append(block)
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+def _ranges_of(files: Sequence[LiveFile]) -> Iterator[_Range]:
+    """The ranges in which the files are asked for."""
+    for number, file in enumerate(files):
+        for byte_offset, byte_length in file.planned.blocks:
+            yield number, byte_offset, byte_length
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES

@@ -1,0 +1,66 @@
+"""Blocks of host memory through which bytes go on their way to a store: page-aligned, so that they can be written past
+the page cache, and kept, because the first touch of a page costs more than a copy into it. It knows no tensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+class Scratch:
+    """A few blocks of equal length that are lent out and taken back. Methods may be called from any thread."""
+
+    def __init__(self, block_bytes: int, num_blocks: int, *, is_shared: bool) -> None:
+        """`is_shared` memory is the same memory in processes that are forked after `allocate`."""
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self._is_shared = is_shared
+        self._is_allocated = False
+        self._free: list[memoryview] = []
+        self._changed = threading.Condition()
+
+    def allocate(self) -> None:
+        """Makes the blocks exist in memory, once; lending does it otherwise."""
+        with self._changed:
+            if not self._is_allocated:
+                self._free = [self._new_block() for _ in range(self._num_blocks)]
+                self._is_allocated = True
+                self._changed.notify_all()
+
+    def grow(self, num_blocks: int) -> None:
+        """Makes at least so many blocks available."""
+        with self._changed:
+            missing = num_blocks - self._num_blocks
+            self._num_blocks = max(num_blocks, self._num_blocks)
+            if self._is_allocated and missing > 0:
+                self._free += [self._new_block() for _ in range(missing)]
+                self._changed.notify_all()
+
+    @contextmanager
+    def lend(self) -> Iterator[memoryview]:
+        """A block for as long as the context lasts; waits until one is free."""
+        self.allocate()
+        with self._changed:
+            self._changed.wait_for(lambda: self._free)
+            block = self._free.pop()
+        try:
+            yield block
+        finally:
+            with self._changed:
+                self._free.append(block)
+                self._changed.notify()
+
+    def _new_block(self) -> memoryview:
+        flags = mmap.MAP_SHARED if self._is_shared else mmap.MAP_PRIVATE
+        memory = mmap.mmap(-1, self._block_bytes, flags=flags | mmap.MAP_ANONYMOUS)
+        # Large pages make direct writes cheaper. A child that is forked meanwhile needs none of them.
+        for advice in () if self._is_shared else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(OSError, AttributeError):
+                memory.madvise(getattr(mmap, advice))
+        block = memoryview(memory)
+        for start in range(0, self._block_bytes, mmap.PAGESIZE):
+            block[start] = 0
+        return block

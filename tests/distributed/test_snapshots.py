@@ -1,0 +1,141 @@
+"""Snapshots of several ranks at once, each of which changes its part of the state as soon as it may, while the ranks
+train with collectives of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.seams import loads_as, seen, state_of
+from sample_tensors import bits_of
+from snapshot_cases import KINDS, OPTIONS, differing, mutating, running, save, saved_bits, slowed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint as bcp
+from bytecheckpoint import forking
+from distributed.workers import WorkerPool
+
+
+def save_while_training(rank: int, world_size: int, path: str, kind: str) -> list[bool]:
+    """Whether what was saved at each step is what the ranks held at that step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 7))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train() -> None:
+        model(torch.randn(16, 256)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    saved = []
+    for step in range(3):
+        expected = {f"model.{name}": bits_of(whole(value)) for name, value in model.state_dict().items()}
+        with slowed(0.05):
+            handle = bcp.save(
+                path, {"model": model, "optimizer": optimizer}, step=step, async_save=True, options=OPTIONS[kind]
+            )
+            for _ in range(4):
+                train()
+            handle.result(30)
+        found = saved_bits(Path(path, f"step_{step:08}"))
+        saved.append(not differing({name: found.get(name, b"") for name in expected}, expected))
+        dist.barrier()
+    return saved
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "waves"])
+def test_a_sharded_model_that_trains_on_is_saved_as_it_was(workers: WorkerPool, tmp_path: Path, kind: str) -> None:
+    for saved in workers.run(save_while_training, str(tmp_path), kind, world_size=2):
+        # Buffers differ from rank to rank once each has seen data of its own: rank 0 decides about those.
+        assert saved == [True] * 3
+
+
+def save_and_mutate(rank: int, world_size: int, path: str, kind: str) -> None:
+    state: dict[str, Any] = {f"rank{rank}": torch.full((6 << 20,), float(rank)), "plain": {"step": 1}}
+    total = torch.ones(1000)
+    stop = threading.Event()
+    group = dist.new_group(backend="gloo")
+
+    def collect() -> None:
+        for _ in range(200):
+            dist.all_reduce(total, group=group)
+
+    with slowed(0.05), running([collect], stop):
+        handle = save(path, state, kind)
+        with mutating({"x": state[f"rank{rank}"]}):
+            handle.result(40)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_ranks_change_their_state_at_once_while_collectives_run(workers: WorkerPool, tmp_path: Path, kind: str) -> None:
+    workers.run(save_and_mutate, str(tmp_path), kind, world_size=3)
+    for rank in range(3):
+        assert bcp.open(tmp_path)[f"rank{rank}"][:].unique().tolist() == [float(rank)]
+
+
+def save_with_different_kinds(rank: int, world_size: int, path: str) -> None:
+    save(path, state_of(rank, 1.0), KINDS[rank]).result(30)
+
+
+def test_ranks_need_not_take_the_same_kind(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_with_different_kinds, str(tmp_path), world_size=3)
+    assert sorted(bcp.open(tmp_path).keys())[:4] == ["all", "own.rank0", "own.rank1", "own.rank2"]
+
+
+def save_with_a_kill(rank: int, world_size: int, path: str) -> Any:
+    fork: Callable[[], int] = forking._fork
+
+    def fork_and_kill() -> int:
+        pid = fork()
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+        return pid
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("bytecheckpoint.forking._fork", fork_and_kill)
+        error = seen(lambda: save(path, state_of(rank, 1.0), "fork").result(30))
+    dist.barrier()
+    is_committed = Path(path, "manifest.bcp").exists()
+    dist.barrier()
+    save(path, state_of(rank, 2.0), "fork").result(30)
+    return error, is_committed, loads_as(path, rank, 2.0)
+
+
+def test_the_death_of_one_rank_s_child_fails_all_and_the_next_save_works(workers: WorkerPool, tmp_path: Path) -> None:
+    outcomes = workers.run(save_with_a_kill, str(tmp_path), world_size=3)
+    errors = {error for error, _, _ in outcomes}
+    assert len(errors) == 1
+    (error,) = errors
+    assert (error.kind, error.ranks) == ("writer_died", (1,))
+    assert "SIGKILL" in error.message
+    assert not any(is_committed for _, is_committed, _ in outcomes)
+    assert all(loads for _, _, loads in outcomes)
+
+
+def refuse_on_one_rank(rank: int, world_size: int, path: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("bytecheckpoint.forking.sys.platform", "darwin")
+        return seen(lambda: save(path, state_of(rank, 1.0), "fork").result(20)), list(Path(path).rglob("*.*"))
+
+
+def test_a_rank_that_cannot_fork_refuses_for_all(workers: WorkerPool, tmp_path: Path) -> None:
+    for error, files in workers.run(refuse_on_one_rank, str(tmp_path), world_size=2):
+        assert (error.kind, error.ranks) == ("unsupported_value", (1,))
+        assert files == []

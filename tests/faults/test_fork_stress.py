@@ -1,0 +1,25 @@
+"""Not one forked snapshot hangs or is wrong under busy threads and collectives. `python tests/faults/fork_stress.py`
+forks as often as one likes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from distributed.workers import WorkerPool
+from faults.fork_stress import fork_under_load
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked snapshots are for Linux")
+
+LIMIT_S = 90
+
+
+@pytest.mark.parametrize(("world_size", "num_forks"), [(1, 40), (2, 20)])
+def test_forks_under_load_never_hang_and_are_never_wrong(workers: WorkerPool, world_size: int, num_forks: int) -> None:
+    results = workers.run(fork_under_load, num_forks, 1, world_size=world_size, timeout_s=LIMIT_S)
+    for stressed in results:
+        assert stressed.num_wrong == 0
+        assert stressed.longest_s < LIMIT_S
+        assert all(stressed.rounds.values()), stressed.rounds

@@ -1,0 +1,179 @@
+"""A lazy snapshot reads the state after `save` has returned: what waits for it by itself, what is copied before, and
+what has to ask.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.seams import before
+from sample_tensors import bits_of
+from snapshot_cases import OPTIONS, bits_of_all, differing, saved_bits
+
+import bytecheckpoint as bcp
+
+GATHER = "bytecheckpoint.staging.LiveFile.gather"
+
+
+@contextmanager
+def staging_held() -> Iterator[threading.Event]:
+    """Nothing is staged in the background until the event is set; it is in the end."""
+    go = threading.Event()
+
+    def wait() -> None:
+        assert go.wait(20)
+
+    with before(GATHER, wait):
+        try:
+            yield go
+        finally:
+            go.set()
+
+
+def lazily(path: object, state: dict[str, Any], **arguments: Any) -> bcp.SaveHandle:
+    return bcp.save(str(path), state, async_save=True, options=OPTIONS["lazy"], **arguments)
+
+
+def trained(optimizer_class: Any, **arguments: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = optimizer_class(model.parameters(), **arguments)
+    closure(model)()
+    optimizer.step(closure(model)) if optimizer_class is torch.optim.LBFGS else optimizer.step()
+    return model, optimizer
+
+
+def closure(model: torch.nn.Module) -> Any:
+    def loss() -> torch.Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        result = model(torch.randn(4, 8)).square().sum()
+        result.backward()
+        return result
+
+    return loss
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS])
+def test_a_step_of_an_optimizer_in_the_state_waits_by_itself(tmp_path: Path, optimizer_class: Any) -> None:
+    model, optimizer = trained(optimizer_class, lr=0.1)
+    expected = {f"model.{name}": bits_of(value) for name, value in model.state_dict().items()}
+    with staging_held() as go:
+        handle = lazily(tmp_path, {"model": model, "optimizer": optimizer})
+        threading.Timer(0.2, go.set).start()
+        optimizer.step(closure(model))
+        assert go.is_set()
+        handle.result(20)
+    saved = {name: bits for name, bits in saved_bits(tmp_path).items() if name.startswith("model.")}
+    assert differing(saved, expected) == []
+
+
+def test_a_step_waits_only_until_staging_is_over(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.AdamW)
+    go = threading.Event()
+    with before("bytecheckpoint.writing.encode_report", lambda: go.wait(20)):
+        handle = lazily(tmp_path, {"model": model, "optimizer": optimizer})
+        optimizer.step()
+        assert not handle.done()
+        go.set()
+        handle.result(20)
+
+
+def test_buffers_may_change_at_once(tmp_path: Path) -> None:
+    """A forward pass changes those of a BatchNorm; nobody can wait for it."""
+    model, optimizer = trained(torch.optim.AdamW)
+    expected = bits_of_all(model.state_dict())
+    with staging_held() as go:
+        handle = lazily(tmp_path, {"model": model, "optimizer": optimizer})
+        closure(model)()
+        assert bits_of_all(model.state_dict()) != expected
+        go.set()
+        handle.result(20)
+    names = {f"model.{name}": bits for name, bits in expected.items()}
+    saved = {name: bits for name, bits in saved_bits(tmp_path).items() if name in names}
+    assert differing(saved, names) == []
+
+
+def test_buffers_that_views_and_other_names_share_may_change_at_once(tmp_path: Path) -> None:
+    model = torch.nn.BatchNorm1d(8)
+    alias = model.running_mean
+    part = model.running_mean[3:6]
+    with staging_held() as go:
+        handle = lazily(tmp_path, {"model": model, "alias": alias, "part": part})
+        model.running_mean.fill_(5.0)
+        go.set()
+        handle.result(20)
+    saved = bcp.open(tmp_path).state_dict()
+    assert saved["model.running_mean"].tolist() == [0.0] * 8
+    assert saved["alias"].tolist() == [0.0] * 8
+    assert saved["part"].tolist() == [0.0] * 3
+
+
+def test_what_changes_the_state_otherwise_asks_the_handle(tmp_path: Path) -> None:
+    tensor = torch.zeros(3 << 20)
+    with staging_held() as go:
+        handle = lazily(tmp_path, {"x": tensor})
+        threading.Timer(0.1, go.set).start()
+        handle.staged()
+        assert go.is_set()
+        tensor.fill_(1.0)
+        handle.result(20)
+    assert bcp.open(tmp_path)["x"][:].unique().tolist() == [0.0]
+
+
+def test_a_load_waits_until_staging_is_over(tmp_path: Path) -> None:
+    tensor = torch.full((1000,), 1.0)
+    bcp.save(tmp_path / "first", {"x": tensor})
+    tensor.fill_(2.0)
+    with staging_held() as go:
+        handle = lazily(tmp_path / "second", {"x": tensor})
+        threading.Timer(0.2, go.set).start()
+        bcp.load(tmp_path / "first", {"x": tensor})
+        assert go.is_set()
+        handle.result(20)
+    assert tensor.unique().tolist() == [1.0]
+    assert bcp.open(tmp_path / "second")["x"][:].unique().tolist() == [2.0]
+
+
+def test_the_call_returns_before_anything_is_staged(tmp_path: Path) -> None:
+    with staging_held() as go:
+        handle = lazily(tmp_path, {"x": torch.ones(100)})
+        assert not handle.done()
+        time.sleep(0.05)
+        go.set()
+        info = handle.result(20)
+    assert info.seconds["stall"] < info.seconds["total"]
+
+
+def test_an_optimizer_gets_one_hook_however_often_it_is_saved_and_stays_what_it_was(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.AdamW)
+    for step in range(3):
+        lazily(tmp_path, {"model": model, "optimizer": optimizer}, step=step).result(20)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    lazily(tmp_path, {"model": copied_model, "optimizer": copied}, step=3).result(20)
+    pickle.loads(pickle.dumps(optimizer)).step()
+
+
+def test_an_optimizer_steps_after_a_lazy_save_that_failed(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.AdamW)
+
+    def fail() -> None:
+        raise OSError(5, "the disk fell off")
+
+    with before(GATHER, fail):
+        handle = lazily(tmp_path, {"model": model, "optimizer": optimizer})
+        optimizer.step()
+        with pytest.raises(bcp.CheckpointSaveError, match="the disk fell off"):
+            handle.result(20)
+    optimizer.step()
+    lazily(tmp_path, {"model": model, "optimizer": optimizer}).result(20)
