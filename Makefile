@@ -15,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 DEMO_FOLDER := demo-out
+# A tenth of the full size, for a few minutes; `make bench BENCH_ARGS=` runs all of it, for hours and with 20 GiB.
+BENCH_ARGS ?= --size 0.1 --rounds 3
 
 .DELETE_ON_ERROR:
 .PHONY: test lint demo bench clean
@@ -30,9 +32,11 @@ lint: $(VENV)/.installed-lint
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py --out $(DEMO_FOLDER)
 
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/manifest.py
-	$(BIN)/python benchmarks/save.py
+	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/plan_cache.py
+	$(BIN)/python benchmarks/save.py $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -52,6 +56,10 @@ $(VENV)/.created:
 $(VENV)/.installed-torch: | $(VENV)/.created
 	@echo "installing $(TORCH)"
 	@$(PIP) install "$(TORCH)"
+	@touch $@
+
+$(VENV)/.installed-bench: benchmarks/requirements.txt $(VENV)/.installed-test
+	@$(PIP) install --requirement benchmarks/requirements.txt
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.installed-torch

@@ -27,6 +27,7 @@ from bytecheckpoint.manifest import (
 )
 from bytecheckpoint.planner.file_plan import cut_extents
 from bytecheckpoint.region import Region
+from bytecheckpoint.storage.writer import BLOCK_BYTES
 
 TITLES = ("build s", "encode s", "decode s", "records s", "MB", "peak MB")
 LAYOUTS = ((500, 2000), (20_000, 50), (1_000_000, 1))
@@ -93,7 +94,10 @@ def build(num_tensors: int, num_chunks: int, num_files: int) -> Manifest:
             chunk_bytes[file].append(chunks[-1].byte_length)
         fqn = f"model.layers.{index // 12}.block{index % 12}.feed_forward.weight"
         tensors[fqn] = tensor_record("bfloat16", (rows * num_chunks, COLUMNS), chunks)
-    files = [_data_file(file, cut_extents(HEADER_BYTES, lengths), rng) for file, lengths in enumerate(chunk_bytes)]
+    files = [
+        _data_file(file, cut_extents(HEADER_BYTES, lengths, block_bytes=BLOCK_BYTES), rng)
+        for file, lengths in enumerate(chunk_bytes)
+    ]
     return Manifest(save_id=SAVE_ID, step=1000, files=files, tensors=tensors)
 
 

@@ -1,0 +1,101 @@
+"""What compressing random weights costs and saves, on one core, and for which storage it pays.
+
+    python benchmarks/codec.py               # 64 MiB of bfloat16 and of float32
+    python benchmarks/codec.py --mib 512
+
+The weights are normal random numbers: their exponents compress, their signs and mantissas do not. Chunks are compressed
+while others are written, so a save gains from a codec where the storage, or a rank's part of it, is slower than the
+threads that compress; a load, where it is slower than those that decompress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from bytecheckpoint.frames import CODECS, FRAME_BYTES
+from bytecheckpoint.storage.codecs import decode_frame, encode_frames
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Cost(NamedTuple):
+    """Of one codec on one dtype."""
+
+    ratio: float
+    """Bytes stored for each byte of weights."""
+    encode: float
+    """Bytes of weights a second, on one core."""
+    decode: float
+    """As above, on the way back."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=64, help="of weights, for each dtype")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        "| weights | codec | size | compress, MB/s a core | decompress, MB/s a core | pays for storage below, a core |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
+    for dtype in DTYPES:
+        raw = random_weights(dtype, arguments.mib << 20)
+        for codec in CODECS:
+            if codec == "none":
+                print(f"| {name_of(dtype)} | none | 100.0% | | | |")
+            else:
+                print(line(dtype, codec, measure(codec, raw, dtype.itemsize, arguments.rounds)), flush=True)
+
+
+def random_weights(dtype: torch.dtype, num_bytes: int) -> memoryview:
+    weights = torch.randn(num_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+    return memoryview(weights.view(torch.uint8).numpy())
+
+
+def measure(codec: str, raw: memoryview, item_bytes: int, rounds: int) -> Cost:
+    """Medians. Raises RuntimeError where the weights are not worth compressing or do not come back."""
+    frames = encode_frames(codec, raw, item_bytes)
+    if frames is None:
+        raise RuntimeError(f"{codec} does not make these weights smaller")
+    back = memoryview(bytearray(raw.nbytes))
+    encode_s = [timed(lambda: encode_frames(codec, raw, item_bytes)) for _ in range(rounds)]
+    decode_s = [timed(lambda: decode_all(codec, frames, item_bytes, back)) for _ in range(rounds)]
+    if back != raw:
+        raise RuntimeError(f"{codec} gave other weights back")
+    num_encoded = sum(map(len, frames))
+    return Cost(
+        num_encoded / raw.nbytes, raw.nbytes / statistics.median(encode_s), raw.nbytes / statistics.median(decode_s)
+    )
+
+
+def decode_all(codec: str, frames: list[bytes], item_bytes: int, into: memoryview) -> None:
+    for number, frame in enumerate(frames):
+        part = into[number * FRAME_BYTES : (number + 1) * FRAME_BYTES]
+        decode_frame(codec, memoryview(frame), item_bytes, part)
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def line(dtype: torch.dtype, codec: str, cost: Cost) -> str:
+    speeds = f"{cost.encode / 1e6:.0f} | {cost.decode / 1e6:.0f}"
+    pays = f"{cost.encode / 1e6:.0f} MB/s a core to save, {cost.decode / 1e6:.0f} to load"
+    return f"| {name_of(dtype)} | {codec} | {cost.ratio:.1%} | {speeds} | {pays} |"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What no save can beat on this machine, for benchmarks/save.py: the bytes of a rank written past the page cache from
+aligned memory that is paged in, and copied into memory that is paged in. Each is the best of several ways, every time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from save_timing import Save
+from save_workloads import Job
+
+MIB = 1 << 20
+WAYS = ((4 * MIB, 2), (8 * MIB, 4), (16 * MIB, 2), (64 * MIB, 1))
+"""Bytes of a block, and how many are written at the same time."""
+COPIES = 3
+PAGE = mmap.PAGESIZE
+
+
+def contestants() -> dict[str, Save]:
+    return {"limit": write_limit, "memcpy": copy_limit}
+
+
+def write_limit(folder: Path, job: Job) -> dict[str, float]:
+    """The best of WAYS, where a way takes as long as its slowest rank."""
+    memory = random_memory(max(block_bytes for block_bytes, _ in WAYS))
+    path = folder / f"{job.rank}.raw"
+    return {"durable": min(_timed(job, lambda way=way: write(path, job.share_bytes, memory, way)) for way in WAYS)}
+
+
+def random_memory(num_bytes: int) -> mmap.mmap:
+    """Aligned to a page and paged in; random, so that no file system makes it less."""
+    memory = mmap.mmap(-1, num_bytes)
+    memory.write(os.urandom(num_bytes))
+    return memory
+
+
+def write(path: Path, num_bytes: int, memory: mmap.mmap, way: tuple[int, int]) -> None:
+    """A new file of this length, rounded up to a page, on disk when this returns."""
+    path.unlink(missing_ok=True)
+    block_bytes, num_threads = way
+    end = -(-num_bytes // PAGE) * PAGE
+    fd = open_direct(path)
+    try:
+        os.posix_fallocate(fd, 0, end)
+        with ThreadPoolExecutor(num_threads) as pool, memoryview(memory) as view:
+            offsets = range(0, end, block_bytes)
+            for written in pool.map(
+                lambda offset: os.pwrite(fd, view[: min(block_bytes, end - offset)], offset), offsets
+            ):
+                if written % PAGE:
+                    raise OSError(f"a write ended after {written} bytes, within a page")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def open_direct(path: Path) -> int:
+    """Past the page cache where the file system lets us."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError:
+        return os.open(path, flags, 0o644)
+
+
+def copy_limit(folder: Path, job: Job) -> dict[str, float]:  # noqa: ARG001  a contestant takes both
+    """With all threads that torch has, tensor by tensor, into one piece of memory that has been written before."""
+    sources = list(_first_bytes(job.local_tensors.values(), job.share_bytes))
+    memory = torch.zeros(sum(source.numel() for source in sources), dtype=torch.uint8)
+    targets = memory.split([source.numel() for source in sources])
+    memory.fill_(1)
+
+    def copy() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    return {"durable": min(_timed(job, copy) for _ in range(COPIES))}
+
+
+def _first_bytes(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterable[torch.Tensor]:
+    for tensor in tensors:
+        part = tensor.contiguous().reshape(-1).view(torch.uint8)[:num_bytes]
+        num_bytes -= part.numel()
+        yield part
+
+
+def _timed(job: Job, work: Callable[[], None]) -> float:
+    job.barrier()
+    started = time.perf_counter()
+    work()
+    seconds = torch.tensor([time.perf_counter() - started])
+    if job.is_group:
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)

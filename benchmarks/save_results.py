@@ -1,0 +1,66 @@
+"""What benchmarks/save.py has measured, as records that go into a JSON file and come out of it again."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MEASURES = ("stall", "staged", "durable", "lost", "steps", "step")
+
+
+@dataclass
+class Row:
+    """One contestant on one workload."""
+
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    """Of each counted round the seconds of MEASURES, the slowest rank's, and the first rank's phases."""
+    memory_bytes: int | None = None
+    """The most that two saves took beyond what was there before the first."""
+    bytes_by_rank: list[int] | None = None
+    """Of data files, by the rank that wrote them, where their names say so."""
+    skipped: str | None = None
+    """Why there are no timings, or no more of them."""
+
+    def values(self, measure: str) -> list[float]:
+        return [timing[measure] for timing in self.rounds]
+
+    def median(self, measure: str) -> float | None:
+        values = self.values(measure)
+        return statistics.median(values) if values else None
+
+    @property
+    def spread(self) -> float | None:
+        """How far the ranks' bytes are apart, as a part of their mean."""
+        if not self.bytes_by_rank or not sum(self.bytes_by_rank):
+            return None
+        mean = sum(self.bytes_by_rank) / len(self.bytes_by_rank)
+        return (max(self.bytes_by_rank) - min(self.bytes_by_rank)) / mean
+
+
+@dataclass
+class Results:
+    """One run."""
+
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    """By workload, of all ranks together; replicas count once."""
+    rows: dict[str, dict[str, Row]] = field(default_factory=dict)
+    """By workload and contestant."""
+
+    def median(self, workload: str, contestant: str, measure: str) -> float | None:
+        row = self.rows.get(workload, {}).get(contestant)
+        return row.median(measure) if row else None
+
+    def ratio(self, workload: str, measure: str, contestant: str, to: Sequence[str]) -> float | None:
+        """Of medians; to the smallest where several are named."""
+        own = self.median(workload, contestant, measure)
+        others = [value for name in to if (value := self.median(workload, name, measure)) is not None]
+        return own / min(others) if own is not None and others else None
+
+
+def slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One round of one contestant, from what its ranks measured."""
+    return {**{name: max(rank[name] for rank in ranks) for name in MEASURES}, "phases": ranks[0]["phases"]}
