@@ -31,6 +31,8 @@ _FAREWELL_S = 5.0
 """How long the coordinator stays for others to read its last word; at most as long as the timeout."""
 _STORE_GRACE_S = 2.0
 """How much longer an exchange with the store may take than its longest wait."""
+_SMALL_BYTES = 1 << 10
+"""Up to this a message to the coordinator may stay in the store until the call is over."""
 _SHORTEST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.02
 
@@ -57,7 +59,9 @@ class RankFailedError(Exception):
 ABANDONED = "abandoned"
 """The key of a call that ended because a rank did not come, so that this rank can tell when it does."""
 
-_PAYLOAD, _FAILURE = b"+", b"-"
+_OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
+"""What a message from the coordinator starts with: there is one for each rank, this is the one for all, one has failed.
+"""
 _HAS_FAILURE = "failed"
 """The key that is set once any rank has failed, so that nobody need look for each."""
 
@@ -78,7 +82,8 @@ class GroupRanks:
         self._patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
         self._num_up = 0
         self._num_down = 0
-        self._sent: list[str] = []
+        self._left: list[str] = []
+        """Keys that are to go when the call is over."""
         self._has_given_up = False
         self._is_store_lost = False
 
@@ -104,35 +109,39 @@ class GroupRanks:
             self._exchange(self._leave)
 
     def _gather(self, payload: bytes) -> list[bytes]:
-        if self.rank != COORDINATOR:
-            self._put(self._up_key(self._num_up, self.rank), _PAYLOAD + payload)
-            self._num_up += 1
-            return []
         number, self._num_up = self._num_up, self._num_up + 1
-        others = range(1, self.num_ranks)
-        keys = [self._up_key(number, rank) for rank in others]
-        arrived = _poll(lambda: self._is_set(*keys) or self._is_set(_HAS_FAILURE), self._timeout_s)
-        if self._is_set(_HAS_FAILURE):
+        if self.rank != COORDINATOR:
+            self._put(self._up_key(number, self.rank), payload)
+            return []
+        keys = {self._up_key(number, rank): rank for rank in range(1, self.num_ranks)}
+        if not _poll(lambda: self._have_come(list(keys)), self._timeout_s):
+            raise self._missing([rank for key, rank in keys.items() if not self._is_set(key)])
+        messages = self._get_all(list(keys))
+        # Training waits for the answer, and a small message can stay until the end of the call.
+        self._remove([key for key, message in zip(keys, messages, strict=True) if len(message) > _SMALL_BYTES])
+        self._left += [key for key, message in zip(keys, messages, strict=True) if len(message) <= _SMALL_BYTES]
+        return [payload, *messages]
+
+    def _have_come(self, keys: Sequence[str]) -> bool:
+        have_come = self._is_set(*keys)
+        if self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(_merge(self._failures()))
-        missing = [] if arrived else [rank for key, rank in zip(keys, others, strict=True) if not self._is_set(key)]
-        if missing:
-            raise self._missing(missing)
-        messages: list[bytes] = [self._store.get(key) for key in keys]
-        self._remove(keys)
-        return [payload, *(message[1:] for message in messages)]
+        return have_come
 
     def _broadcast(self, payload: bytes) -> bytes:
         if self.rank != COORDINATOR:
-            return self._receive_down("all")
-        self._send_down(_PAYLOAD + payload)
+            return self._receive_down()
+        self._send_down(_SHARED + payload)
         return payload
 
     def _scatter(self, payloads: Sequence[bytes]) -> bytes:
         if self.rank != COORDINATOR:
-            return self._receive_down(str(self.rank))
+            return self._receive_down()
+        if len(set(payloads)) == 1:
+            return self._broadcast(payloads[COORDINATOR])
         for rank in range(1, self.num_ranks):
             self._put(self._down_key(self._num_down, str(rank)), payloads[rank])
-        self._send_down(_PAYLOAD)
+        self._send_down(_OWN)
         return payloads[COORDINATOR]
 
     def _fail(self, error: CheckpointError) -> CheckpointError:
@@ -146,7 +155,7 @@ class GroupRanks:
         self._put(_HAS_FAILURE, b"")
         try:
             while not self._has_given_up:  # messages that were under way come first
-                self._receive_down("all")
+                self._receive_down()
         except RankFailedError as verdict:
             return verdict.error
         return error
@@ -161,13 +170,13 @@ class GroupRanks:
         _poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s))
         goodbyes = [self._goodbye_key(rank) for rank in others]
         if self._is_set(*goodbyes):  # else the last word stays, for those who come late
-            self._remove([*goodbyes, *self._sent, _HAS_FAILURE])
+            self._remove([*goodbyes, *self._left, _HAS_FAILURE])
 
     def _send_down(self, message: bytes) -> None:
         self._put(self._down_key(self._num_down, "all"), message)
         self._num_down += 1
 
-    def _receive_down(self, reader: str) -> bytes:
+    def _receive_down(self) -> bytes:
         number = self._num_down
         key = self._down_key(number, "all")
         if not _poll(lambda: self._is_set(key), self._patience_s):
@@ -177,10 +186,10 @@ class GroupRanks:
         self._num_down += 1
         message: bytes = self._store.get(key)
         if message[:1] == _FAILURE:
-            self._remove(self._sent)  # what the coordinator has not read it never will
+            self._remove(self._left)  # what the coordinator has not read it never will
             self._leave()
             raise RankFailedError(_decode_failure(message))
-        return message[1:] if reader == "all" else bytes(self._store.get(self._down_key(number, reader)))
+        return message[1:] if message[:1] == _SHARED else bytes(self._store.get(self._down_key(number, str(self.rank))))
 
     def _failures(self) -> list[CheckpointError]:
         keys = [self._failure_key(rank) for rank in range(1, self.num_ranks)]
@@ -188,7 +197,13 @@ class GroupRanks:
 
     def _put(self, key: str, message: bytes) -> None:
         self._store.set(key, message)  # type: ignore[arg-type]  # declared for str; takes and gives back bytes
-        self._sent.append(key)
+        self._left.append(key)
+
+    def _get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """What is there under these keys, at once where the kind of store can do that."""
+        if self._store.has_extended_api():  # type: ignore[attr-defined]  # torch declares it for Python only
+            return list(self._store.multi_get(list(keys)))
+        return [self._store.get(key) for key in keys]
 
     def _is_set(self, *keys: str) -> bool:
         return not keys or bool(self._store.check(list(keys)))
