@@ -6,7 +6,7 @@ Knows the module's own names only, nothing of checkpoints.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ _WALKING = ("parameters", "named_parameters", "buffers", "named_buffers", "named
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _METHODS = frozenset(_WALKING + _SAVING)
 """A module can also override them by an attribute of its own."""
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
+"""Where the hooks come from that put sharded parameters back in their places before a state_dict, and do no more."""
 
 
 class ModuleTree(NamedTuple):
@@ -27,6 +29,16 @@ class ModuleTree(NamedTuple):
     """Parameters and buffers are found by torch's own methods, which nothing overrides."""
     is_saved_as_usual: bool
     """The same holds for state_dict, and no hook and no extra state adds to it."""
+    resharding: Sequence[Callable[..., Any]]
+    """The hooks of fully_shard; what else there are of hooks is in `is_saved_as_usual`."""
+
+    def reshard(self) -> None:
+        """Puts sharded parameters back in their places: a forward pass without a backward one leaves them whole."""
+        if not self.is_saved_as_usual:
+            self.module.state_dict(keep_vars=True)
+            return
+        for hook in self.resharding:
+            hook(self.module, "", True)
 
     def state_dict(self) -> Mapping[str, Any]:
         """What `state_dict(keep_vars=True)` of the module gives: live values by the module's own names."""
@@ -76,10 +88,12 @@ def tree_of(module: torch.nn.Module) -> ModuleTree:
     # Scripted modules have containers of their own, and make their tensors anew whenever they are asked for them.
     containers = {type(container) for submodule in each for container in (submodule._parameters, submodule._buffers)}
     has_attributes = any(not _METHODS.isdisjoint(submodule.__dict__) for submodule in each)
-    has_hooks = any(submodule._state_dict_hooks or submodule._state_dict_pre_hooks for submodule in each)
+    pre_hooks = {id(hook): hook for submodule in each for hook in submodule._state_dict_pre_hooks.values()}
+    resharding = [hook for hook in pre_hooks.values() if str(hook.__module__).startswith(_FULLY_SHARD)]
+    has_hooks = len(resharding) < len(pre_hooks) or any(submodule._state_dict_hooks for submodule in each)
     is_walked_as_usual = containers <= {dict, OrderedDict} and not has_attributes and _keep(classes, _WALKING)
     is_saved_as_usual = is_walked_as_usual and not has_hooks and _keep(classes, _SAVING)
-    return ModuleTree(module, submodules, is_walked_as_usual, is_saved_as_usual)
+    return ModuleTree(module, submodules, is_walked_as_usual, is_saved_as_usual, resharding)
 
 
 def _keep(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -> bool:

@@ -236,10 +236,7 @@ def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
     tree = tree_of(module)
     if any(isinstance(child, FullyShardedDataParallel) for _, child in tree.submodules):
         raise unsupported(fqn, "an FSDP1 module", "use fully_shard (FSDP2); FSDP1 is not yet supported")
-    if not tree.is_saved_as_usual:
-        # A forward pass without a backward one leaves fully_shard's parameters whole; a hook of state_dict puts the
-        # sharded ones back.
-        module.state_dict(keep_vars=True)
+    tree.reshard()
     wrapped = [name for name, child in tree.submodules if isinstance(child, DistributedDataParallel)]
     return _Part(tree, sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True))
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.module_tree import tree_of
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=60)
@@ -118,6 +119,14 @@ def test_saving_and_loading_after_a_forward_pass_without_a_backward_pass(
     checkpoint = bcp.open(tmp_path)
     assert checkpoint["model.0.weight"].dtype == torch.float32
     assert checkpoint["optimizer.state.0.weight.exp_avg"].shape == (7, 4)
+
+
+def is_walked(rank: int, world_size: int) -> bool:
+    return tree_of(Sharded(rank, {}, seed=0, num_steps=1).model).is_saved_as_usual
+
+
+def test_a_sharded_model_is_walked_and_its_state_dict_not_called(workers: WorkerPool) -> None:
+    assert workers.run(is_walked, world_size=1) == [True]
 
 
 class Tower(nn.Module):
