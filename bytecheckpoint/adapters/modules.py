@@ -49,9 +49,13 @@ class _Part(NamedTuple):
     tree: ModuleTree
     ddp_prefixes: Sequence[str]
     """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
+    is_wrapped: bool
+    """Whether a wrapper puts anything into names; else they are plain as they are."""
 
     def plain_name(self, name: str) -> str:
         """The name of something in the module, without what wrappers put into it."""
+        if not self.is_wrapped:
+            return name
         for prefix in self.ddp_prefixes:
             if name.startswith(prefix):
                 name = prefix.removesuffix("module.") + name.removeprefix(prefix)
@@ -238,7 +242,9 @@ def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
         raise unsupported(fqn, "an FSDP1 module", "use fully_shard (FSDP2); FSDP1 is not yet supported")
     tree.reshard()
     wrapped = [name for name, child in tree.submodules if isinstance(child, DistributedDataParallel)]
-    return _Part(tree, sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True))
+    ddp_prefixes = sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True)
+    is_wrapped = bool(wrapped) or any(plain_name(name) != name for name, _ in tree.submodules)
+    return _Part(tree, ddp_prefixes, is_wrapped)
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:

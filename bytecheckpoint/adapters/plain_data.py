@@ -84,10 +84,7 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
     if kind is int:
         return value if value in _INT64 else _ext(_BIG_INT, str(value))
     if isinstance(value, torch.Tensor):
-        found = on_tensor(fqn, value)
-        if found is None or isinstance(found, str):
-            return Ext(_REF, encode(found or fqn))
-        return _tensor_to_wire(fqn, found)
+        return _place_of_tensor(value, fqn, on_tensor)
     if kind is TensorRef:
         return _ext(_REF, value.fqn)
     if kind in (list, tuple):
@@ -105,9 +102,21 @@ def _dict_to_wire(value: Mapping[Any, Any], fqn: str, on_tensor: TensorHook, dep
             check_key(key, fqn)
     prefix = f"{fqn}." if fqn else ""
     if has_names and type(value) is dict:
-        return {key: _to_wire(item, f"{prefix}{key}", on_tensor, depth - 1) for key, item in value.items()}
+        return {
+            key: _place_of_tensor(item, f"{prefix}{key}", on_tensor)
+            if type(item) in PLAIN_TENSORS and depth > 1  # most of a state: told from the rest by one look
+            else _to_wire(item, f"{prefix}{key}", on_tensor, depth - 1)
+            for key, item in value.items()
+        }
     pairs = [(key, _to_wire(item, f"{prefix}{key}", on_tensor, depth - 1)) for key, item in value.items()]
     return _ext(_PAIRS if type(value) is dict else _ORDERED if type(value) is OrderedDict else _COUNTER, pairs)
+
+
+def _place_of_tensor(tensor: torch.Tensor, fqn: str, on_tensor: TensorHook) -> Ext:
+    found = on_tensor(fqn, tensor)
+    if found is None or isinstance(found, str):
+        return Ext(_REF, encode(found or fqn))
+    return _tensor_to_wire(fqn, found)
 
 
 def too_deep(fqn: str) -> CheckpointSaveError:
@@ -170,7 +179,7 @@ def _advice(value: Any) -> str:
     )
 
 
-def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Any:
+def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Ext:
     return _ext(_TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), bytes(_content(fqn, tensor))])
 
 
