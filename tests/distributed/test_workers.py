@@ -79,7 +79,13 @@ def group_is_there(rank: int, world_size: int) -> bool:
 
 
 def leave_group_oneself(rank: int, world_size: int) -> None:
+    dist.barrier()  # a rank that goes while another is still connecting breaks that one's connection
     dist.destroy_process_group()
+
+
+def crash_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGABRT)
 
 
 def wait_for_end_of(pid: int) -> None:
@@ -151,6 +157,13 @@ def test_a_worker_that_dies_is_named_and_replaced(workers: WorkerPool) -> None:
     assert isinstance(outcomes[1].error, WorkerDied)
     assert outcomes[1].error.exit_code == -signal.SIGKILL
     assert workers.run(sum_over_ranks, 1, world_size=2) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_a_worker_that_crashes_says_where(workers: WorkerPool) -> None:
+    error = workers.run_each(crash_on_one, world_size=2)[1].error
+    assert isinstance(error, WorkerDied)
+    assert error.exit_code == -signal.SIGABRT
+    assert "in crash_on_one" in str(error)
 
 
 def test_a_worker_that_died_between_calls_is_replaced(workers: WorkerPool) -> None:

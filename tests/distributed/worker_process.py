@@ -103,6 +103,7 @@ def serve(rank: int, connection: Connection, stacks: str) -> None:
 
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
+        faulthandler.enable(file=file, all_threads=True)  # what a crash in native code leaves behind
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         connection.send_bytes(b"ready")
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -48,12 +48,16 @@ class WorkerError(Exception):
 
 
 class WorkerDied(Exception):  # noqa: N818  # the name says what happened, as KeyboardInterrupt does
-    """The process of a rank ended. `exit_code` is negative for a signal, as in subprocess."""
+    """The process of a rank ended. `exit_code` is negative for a signal, as in subprocess; `stacks` is what
+    faulthandler said about its threads, if the signal let it.
+    """
 
-    def __init__(self, rank: int, exit_code: int | None) -> None:
+    def __init__(self, rank: int, exit_code: int | None, stacks: str) -> None:
         self.rank = rank
         self.exit_code = exit_code
-        super().__init__(f"the process of rank {rank} ended with exit code {exit_code}")
+        self.stacks = stacks
+        where = f"; it was here:\n{stacks}" if stacks else ""
+        super().__init__(f"the process of rank {rank} ended with exit code {exit_code}{where}")
 
 
 class WorkerHung(Exception):  # noqa: N818  # as above
@@ -178,7 +182,8 @@ class WorkerPool:
         try:
             return self._workers[rank].receive()
         except (EOFError, OSError):
-            return Outcome(error=WorkerDied(rank, self._workers.pop(rank).stop()))
+            worker = self._workers.pop(rank)
+            return Outcome(error=WorkerDied(rank, worker.stop(), worker.read_stacks()))
 
     def _release(self, world_size: int, deadline: float) -> None:
         """Only now may ranks that succeeded leave the group: another may have been in its last collective."""
@@ -233,12 +238,12 @@ class _Worker:
             os.kill(self.pid, signal.SIGUSR1)
         give_up = time.monotonic() + _DUMP_S
         # The dump ends with the main thread, which is the first to have started.
-        while "Current thread" not in self._read_stacks() and time.monotonic() < give_up:
+        while "Current thread" not in self.read_stacks() and time.monotonic() < give_up:
             time.sleep(0.02)
         time.sleep(0.05)
         self._process.kill()
         self.stop()
-        return self._read_stacks()
+        return self.read_stacks()
 
     def stop(self) -> int | None:
         """Kills the process unless it has ended, and gives its exit code."""
@@ -250,7 +255,7 @@ class _Worker:
         self._process.close()
         return exit_code
 
-    def _read_stacks(self) -> str:
+    def read_stacks(self) -> str:
         return self._stacks.read_text() if self._stacks.exists() else ""
 
 
