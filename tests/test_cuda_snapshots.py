@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sample_tensors import bits_of
-from snapshot_cases import OPTIONS, paused
+from snapshot_cases import OPTIONS, paused, save
 
 import bytecheckpoint as bcp
 from bytecheckpoint.handle import IN_FLIGHT
@@ -54,7 +54,7 @@ def check(path: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("on_own_stream", [False, True])
-@pytest.mark.parametrize("kind", ["copy", "waves", "lazy", "lazy waves"])
+@pytest.mark.parametrize("kind", ["synchronous", "copy", "waves", "lazy", "lazy waves"])
 def test_kernels_that_follow_at_once_change_nothing(tmp_path: Path, kind: str, on_own_stream: bool) -> None:
     """And those that were queued before the call, on whatever stream is the current one, have had their effect."""
     stream = torch.cuda.Stream() if on_own_stream else torch.cuda.current_stream()
@@ -64,9 +64,10 @@ def test_kernels_that_follow_at_once_change_nothing(tmp_path: Path, kind: str, o
         for step in range(3):
             torch.cuda._sleep(50_000_000)
             keep_changing(state)
-            handle = bcp.save(tmp_path, state, step=step, async_save=True, options=OPTIONS[kind])
-            if kind.startswith("lazy"):
-                handle.staged()
+            if kind == "synchronous":
+                handle = bcp.save(tmp_path, state, step=step)
+            else:
+                handle = save(tmp_path, state, kind, step=step)
             expected = {name: tensor.clone() for name, tensor in state.items()}
             keep_changing(state)
             handle.result(60)
