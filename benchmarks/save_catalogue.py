@@ -77,5 +77,6 @@ CONTESTANTS = {
         Contestant("safetensors", "safetensors", "sync"),
         Contestant("limit", "limit: O_DIRECT + fsync", "limit"),
         Contestant("memcpy", "limit: memcpy into warm memory", "limit"),
+        Contestant("fork", "limit: fork of a process with the state", "limit"),
     )
 }
