@@ -31,11 +31,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from machine import machine_facts
+from results import Results, Row
 from save_catalogue import CONTESTANTS, WORKLOADS
-from save_machine import machine_facts
 from save_plot import plot
 from save_report import report
-from save_results import Results, Row
 from save_rounds import Rounds, Settings
 
 
