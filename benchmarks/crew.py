@@ -32,8 +32,6 @@ class Crew:
     """The ranks of one state. `command` starts one of them, when it is told its rank and the port they meet at."""
 
     def __init__(self, command: Sequence[str], *, num_ranks: int, timeout_s: float) -> None:
-        self.have_run: set[str] = set()
-        """Contestants that are past their first turn, which makes what they keep."""
         self._timeout_s = timeout_s
         self._answers: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  end() closes it
@@ -67,9 +65,7 @@ class Crew:
             with contextlib.suppress(BrokenPipeError):  # a rank that has died says so by the end of its answers
                 process.stdin.write(message + "\n")
                 process.stdin.flush()
-        timings = self._collect()
-        self.have_run.add(contestant)
-        return timings
+        return self._collect()
 
     def log_tail(self) -> str:
         """The last lines that the ranks wrote to standard error."""

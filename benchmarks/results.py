@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -57,3 +59,9 @@ class Results:
         own = self.median(workload, contestant, measure)
         others = [value for name in to if (value := self.median(workload, name, measure)) is not None]
         return own / min(others) if own is not None and others else None
+
+
+def read_results(path: Path) -> Results:
+    content = json.loads(path.read_text())
+    rows = {name: {each: Row(**row) for each, row in rows.items()} for name, rows in content.pop("rows").items()}
+    return Results(**content, rows=rows)

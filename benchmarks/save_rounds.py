@@ -47,6 +47,8 @@ class Rounds:
         self._workload = workload
         self._settings = settings
         self._crews: dict[str, Crew] = {}
+        self._have_saved: set[tuple[Crew, str]] = set()
+        """Who is past the first save, which makes what is kept, in which crew."""
         self._num_folders = 0
         if settings.peers_python is None:
             for name in names:
@@ -67,11 +69,14 @@ class Rounds:
         row, crew_name = self.rows[name], CONTESTANTS[name].crew
         try:
             crew = self._crew(crew_name)
-            if is_counted and name not in crew.have_run:  # the crew is new, because another contestant failed
+            if (
+                is_counted and (crew, name) not in self._have_saved
+            ):  # the crew is new, because another contestant failed
                 with self._fresh_folder() as folder:
                     crew.run(name, folder)
             with self._fresh_folder() as folder:
                 timing = slowest(crew.run(name, folder))
+                self._have_saved.add((crew, name))
                 pattern = CONTESTANTS[name].rank_in_name
                 if pattern is not None and self._workload.num_ranks > 1:
                     row.bytes_by_rank = bytes_by_rank(folder, pattern, self._workload.num_ranks)
