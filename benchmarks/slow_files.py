@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from fsspec import AbstractFileSystem
@@ -59,18 +60,20 @@ class SlowFiles(AbstractFileSystem):
         yield
         time.sleep(max(0.0, end - time.monotonic()))
 
+    def _local(self, path: str) -> Path:
+        return Path(self._strip_protocol(path))
+
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:  # noqa: FBT001, FBT002  fsspec's signature
         with self._request(0):
-            folder = self._strip_protocol(path)
-            entries = [described(f"{folder}/{name}") for name in sorted(os.listdir(folder))]
+            entries = [described(each) for each in sorted(self._local(path).iterdir())]
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         with self._request(0):
-            return described(self._strip_protocol(path))
+            return described(self._local(path))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        with open(self._strip_protocol(path), "rb") as file:
+        with self._local(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             first, last, _step = slice(start, end).indices(size)
             with self._request(max(0, last - first)):
@@ -90,7 +93,7 @@ class SlowFile(AbstractBufferedFile):
         return self.fs.cat_file(self.path, start, end)
 
 
-def described(path: str) -> dict[str, Any]:
-    status = os.stat(path)
+def described(path: Path) -> dict[str, Any]:
+    status = path.stat()
     kind = "directory" if stat.S_ISDIR(status.st_mode) else "file"
-    return {"name": path, "size": status.st_size, "type": kind}
+    return {"name": str(path), "size": status.st_size, "type": kind}
