@@ -89,8 +89,8 @@ def available() -> list[str]:
 
 
 def measured(arguments: argparse.Namespace) -> Results:
+    results = begun(arguments)
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
-    results = begun(arguments, folder)
     settings = Settings(
         size=arguments.size,
         rounds=arguments.rounds,
@@ -117,7 +117,7 @@ def measured(arguments: argparse.Namespace) -> Results:
     return results
 
 
-def begun(arguments: argparse.Namespace, folder: Path) -> Results:
+def begun(arguments: argparse.Namespace) -> Results:
     """Without figures yet, or with those of an earlier run with the same settings."""
     cold = "fsync and posix_fadvise(DONTNEED) of every file" + (", then drop_caches" if arguments.drop_all else "")
     settings = {"size": arguments.size, "rounds": arguments.rounds, "cold": cold}
@@ -126,7 +126,7 @@ def begun(arguments: argparse.Namespace, folder: Path) -> Results:
         if earlier.settings != settings:
             sys.exit(f"{arguments.json} was measured with {earlier.settings}, not with {settings}: name another file")
         return earlier
-    return Results(machine_facts(folder), settings)
+    return Results(machine_facts(arguments.folder or Path(tempfile.gettempdir())), settings)
 
 
 if __name__ == "__main__":

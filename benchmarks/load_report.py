@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from load_catalogue import CONTESTANTS, SLOW, WORKLOADS, Workload
 from load_targets import CHECKED_LIMITS, DCP, Outcome, of_state, outcomes
+from report_tables import noted, spread, table, times
 from results import Results, Row
-from tables import noted, spread, table, times
 
 
 def report(results: Results) -> str:

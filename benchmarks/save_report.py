@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from report_tables import noted, spread, table, times
 from results import Results, Row
 from save_catalogue import CONTESTANTS, WORKLOADS
 from save_targets import DCP, DCP_ASYNC, LIMIT, MEMCPY, Outcome, outcomes
-from tables import noted, spread, table, times
 
 
 def report(results: Results) -> str:
