@@ -4,6 +4,7 @@
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it, resume it on other layouts
 #   make bench    how long things take, beside what others take
+#   make bench-load    the same of loading
 #   make clean    remove what the above have made
 
 PYTHON ?= python3
@@ -17,9 +18,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 DEMO_FOLDER := demo-out
 # A tenth of the full size, for a few minutes; `make bench BENCH_ARGS=` runs all of it, for hours and with 20 GiB.
 BENCH_ARGS ?= --size 0.1 --rounds 3
+BENCH_LOAD_ARGS ?= --size 0.1
 
 .DELETE_ON_ERROR:
-.PHONY: test lint demo bench clean
+.PHONY: test lint demo bench bench-load clean
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -37,6 +39,9 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/plan_cache.py
 	$(BIN)/python benchmarks/save.py $(BENCH_ARGS)
+
+bench-load: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/load.py $(BENCH_LOAD_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

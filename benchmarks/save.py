@@ -31,18 +31,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+from machine import machine_facts
+from results import Results, read_results
 from save_catalogue import CONTESTANTS, WORKLOADS
-from save_machine import machine_facts
 from save_plot import plot
 from save_report import report
-from save_results import Results, Row
 from save_rounds import Rounds, Settings
 
 
 def main() -> None:
     arguments = parsed()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that files and processes go in that case too
-    results = read(arguments.read) if arguments.read else measured(arguments)
+    results = read_results(arguments.read) if arguments.read else measured(arguments)
     text = report(results)
     print(text)
     if arguments.markdown is not None:
@@ -92,12 +92,6 @@ def measured(arguments: argparse.Namespace) -> Results:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return results
-
-
-def read(path: Path) -> Results:
-    content = json.loads(path.read_text())
-    rows = {name: {each: Row(**row) for each, row in rows.items()} for name, rows in content.pop("rows").items()}
-    return Results(**content, rows=rows)
 
 
 if __name__ == "__main__":

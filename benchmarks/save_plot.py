@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from results import Results
 from save_catalogue import CONTESTANTS, WORKLOADS
-from save_results import Results
 
 OURS, THEIRS, LIMIT = "#0b6e4f", "#8a8f98", "#c0392b"
 

@@ -10,16 +10,19 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crew import Crew, CrewError
+from results import Row
 from save_catalogue import CONTESTANTS, Workload
-from save_crew import Crew, CrewError
 from save_memory import PeakMemory, memory_of
-from save_results import Row, slowest
+
+WORKER = Path(__file__).with_name("save_worker.py")
+MEASURES = ("stall", "staged", "durable", "lost", "steps", "step")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Rounds:
         self._workload = workload
         self._settings = settings
         self._crews: dict[str, Crew] = {}
+        self._have_saved: set[tuple[Crew, str]] = set()
+        """Who is past the first save, which makes what is kept, in which crew."""
         self._num_folders = 0
         if settings.peers_python is None:
             for name in names:
@@ -64,11 +69,14 @@ class Rounds:
         row, crew_name = self.rows[name], CONTESTANTS[name].crew
         try:
             crew = self._crew(crew_name)
-            if is_counted and name not in crew.have_saved:  # the crew is new, because another contestant failed
+            if (
+                is_counted and (crew, name) not in self._have_saved
+            ):  # the crew is new, because another contestant failed
                 with self._fresh_folder() as folder:
-                    crew.save(name, folder)
+                    crew.run(name, folder)
             with self._fresh_folder() as folder:
-                timing = slowest(crew.save(name, folder))
+                timing = slowest(crew.run(name, folder))
+                self._have_saved.add((crew, name))
                 pattern = CONTESTANTS[name].rank_in_name
                 if pattern is not None and self._workload.num_ranks > 1:
                     row.bytes_by_rank = bytes_by_rank(folder, pattern, self._workload.num_ranks)
@@ -107,7 +115,7 @@ class Rounds:
                     with PeakMemory(crew.sessions) as peak:
                         for _ in range(2):
                             with self._fresh_folder() as folder:
-                                crew.save(name, folder)
+                                crew.run(name, folder)
             except CrewError as error:
                 row.skipped = f"failed where memory was measured: {self._without_places(error)}"
                 continue
@@ -121,14 +129,9 @@ class Rounds:
 
     def _new_crew(self, name: str) -> Crew:
         settings, workload = self._settings, self._workload
-        crew = Crew(
-            settings.peers_python if name == "peers" and settings.peers_python else settings.own_python,
-            crew=name,
-            workload=workload.name,
-            size=settings.size,
-            num_ranks=workload.num_ranks,
-            timeout_s=settings.timeout_s,
-        )
+        python = settings.peers_python if name == "peers" and settings.peers_python else settings.own_python
+        command = [python, str(WORKER), "--crew", name, "--workload", workload.name, "--size", str(settings.size)]
+        crew = Crew(command, num_ranks=workload.num_ranks, timeout_s=settings.timeout_s)
         self.state_bytes = sum(int(facts["share_bytes"]) for facts in crew.facts)
         return crew
 
@@ -157,3 +160,8 @@ def bytes_by_rank(folder: Path, pattern: str, num_ranks: int) -> list[int]:
         if match and path.is_file():
             sizes[int(match[1])] += path.stat().st_size
     return sizes
+
+
+def slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One round of one contestant, from what its ranks measured."""
+    return {**{name: max(rank[name] for rank in ranks) for name in MEASURES}, "phases": ranks[0]["phases"]}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from results import Results
 from save_catalogue import CONTESTANTS
-from save_results import Results
 
 
 class Against(NamedTuple):

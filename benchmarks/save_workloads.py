@@ -129,6 +129,14 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width, dtype=dtype)
 
 
+def meta_blocks(size: float, dtype: torch.dtype) -> nn.Sequential:
+    """Without memory. Below the full size fewer, and then smaller ones, so that the bytes follow the size."""
+    num_blocks = max(1, round(NUM_BLOCKS * size))
+    width = 64 * max(1, round(math.sqrt(NUM_PARAMETERS * size / num_blocks / 12) / 64))
+    with torch.device("meta"):
+        return nn.Sequential(*(Block(width, dtype) for _ in range(num_blocks)))
+
+
 class ModelTraining:
     """A bf16 model, its fp32 master weights and their optimizer."""
 
@@ -147,11 +155,7 @@ class ModelTraining:
         self.tensors = self._tensors()
 
     def _blocks(self, size: float, dtype: torch.dtype, *, is_sharded: bool) -> nn.Module:
-        """Below the full size fewer, and then smaller ones, so that the bytes follow the size."""
-        num_blocks = max(1, round(NUM_BLOCKS * size))
-        width = 64 * max(1, round(math.sqrt(NUM_PARAMETERS * size / num_blocks / 12) / 64))
-        with torch.device("meta"):
-            blocks = nn.Sequential(*(Block(width, dtype) for _ in range(num_blocks)))
+        blocks = meta_blocks(size, dtype)
         if is_sharded:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for block in blocks:
@@ -197,18 +201,23 @@ class SmallTraining:
     """Many tensors of 1 to 64 KB, small ones more often than large ones, without an optimizer object."""
 
     def __init__(self, num_tensors: int, *, is_sharded: bool) -> None:
-        rng = random.Random(0)
-        shapes = [(4 * round(64 ** rng.random()), 64) for _ in range(num_tensors)]  # rows that 4 ranks share evenly
-        self.tensors = {
-            f"blocks.{number // 10}.{number % 10}": each
-            for number, each in enumerate(_made(shapes, is_sharded=is_sharded))
-        }
+        shapes = small_shapes(num_tensors)
+        made = _made(list(shapes.values()), is_sharded=is_sharded)
+        self.tensors = dict(zip(shapes, made, strict=True))
         self.state: dict[str, Any] = {"model": self.tensors}
         locals_ = [local(tensor) for tensor in self.tensors.values()]
         self._parts = cycle([locals_[start::SMALL_PARTS] for start in range(SMALL_PARTS)])
 
     def update(self) -> None:
         torch._foreach_mul_(next(self._parts), 0.999)
+
+
+def small_shapes(num_tensors: int) -> dict[str, tuple[int, int]]:
+    """Names and shapes; the rows are such that 4 ranks share them evenly."""
+    rng = random.Random(0)
+    return {
+        f"blocks.{number // 10}.{number % 10}": (4 * round(64 ** rng.random()), 64) for number in range(num_tensors)
+    }
 
 
 def _made(shapes: Sequence[tuple[int, int]], *, is_sharded: bool) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""The processes of benchmarks/save.py that hold a workload: started, told what to do, watched, ended. A crew is as many
-processes as the workload has ranks, all of one Python.
+"""The processes of a benchmark that hold a state: started, told what to do, watched, ended. A crew is as many processes
+as the state has ranks, all of one Python.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-WORKER = Path(__file__).with_name("save_worker.py")
 GRACE_S = 15.0
 """After one rank has failed: the others may wait for it for ever."""
-
-
 LOG_LINES = 25
 
 
@@ -32,16 +29,13 @@ class CrewError(Exception):
 
 
 class Crew:
-    """The ranks of one workload at one size."""
+    """The ranks of one state. `command` starts one of them, when it is told its rank and the port they meet at."""
 
-    def __init__(self, python: str, *, crew: str, workload: str, size: float, num_ranks: int, timeout_s: float) -> None:
-        self.have_saved: set[str] = set()
-        """Contestants that are past their first save, which makes what they keep."""
+    def __init__(self, command: Sequence[str], *, num_ranks: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._answers: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  end() closes it
-        port = free_port()
-        fixed = [python, str(WORKER), "--crew", crew, "--workload", workload, "--size", str(size), "--port", str(port)]
+        fixed = [*command, "--port", str(free_port())]
         self._processes = [self._start([*fixed, "--rank", str(rank)]) for rank in range(num_ranks)]
         for rank, process in enumerate(self._processes):
             threading.Thread(target=self._listen, args=(rank, process), daemon=True).start()
@@ -64,15 +58,14 @@ class Crew:
         """Process ids of the ranks. Each leads a session, which what it starts belongs to as well."""
         return [process.pid for process in self._processes]
 
-    def save(self, contestant: str, folder: Path) -> list[dict[str, Any]]:
+    def run(self, contestant: str, folder: Path, **more: str) -> list[dict[str, Any]]:
         """What each rank measured. Raises CrewError."""
+        message = json.dumps({"contestant": contestant, "folder": str(folder), **more})
         for process in self._processes:
             with contextlib.suppress(BrokenPipeError):  # a rank that has died says so by the end of its answers
-                process.stdin.write(json.dumps({"contestant": contestant, "folder": str(folder)}) + "\n")
+                process.stdin.write(message + "\n")
                 process.stdin.flush()
-        timings = self._collect()
-        self.have_saved.add(contestant)
-        return timings
+        return self._collect()
 
     def log_tail(self) -> str:
         """The last lines that the ranks wrote to standard error."""

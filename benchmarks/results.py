@@ -1,13 +1,13 @@
-"""What benchmarks/save.py has measured, as records that go into a JSON file and come out of it again."""
+"""What a benchmark of contestants has measured, as records that go into a JSON file and come out of it again."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-MEASURES = ("stall", "staged", "durable", "lost", "steps", "step")
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Row:
     """One contestant on one workload."""
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
-    """Of each counted round the seconds of MEASURES, the slowest rank's, and the first rank's phases."""
+    """What was measured in each counted round, by the name of the measure: seconds are the slowest rank's."""
     memory_bytes: int | None = None
     """The most that two saves took beyond what was there before the first."""
     bytes_by_rank: list[int] | None = None
@@ -61,6 +61,7 @@ class Results:
         return own / min(others) if own is not None and others else None
 
 
-def slowest(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One round of one contestant, from what its ranks measured."""
-    return {**{name: max(rank[name] for rank in ranks) for name in MEASURES}, "phases": ranks[0]["phases"]}
+def read_results(path: Path) -> Results:
+    content = json.loads(path.read_text())
+    rows = {name: {each: Row(**row) for each, row in rows.items()} for name, rows in content.pop("rows").items()}
+    return Results(**content, rows=rows)

@@ -1,4 +1,4 @@
-"""What the figures of benchmarks/save.py depend on, without names or paths of the machine."""
+"""What the figures of a benchmark depend on, without names or paths of the machine."""
 
 from __future__ import annotations
 
