@@ -7,9 +7,9 @@ from __future__ import annotations
 import mmap
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import xxhash
@@ -68,15 +68,37 @@ class CompressedFile(NamedTuple):
         return Image(name, self.extent_lengths, blocks, content, self.extent_digests)
 
 
+def allocate_for(files: Iterable[PlannedFile]) -> memoryview:
+    """Memory in which any one of these files can be compressed.
+
+    Only pages that were filled once exist, and none once nobody holds it. Frames from malloc would stay with the
+    process for the threads that asked for them, and those of one file would add to those of the next.
+    """
+    num_bytes = max(sum(map(_room_for, planned.chunks)) for planned in files)
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a child that is forked meanwhile must not keep it
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memoryview(memory)
+
+
+def _room_for(chunk: PlacedChunk) -> int:
+    return chunk.byte_length + count_frames(chunk.byte_length) * _ROOM_BYTES
+
+
 def compress_file(
-    planned: PlannedFile, content: _Content, *, threads: int, on_compressed: Callable[[float], None]
+    planned: PlannedFile,
+    content: _Content,
+    memory: memoryview,
+    *,
+    threads: int,
+    on_compressed: Callable[[float], None],
 ) -> CompressedFile:
-    """Compresses a file that was planned with codecs. `on_compressed` is told, from any thread, how many seconds it
-    worked.
+    """Compresses a file that was planned with codecs into this memory, which must stay as it is until the file is
+    written. `on_compressed` is told, from any thread, how many seconds it worked.
 
     Raises what `content` raises.
     """
-    chunks = _chunks_of(planned)
+    chunks = _chunks_of(planned, memory)
     frames = ((chunk, number) for chunk in chunks for number in range(chunk.num_frames))
 
     def encode(job: tuple[_Chunk, int, memoryview]) -> None:
@@ -85,32 +107,20 @@ def compress_file(
         on_compressed(time.perf_counter() - started)
 
     for byte_offset, byte_length in planned.blocks:
-        with content(byte_offset, byte_length) as memory:
-            jobs = list(_jobs(frames, memory))
+        with content(byte_offset, byte_length) as raw:
+            jobs = list(_jobs(frames, raw))
             # The first frame of a chunk decides about the others.
             do_side_by_side(encode, [job for job in jobs if job[1] == 0], num_threads=threads)
             do_side_by_side(encode, [job for job in jobs if job[1] > 0], num_threads=threads)
     return _put_together(chunks)
 
 
-def _chunks_of(planned: PlannedFile) -> list[_Chunk]:
-    num_bytes = [chunk.byte_length + count_frames(chunk.byte_length) * _ROOM_BYTES for chunk in planned.chunks]
-    starts = [0, *accumulate(num_bytes)]
-    memory = _allocate(starts[-1])
+def _chunks_of(planned: PlannedFile, memory: memoryview) -> list[_Chunk]:
+    bounds = pairwise(accumulate(map(_room_for, planned.chunks), initial=0))
     return [
-        _Chunk(chunk, codec, memory[start : start + length])
-        for chunk, codec, start, length in zip(planned.chunks, planned.codecs, starts, num_bytes, strict=False)
+        _Chunk(chunk, codec, memory[start:end])
+        for chunk, codec, (start, end) in zip(planned.chunks, planned.codecs, bounds, strict=True)
     ]
-
-
-def _allocate(num_bytes: int) -> memoryview:
-    """Memory of which only the pages that are filled exist, and none once nobody holds it. Frames from malloc would
-    stay with the process for the threads that asked for them, and those of one file would add to those of the next.
-    """
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a child that is forked meanwhile must not keep it
-        memory.madvise(mmap.MADV_DONTFORK)
-    return memoryview(memory)
 
 
 class _Chunk:

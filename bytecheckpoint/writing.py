@@ -18,7 +18,7 @@ import msgspec
 from bytecheckpoint.agreement import Agreed
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
-from bytecheckpoint.compressing import CompressedFile, compress_file
+from bytecheckpoint.compressing import CompressedFile, allocate_for, compress_file
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -139,20 +139,27 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
 
 
 def _write_files(saving: Saving) -> list[WrittenFile]:
-    """Those that are compressed come last: while one is written the next is compressed, so two are held in memory."""
     files = saving.agreed.known.files
-    num_raw = sum(not planned.codecs for planned in files)
+    num_raw = sum(not planned.codecs for planned in files)  # they come first
     written = [_write_raw(saving, number) for number in range(num_raw)]
+    return written + _compress_and_write(saving, range(num_raw, len(files))) if num_raw < len(files) else written
+
+
+def _compress_and_write(saving: Saving, numbers: range) -> list[WrittenFile]:
+    """While one file is written the next is compressed, and never a third is held: they take turns in two memories."""
+    files = [saving.agreed.known.files[number] for number in numbers]
+    memories = [allocate_for(files) for _ in range(2)]
     compressed: dict[int, CompressedFile] = {}
+    written: list[WrittenFile] = []
 
     def compress(number: int) -> None:
-        compressed[number] = _compress(saving, number)
+        compressed[number] = _compress(saving, number, memories[number % 2])
 
     def write(number: int) -> None:
         written.append(_write_compressed(saving, number, compressed.pop(number)))
 
-    compressing = [partial(compress, number) for number in range(num_raw, len(files))]
-    writing = [partial(write, number) for number in range(num_raw, len(files))]
+    compressing = [partial(compress, number) for number in numbers]
+    writing = [partial(write, number) for number in numbers]
     for at_once in zip_longest([None, *writing], compressing):
         do_side_by_side(lambda step: step(), [step for step in at_once if step is not None], num_threads=2)
     return written
@@ -165,10 +172,11 @@ def _write_raw(saving: Saving, number: int) -> WrittenFile:
     return WrittenFile(_write_image(saving, image), None)
 
 
-def _compress(saving: Saving, number: int) -> CompressedFile:
+def _compress(saving: Saving, number: int, memory: memoryview) -> CompressedFile:
     return compress_file(
         saving.agreed.known.files[number],
         partial(saving.snapshot.content, number),
+        memory,
         threads=saving.options.writer_threads,
         on_compressed=partial(saving.clock.add, "compress"),
     )

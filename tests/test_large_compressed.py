@@ -112,10 +112,10 @@ def test_a_file_is_compressed_while_the_one_before_is_written_and_no_more_are_he
     started = [threading.Event() for _ in range(11)]
     compress, write = writing._compress, writing._write_compressed
 
-    def watched_compress(saving: Any, number: int) -> CompressedFile:
+    def watched_compress(saving: Any, number: int, memory: memoryview) -> CompressedFile:
         events.append(("compress", number))
         started[number].set()
-        return compress(saving, number)
+        return compress(saving, number, memory)
 
     def watched_write(saving: Any, number: int, compressed: CompressedFile) -> Any:
         assert number == 9 or started[number + 1].wait(20)
