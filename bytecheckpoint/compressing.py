@@ -4,17 +4,25 @@ then the header, which says how long they are. What is compressed is decided in 
 
 from __future__ import annotations
 
+import mmap
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import xxhash
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.frames import MAX_ENCODED_BYTES, count_frames, frame_bytes, is_compressible, is_worth_it
+from bytecheckpoint.frames import (
+    FRAME_BYTES,
+    MAX_ENCODED_BYTES,
+    count_frames,
+    frame_bytes,
+    is_compressible,
+    is_worth_it,
+)
 from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents
 from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.staging import PlannedFile, encode_file_header
@@ -23,6 +31,9 @@ from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.writer import BLOCK_BYTES, Image
 
 _Content = Callable[[int, int], AbstractContextManager[memoryview]]
+
+_ROOM_BYTES = MAX_ENCODED_BYTES - FRAME_BYTES
+"""How much longer than its raw bytes a frame may be."""
 
 
 class Place(NamedTuple):
@@ -36,7 +47,7 @@ class Place(NamedTuple):
 class CompressedFile(NamedTuple):
     """The bytes of a data file, all of them in memory."""
 
-    pieces: Sequence[bytes]
+    pieces: Sequence[memoryview]
     """The header, then the frames of each chunk, or its raw bytes where it did not get smaller."""
     extent_lengths: Sequence[int]
     extent_digests: Sequence[int]
@@ -57,15 +68,37 @@ class CompressedFile(NamedTuple):
         return Image(name, self.extent_lengths, blocks, content, self.extent_digests)
 
 
+def allocate_for(files: Iterable[PlannedFile]) -> memoryview:
+    """Memory in which any one of these files can be compressed.
+
+    Only pages that were filled once exist, and none once nobody holds it. Frames from malloc would stay with the
+    process for the threads that asked for them, and those of one file would add to those of the next.
+    """
+    num_bytes = max(sum(map(_room_for, planned.chunks)) for planned in files)
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a child that is forked meanwhile must not keep it
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memoryview(memory)
+
+
+def _room_for(chunk: PlacedChunk) -> int:
+    return chunk.byte_length + count_frames(chunk.byte_length) * _ROOM_BYTES
+
+
 def compress_file(
-    planned: PlannedFile, content: _Content, *, threads: int, on_compressed: Callable[[float], None]
+    planned: PlannedFile,
+    content: _Content,
+    memory: memoryview,
+    *,
+    threads: int,
+    on_compressed: Callable[[float], None],
 ) -> CompressedFile:
-    """Compresses a file that was planned with codecs. `on_compressed` is told, from any thread, how many seconds it
-    worked.
+    """Compresses a file that was planned with codecs into this memory, which must stay as it is until the file is
+    written. `on_compressed` is told, from any thread, how many seconds it worked.
 
     Raises what `content` raises.
     """
-    chunks = [_Chunk(chunk, codec) for chunk, codec in zip(planned.chunks, planned.codecs, strict=True)]
+    chunks = _chunks_of(planned, memory)
     frames = ((chunk, number) for chunk in chunks for number in range(chunk.num_frames))
 
     def encode(job: tuple[_Chunk, int, memoryview]) -> None:
@@ -74,23 +107,33 @@ def compress_file(
         on_compressed(time.perf_counter() - started)
 
     for byte_offset, byte_length in planned.blocks:
-        with content(byte_offset, byte_length) as memory:
-            jobs = list(_jobs(frames, memory))
+        with content(byte_offset, byte_length) as raw:
+            jobs = list(_jobs(frames, raw))
             # The first frame of a chunk decides about the others.
             do_side_by_side(encode, [job for job in jobs if job[1] == 0], num_threads=threads)
             do_side_by_side(encode, [job for job in jobs if job[1] > 0], num_threads=threads)
     return _put_together(chunks)
 
 
+def _chunks_of(planned: PlannedFile, memory: memoryview) -> list[_Chunk]:
+    bounds = pairwise(accumulate(map(_room_for, planned.chunks), initial=0))
+    return [
+        _Chunk(chunk, codec, memory[start:end])
+        for chunk, codec, (start, end) in zip(planned.chunks, planned.codecs, bounds, strict=True)
+    ]
+
+
 class _Chunk:
     """A chunk and what is to be stored of it."""
 
-    def __init__(self, placed: PlacedChunk, codec: str) -> None:
+    def __init__(self, placed: PlacedChunk, codec: str, memory: memoryview) -> None:
+        """`memory` takes the raw bytes of the chunk and `_ROOM_BYTES` more for each frame."""
         self.placed = placed
         self._item_bytes = itemsize(placed.dtype)
+        self._memory = memory
         self.codec = codec if is_compressible(placed.byte_length) else "none"
         self.num_frames = count_frames(placed.byte_length)
-        self.frames: list[bytes] = [b""] * self.num_frames
+        self.frames = [memory[:0]] * self.num_frames
 
     @property
     def num_stored_bytes(self) -> int:
@@ -101,13 +144,10 @@ class _Chunk:
 
     def add(self, number: int, raw: memoryview) -> None:
         """Takes one frame; frame 0 before all others."""
-        if self.codec == "none":
-            self.frames[number] = bytes(raw)
-            return
-        frame = encode_frame(self.codec, raw, self._item_bytes)
+        frame = raw if self.codec == "none" else encode_frame(self.codec, raw, self._item_bytes)
         if number == 0 and len(frame) >= raw.nbytes:
-            self.codec, frame = "none", bytes(raw)
-        self.frames[number] = frame
+            self.codec, frame = "none", raw
+        self._keep(number, frame)
 
     def settle(self) -> None:
         """Goes back to raw bytes where all frames together turn out to be no smaller."""
@@ -115,9 +155,14 @@ class _Chunk:
             return
         for number, frame in enumerate(self.frames):
             raw = bytearray(self.frame_bytes(number))
-            decode_frame(self.codec, memoryview(frame), self._item_bytes, memoryview(raw))
-            self.frames[number] = bytes(raw)
+            decode_frame(self.codec, frame, self._item_bytes, memoryview(raw))
+            self._keep(number, raw)
         self.codec = "none"
+
+    def _keep(self, number: int, frame: bytes | bytearray | memoryview) -> None:
+        start = number * MAX_ENCODED_BYTES
+        self.frames[number] = self._memory[start : start + len(frame)]
+        self.frames[number][:] = frame
 
 
 def _jobs(frames: Iterator[tuple[_Chunk, int]], memory: memoryview) -> Iterator[tuple[_Chunk, int, memoryview]]:
@@ -138,7 +183,7 @@ def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
     header = encode_file_header([(chunk.placed, chunk.num_stored_bytes, chunk.codec) for chunk in in_file])
     ends = accumulate((chunk.num_stored_bytes for chunk in in_file), initial=len(header))
     starts = {id(chunk): start for chunk, start in zip(in_file, ends, strict=False)}
-    pieces = [header, *(frame for chunk in in_file for frame in chunk.frames)]
+    pieces = [memoryview(header), *(frame for chunk in in_file for frame in chunk.frames)]
     extents = [part for piece in pieces for part in _extents(piece)]
     return CompressedFile(
         pieces=pieces,
@@ -148,21 +193,21 @@ def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
     )
 
 
-def _extents(piece: bytes) -> Iterator[memoryview]:
+def _extents(piece: memoryview) -> Iterator[memoryview]:
     """A frame is one extent; what is longer, or stored raw, is cut as in other files."""
     start = 0
     is_long = len(piece) > MAX_ENCODED_BYTES
     for length in cut_extents(len(piece), [], block_bytes=BLOCK_BYTES) if is_long else [len(piece)]:
-        yield memoryview(piece)[start : start + length]
+        yield piece[start : start + length]
         start += length
 
 
-def _gather(pieces: Sequence[bytes], starts: Sequence[int], byte_offset: int, into: memoryview) -> None:
+def _gather(pieces: Sequence[memoryview], starts: Sequence[int], byte_offset: int, into: memoryview) -> None:
     index = bisect_right(starts, byte_offset) - 1
     filled = 0
     while filled < into.nbytes:
         skipped = byte_offset + filled - starts[index]
-        part = memoryview(pieces[index])[skipped : skipped + into.nbytes - filled]
+        part = pieces[index][skipped : skipped + into.nbytes - filled]
         into[filled : filled + part.nbytes] = part
         filled += part.nbytes
         index += 1

@@ -34,16 +34,17 @@ class SaveOptions:
     """Host memory that an asynchronous save may stage in; a larger state goes through it in waves, and `save` returns
     when the last has been staged. None for as much as this rank writes. In bytes."""
     max_file_bytes: int = 8 << 30
-    """Start another data file when one would grow beyond this; a larger chunk gets a file of its own. In bytes."""
+    """Start another data file when one would grow beyond this; a larger chunk gets a file of its own, or is cut where
+    it is to be compressed. In bytes."""
     writer_threads: int = 3
     """Writes in flight per rank, to a local folder, each from a block of 16 MiB; to a URL a file is one stream."""
     codec: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "none"
     """How tensors are compressed: `none`, or `zstd`, which makes bfloat16 weights about a third smaller.
 
     Or a mapping from globs of FQNs to one of them: the first glob that matches counts, what none matches is not
-    compressed. It is kept as a tuple of pairs. Whatever does not get smaller is stored as it is. Each file of
-    compressed tensors is put together in host memory, beyond `staging_bytes`: up to 256 MiB of tensors, or one tensor
-    that is larger.
+    compressed. It is kept as a tuple of pairs. Whatever does not get smaller is stored as it is. A file of compressed
+    tensors holds at most 64 MiB of them, and larger ones are cut. It is put together in host memory, beyond
+    `staging_bytes`, while the one before it is written: 128 MiB in all.
     """
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""

@@ -17,6 +17,7 @@ from bytecheckpoint.compressing import Place
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
 from bytecheckpoint.plan_cache import KnownPlan, Written
+from bytecheckpoint.planner.file_plan import are_exactly
 from bytecheckpoint.planner.save_plan import Write
 from bytecheckpoint.region import Region
 from bytecheckpoint.staging import PlannedFile
@@ -121,10 +122,10 @@ def _lengths(report: _Report) -> list[int]:
 
 
 def _check_chunks(agreed: Agreed, rank: int, report: _Report) -> None:
-    planned = sorted(agreed.known.plan.writes[rank]) if agreed.known.plan is not None else []
-    written = sorted(Write(offer, Region(offsets, lengths)) for offer, offsets, lengths, *_ in report.chunks)
+    planned = agreed.known.plan.writes[rank] if agreed.known.plan is not None else []
+    written = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths, *_ in report.chunks]
     data_bytes = sum(chunk[-2] for chunk in report.chunks)
-    if planned != written or sum(_lengths(report)) < data_bytes:
+    if not are_exactly(written, planned) or sum(_lengths(report)) < data_bytes:
         raise _not_as_planned(rank, f"{len(planned)} chunks", f"{len(written)} in {sum(_lengths(report))} bytes")
 
 

@@ -14,11 +14,12 @@ Job = TypeVar("Job")
 
 
 def do_side_by_side(do: Callable[[Job], object], jobs: Sequence[Job], *, num_threads: int) -> None:
-    """Does every job once, on so many threads, of which the caller's is one. When it returns or raises, none is still
-    at work.
+    """Does every job once, on up to so many threads, of which the caller's is one. When it returns or raises, none is
+    still at work.
 
     Raises what a job raised. Where there can be fewer threads, those that there are do all of it.
     """
+    num_others = max(min(num_threads, len(jobs)) - 1, 0)
     pending = iter(range(len(jobs)))
     lock = threading.Lock()
     done: list[int] = []
@@ -32,10 +33,10 @@ def do_side_by_side(do: Callable[[Job], object], jobs: Sequence[Job], *, num_thr
             do(jobs[number])
             done.append(number)
 
-    with ThreadPoolExecutor(max(num_threads - 1, 1), thread_name_prefix="bytecheckpoint") as pool:
+    with ThreadPoolExecutor(max(num_others, 1), thread_name_prefix="bytecheckpoint") as pool:
         futures: list[Future[None]] = []
         with suppress(RuntimeError):  # no more threads, or the interpreter is exiting
-            while len(futures) < num_threads - 1:
+            while len(futures) < num_others:
                 futures.append(pool.submit(work))
         work()
     for future in futures:

@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.frames import count_frames, frame_bytes
 from bytecheckpoint.planner.codec_choice import CodecOption, codec_of
-from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files
+from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files, split_writes
 from bytecheckpoint.planner.save_plan import Offer, Write
 from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.storage.data_file import chunk_entry, encode_header
@@ -24,8 +24,9 @@ from bytecheckpoint.tensor_memory import narrowed, to_host, view_region
 COPY_BYTES = 4 << 20
 """How much of a tensor that is not flat on the host is copied at a time."""
 
-MAX_COMPRESSED_FILE_BYTES = 256 << 20
-"""Of tensors, not yet compressed. A file of compressed tensors is put together in memory."""
+MAX_COMPRESSED_FILE_BYTES = 64 << 20
+"""Of tensors, not yet compressed. A file of compressed tensors is put together in memory, and two of them exist at a
+time: with the scratch memory, less than 256 MB."""
 
 _HEADER_METADATA = {"format": "pt"}
 """Some readers of safetensors files refuse those that do not say which framework's tensors they hold."""
@@ -52,13 +53,14 @@ class PlannedFile(NamedTuple):
 def plan_files(
     offers: Sequence[Offer], writes: Sequence[Write], *, max_file_bytes: int, codec: CodecOption
 ) -> list[PlannedFile]:
-    """The data files that hold these writes of one rank: those of compressed tensors last, and small."""
+    """The data files that hold these writes of one rank: those of compressed tensors last, and none of them large."""
     codecs = {index: codec_of(offers[index].fqn, codec) for index in {write.offer for write in writes}}
     raw = [write for write in writes if codecs[write.offer] == "none"]
     others = [write for write in writes if codecs[write.offer] != "none"]
     files = [_plan_file(chunks, offers) for chunks in lay_out_files(offers, raw, max_file_bytes=max_file_bytes)]
     max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
-    compressed = lay_out_files(offers, others, max_file_bytes=max_bytes)
+    parts = split_writes(offers, others, max_bytes=max_bytes)
+    compressed = lay_out_files(offers, parts, max_file_bytes=max_bytes)
     return files + [
         _plan_compressed_file(chunks, offers, [codecs[chunk.offer] for chunk in chunks]) for chunks in compressed
     ]

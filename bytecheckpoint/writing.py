@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ import msgspec
 from bytecheckpoint.agreement import Agreed
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
-from bytecheckpoint.compressing import compress_file
+from bytecheckpoint.compressing import CompressedFile, allocate_for, compress_file
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -26,10 +27,11 @@ from bytecheckpoint.errors import (
     StorageError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_manifest
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.reporting import WrittenFile, build_manifest, encode_report, remember_tensors
+from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.snapshot import Snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.names import join_name
@@ -113,7 +115,7 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
     with together(ranks, f"writing {saving.path}", about=about), ExitStack() as undo:
         undo.callback(_discard, saving)
         with clock.phase("write"), closing(saving.snapshot):
-            written = [_write_file(saving, number) for number in range(len(saving.names))]
+            written = _write_files(saving)
         reports = ranks.gather(encode_report(saving.agreed, written))
         files = [of_file.file for of_file in written]
         write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=files)
@@ -136,18 +138,58 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
     return replace(info, seconds={**clock.seconds, "total": clock.total})
 
 
-def _write_file(saving: Saving, number: int) -> WrittenFile:
-    planned, name, clock = saving.agreed.known.files[number], saving.names[number], saving.clock
+def _write_files(saving: Saving) -> list[WrittenFile]:
+    files = saving.agreed.known.files
+    num_raw = sum(not planned.codecs for planned in files)  # they come first
+    written = [_write_raw(saving, number) for number in range(num_raw)]
+    return written + _compress_and_write(saving, range(num_raw, len(files))) if num_raw < len(files) else written
+
+
+def _compress_and_write(saving: Saving, numbers: range) -> list[WrittenFile]:
+    """While one file is written the next is compressed, and never a third is held: they take turns in two memories."""
+    files = [saving.agreed.known.files[number] for number in numbers]
+    memories = [allocate_for(files) for _ in range(2)]
+    compressed: dict[int, CompressedFile] = {}
+    written: list[WrittenFile] = []
+
+    def compress(number: int) -> None:
+        compressed[number] = _compress(saving, number, memories[number % 2])
+
+    def write(number: int) -> None:
+        written.append(_write_compressed(saving, number, compressed.pop(number)))
+
+    compressing = [partial(compress, number) for number in numbers]
+    writing = [partial(write, number) for number in numbers]
+    for at_once in zip_longest([None, *writing], compressing):
+        do_side_by_side(lambda step: step(), [step for step in at_once if step is not None], num_threads=2)
+    return written
+
+
+def _write_raw(saving: Saving, number: int) -> WrittenFile:
+    planned = saving.agreed.known.files[number]
     content = partial(saving.snapshot.content, number)
-    if planned.codecs:
-        compressed = compress_file(
-            planned, content, threads=saving.options.writer_threads, on_compressed=partial(clock.add, "compress")
-        )
-        image, places = compressed.image(name, saving.scratch), compressed.places
-    else:
-        image, places = Image(name, planned.extent_lengths, planned.blocks, content), None
-    path = join_name(saving.folder, name)
-    return WrittenFile(write_image(saving.store, path, image, partial(clock.add, "checksum")), places)
+    image = Image(saving.names[number], planned.extent_lengths, planned.blocks, content)
+    return WrittenFile(_write_image(saving, image), None)
+
+
+def _compress(saving: Saving, number: int, memory: memoryview) -> CompressedFile:
+    return compress_file(
+        saving.agreed.known.files[number],
+        partial(saving.snapshot.content, number),
+        memory,
+        threads=saving.options.writer_threads,
+        on_compressed=partial(saving.clock.add, "compress"),
+    )
+
+
+def _write_compressed(saving: Saving, number: int, compressed: CompressedFile) -> WrittenFile:
+    image = compressed.image(saving.names[number], saving.scratch)
+    return WrittenFile(_write_image(saving, image), compressed.places)
+
+
+def _write_image(saving: Saving, image: Image) -> DataFile:
+    path = join_name(saving.folder, image.name)
+    return write_image(saving.store, path, image, partial(saving.clock.add, "checksum"))
 
 
 def _encode_manifest(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:

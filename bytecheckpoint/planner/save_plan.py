@@ -40,7 +40,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Write(NamedTuple):
-    """A chunk that a rank is to write."""
+    """What a rank is to write of an offer, as one chunk or, where it is compressed and large, as several."""
 
     offer: int
     """Index into that rank's offers."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.planner.file_plan import EXTENT_BYTES, cut_extents, lay_out_files
+from bytecheckpoint.planner.file_plan import EXTENT_BYTES, are_exactly, cut_extents, lay_out_files, split_writes
 from bytecheckpoint.planner.save_plan import MIN_SPLIT_BYTES, Offer, SavePlan, Write, plan_save
 from bytecheckpoint.region import Region, find_tiling_fault, intersect, whole
 
@@ -202,6 +202,53 @@ def test_files_hold_all_chunks_without_gaps_each_aligned(
         assert [chunk.data_offset for chunk in file] == [0, *ends[:-1]]
         assert all(chunk.data_offset % itemsize(chunk.dtype) == 0 for chunk in file)
         assert ends[-1] <= max_file_bytes or len(file) == 1
+
+
+@given(st.lists(st.tuples(shapes, dtypes), max_size=6), st.sampled_from([MiB // 4, MiB, 3 * MiB + 1]))
+@settings(max_examples=50, deadline=None)
+def test_large_writes_are_cut_and_nothing_is_lost(tensors: list[tuple[tuple[int, ...], str]], max_bytes: int) -> None:
+    offers = [offer(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]
+    writes = [Write(index, each.region) for index, each in enumerate(offers)]
+    parts = split_writes(offers, writes, max_bytes=max_bytes)
+    for index, each in enumerate(offers):
+        of_offer = [part.region for part in parts if part.offer == index]
+        assert find_tiling_fault(each.shape, of_offer) is None
+        assert all(region.numel * itemsize(each.dtype) <= max_bytes for region in of_offer)
+        assert len(of_offer) == 1 or each.region.numel * itemsize(each.dtype) > max_bytes
+    assert are_exactly(parts[::-1], writes)
+    assert not parts or not are_exactly(parts[1:], writes)
+
+
+ROWS = Region((4, 0), (6, 5))
+"""What is planned below, beside another part of the same offer and one of another."""
+PLANNED = [Write(0, ROWS), Write(0, Region((10, 0), (2, 5))), Write(1, Region((), ())), Write(2, Region((0,), (0,)))]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "is_right"),
+    [
+        ([ROWS], True),
+        ([Region((4, 0), (2, 5)), Region((6, 0), (4, 5))], True),
+        ([Region((4, 0), (6, 2)), Region((4, 2), (6, 3))], True),
+        ([], False),
+        ([ROWS, ROWS], False),
+        ([ROWS, Region((4, 0), (2, 5))], False),
+        ([ROWS, Region((12, 0), (1, 5))], False),
+        ([ROWS, Region((4, 0), (0, 5))], False),
+        ([Region((4, 0), (2, 5)), Region((7, 0), (3, 5))], False),
+        ([Region((4, 0), (3, 5)), Region((6, 0), (4, 5))], False),
+        ([Region((4, 0), (3, 5)), Region((4, 0), (3, 5))], False),
+        ([Region((3, 0), (7, 5))], False),
+        ([Region((4, 0), (7, 5))], False),
+        ([Region((4, 0), (3, 5)), Region((7, 0), (4, 5))], False),
+    ],
+)
+def test_what_was_written_is_compared_with_what_was_planned(chunks: list[Region], is_right: bool) -> None:
+    others = PLANNED[1:]
+    assert are_exactly([*others, *(Write(0, region) for region in chunks)], PLANNED) == is_right
+    for missing in range(len(others)):
+        left = others[:missing] + others[missing + 1 :]
+        assert not are_exactly([*left, *(Write(0, region) for region in chunks)], PLANNED)
 
 
 @given(
