@@ -71,5 +71,8 @@ def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:
     is_raw = target.stored_dtype == target.shard.dtype and not destination.is_conj() and not destination.is_neg()
     if is_raw and integers is not None:
         dtype, destination = integers, destination.view(integers)
-    source = torch.frombuffer(content, dtype=torch.uint8).view(dtype).as_strided(lengths, strides)
+    stored = torch.frombuffer(content, dtype=torch.uint8)
+    if stored.data_ptr() % dtype.itemsize:
+        stored = stored.clone()  # files of others may hold it so; torch crashes on complex numbers that are not aligned
+    source = stored.view(dtype).as_strided(lengths, strides)
     destination.copy_(source)
