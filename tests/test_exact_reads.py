@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_checkpoints import contents_of, write_checkpoint
 from sample_tensors import random_bits, same_bits
+from torch import nn
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.tensors import LocalShard, dtype_name
@@ -202,3 +203,22 @@ def test_half_of_what_was_saved_reads_half_of_the_bytes(tmp_path: Path) -> None:
         fetches = fill(source, [("a", (600, 1100), region, target)])
         assert same_bits(target, cut(tensor, region))
         assert sum(fetch.byte_length for fetch in fetches) == target.nbytes
+
+
+def memory_bytes(name: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not tell the peak of memory")
+def test_a_module_on_the_meta_device_is_read_without_a_second_copy(tmp_path: Path) -> None:
+    source = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    num_bytes = 6 * 4 * 2048 * 2048
+    bcp.save(tmp_path, {"model": source})
+    with torch.device("meta"):
+        target = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_bytes("VmRSS")
+    bcp.load(tmp_path, {"model": target}, options=bcp.LoadOptions(scratch_bytes=8 * MiB))
+    assert memory_bytes("VmHWM") - before < num_bytes * 3 // 2
+    assert all(map(torch.equal, source.parameters(), target.parameters()))

@@ -38,7 +38,7 @@ _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
 _FOLDER = -1
 _ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
-"""A file is found and opened for every read; bytes come from the page cache or several disks' worth of read-ahead."""
+"""A file is found and opened for every read, and its bytes may be in the page cache."""
 
 
 class LocalStore:
