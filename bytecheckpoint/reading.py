@@ -38,7 +38,7 @@ class Source:
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file) or CheckpointCorruptError
         (truncated, unsupported_version); nothing has been read then.
         """
-        options, access = self._options, self.store.access
+        options = self._options
         wants = [
             Want(fqn, shard.region, takes_bytes(shard, self._stored_dtype(fqn)))
             for shard, fqn in zip(shards, stored_fqns, strict=True)
@@ -47,8 +47,8 @@ class Source:
             self.manifest,
             wants,
             verify=options.verify,
-            max_gap_bytes=access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
-            max_fetch_bytes=min(options.scratch_bytes // options.reader_threads, access.request_bytes),
+            max_gap_bytes=self.store.access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
+            max_fetch_bytes=options.scratch_bytes // options.reader_threads,
         )
         check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
         return fetches

@@ -39,11 +39,6 @@ class Access(NamedTuple):
         """So many bytes are read in the time that another request takes to begin."""
         return int(self.latency_s * self.bytes_per_s)
 
-    @property
-    def request_bytes(self) -> int:
-        """A read of so many bytes spends next to nothing on its latency; a longer one only takes more memory."""
-        return 32 * self.gap_bytes
-
 
 class Store(Protocol):
     """Named objects under a root. Names are relative, with forward slashes. Methods may be called from any thread.
