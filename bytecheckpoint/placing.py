@@ -4,6 +4,7 @@ nothing of where in a file they lay.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.coalesce import BoxPart, Part
+from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
 from bytecheckpoint.tensor_memory import SAME_SIZE_INTEGERS, as_bytes, is_flat, view_region
 
@@ -21,29 +22,45 @@ class Target(NamedTuple):
 
     shard: LocalShard
     stored_dtype: str
-    memory: memoryview | None
-    """Its bytes, where stored bytes can be put there as they are."""
+    address: int
+    """Of its first byte, where stored bytes can be put there as they are; else 0."""
+    byte_length: int
+    """0 where there is no address."""
 
 
 def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
     """Whether stored bytes can be put into the shard's memory as they are."""
-    return is_flat(shard.tensor) and shard.dtype == stored_dtype
+    return shard.dtype == stored_dtype and is_flat(shard.tensor)
 
 
 def target_of(shard: LocalShard, stored_dtype: str) -> Target:
-    return Target(shard, stored_dtype, as_bytes(shard.tensor) if takes_bytes(shard, stored_dtype) else None)
+    # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
+    tensor = shard.tensor
+    return Target(
+        shard, stored_dtype, *((tensor.data_ptr(), tensor.nbytes) if takes_bytes(shard, stored_dtype) else (0, 0))
+    )
 
 
-def place(part: Part, fetched: memoryview, fetched_offset: int, targets: Sequence[Target]) -> None:
-    """Puts one part of the bytes that were read from `fetched_offset` of a file into its target."""
+def memory_of(part: Part, targets: Sequence[Target]) -> memoryview | None:
+    """The memory that the bytes of a part are for, where they can be put there as they are."""
     target = targets[part.want]
-    content = fetched[part.byte_offset - fetched_offset :][: part.byte_length]
-    if isinstance(part, BoxPart):
-        _place_box(part, content, target)
-    elif target.memory is None:
-        raise ValueError(f"the plan takes {target.shard.fqn} for memory that takes bytes, which it is not")
-    else:
-        target.memory[part.target_byte_offset : part.target_byte_offset + part.byte_length] = content
+    if not target.address or not isinstance(part, FlatPart):
+        return None
+    return as_bytes(target.shard.tensor)[part.target_byte_offset : part.target_byte_offset + part.byte_length]
+
+
+def place_all(parts: Sequence[Part], byte_offset: int, targets: Sequence[Target], fetched: memoryview) -> None:
+    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
+    source = ctypes.addressof(ctypes.c_char.from_buffer(fetched)) - byte_offset
+    for part in parts:
+        target = targets[part.want]
+        if isinstance(part, BoxPart):
+            _place_box(part, fetched[part.byte_offset - byte_offset :][: part.byte_length], target)
+            continue
+        _, start, length, target_offset = part
+        if target_offset + length > target.byte_length or start + length > byte_offset + fetched.nbytes:
+            raise ValueError(f"the plan puts {length} bytes where {target.shard.fqn} has no memory that takes them")
+        ctypes.memmove(target.address + target_offset, source + start, length)
 
 
 def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:
@@ -54,5 +71,8 @@ def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:
     is_raw = target.stored_dtype == target.shard.dtype and not destination.is_conj() and not destination.is_neg()
     if is_raw and integers is not None:
         dtype, destination = integers, destination.view(integers)
-    source = torch.frombuffer(content, dtype=torch.uint8).view(dtype).as_strided(lengths, strides)
+    stored = torch.frombuffer(content, dtype=torch.uint8)
+    if stored.data_ptr() % dtype.itemsize:
+        stored = stored.clone()  # files of others may hold it so; torch crashes on complex numbers that are not aligned
+    source = stored.view(dtype).as_strided(lengths, strides)
     destination.copy_(source)

@@ -8,8 +8,8 @@ from functools import partial
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.placing import Target, place, takes_bytes, target_of
-from bytecheckpoint.planner.coalesce import Fetch, FlatPart, Frame, Part
+from bytecheckpoint.placing import Target, memory_of, place_all, takes_bytes, target_of
+from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
@@ -25,6 +25,7 @@ class Source:
         self.folder = folder
         self.manifest = manifest
         self._options = options
+        self._dtypes: dict[str, str] = {}
 
     @property
     def path(self) -> str:
@@ -37,45 +38,56 @@ class Source:
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file) or CheckpointCorruptError
         (truncated, unsupported_version); nothing has been read then.
         """
+        options = self._options
         wants = [
-            Want(fqn, shard.region, takes_bytes(shard, self.manifest.describe(fqn)[0]))
+            Want(fqn, shard.region, takes_bytes(shard, self._stored_dtype(fqn)))
             for shard, fqn in zip(shards, stored_fqns, strict=True)
         ]
         fetches = plan_load(
             self.manifest,
             wants,
-            verify=self._options.verify,
-            max_gap_bytes=self._options.max_gap_bytes,
-            max_fetch_bytes=self._options.scratch_bytes // self._options.reader_threads,
+            verify=options.verify,
+            max_gap_bytes=self.store.access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
+            max_fetch_bytes=options.scratch_bytes // options.reader_threads,
         )
         check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
         return fetches
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
-        targets = [
-            target_of(shard, self.manifest.describe(fqn)[0]) for shard, fqn in zip(shards, stored_fqns, strict=True)
-        ]
+        targets = [target_of(shard, self._stored_dtype(fqn)) for shard, fqn in zip(shards, stored_fqns, strict=True)]
         reads = [self._read(fetch, targets, stored_fqns) for fetch in fetches]
-        run_reads(self.store, reads, threads=self._options.reader_threads, verify=self._options.verify)
+        run_reads(
+            self.store,
+            reads,
+            threads=self._options.reader_threads,
+            verify=self._options.verify,
+            scratch_bytes=self._options.scratch_bytes,
+        )
+
+    def _stored_dtype(self, fqn: str) -> str:
+        dtype = self._dtypes.get(fqn)
+        if dtype is None:
+            dtype = self._dtypes[fqn] = self.manifest.describe(fqn)[0]
+        return dtype
 
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]
-        memory = _memory(fetch.parts[0], targets) if fetch.is_direct else None
+        memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
         return Read(
             file=file,
             name=join_name(self.folder, file.name),
             byte_offset=fetch.byte_offset,
             byte_length=fetch.byte_length,
             target=memory,
-            place=partial(_place_all, fetch.parts, fetch.byte_offset, targets) if memory is None else _leave,
+            place=partial(place_all, fetch.parts, fetch.byte_offset, targets) if memory is None else _leave,
             wanted_by=partial(_names, fetch, stored_fqns),
             frames=[_frame_read(frame, targets) for frame in fetch.frames],
         )
 
 
 def _frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
-    memory = _memory(frame.parts[0], targets) if frame.is_direct else None
+    memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
     return FrameRead(
         byte_offset=frame.byte_offset,
         byte_length=frame.byte_length,
@@ -83,25 +95,12 @@ def _frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
         codec=frame.codec,
         item_bytes=frame.item_bytes,
         target=memory,
-        place=partial(_place_all, frame.parts, 0, targets) if memory is None else _leave,
+        place=partial(place_all, frame.parts, 0, targets) if memory is None else _leave,
     )
-
-
-def _memory(part: Part, targets: Sequence[Target]) -> memoryview | None:
-    """The memory that the bytes of a part are for, where they can be put there as they are."""
-    target = targets[part.want].memory
-    if target is None or not isinstance(part, FlatPart):
-        return None
-    return target[part.target_byte_offset : part.target_byte_offset + part.byte_length]
 
 
 def _leave(content: memoryview) -> None:
     """The bytes are in their target already."""
-
-
-def _place_all(parts: Sequence[Part], byte_offset: int, targets: Sequence[Target], content: memoryview) -> None:
-    for part in parts:
-        place(part, content, byte_offset, targets)
 
 
 def _names(fetch: Fetch, stored_fqns: Sequence[str]) -> str:

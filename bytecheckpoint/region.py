@@ -5,6 +5,7 @@ here and nothing else: no tensors, no files, no ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -134,6 +135,28 @@ def flat_span(inner: Region, outer: Region) -> tuple[int, int]:
         end += (first + inner.lengths[dim] - 1) * stride
         stride *= outer.lengths[dim]
     return start, end
+
+
+def split_at_gaps(inner: Region, outer: Region, max_gap: int) -> list[Region]:
+    """The inner region cut into parts between which more than `max_gap` elements of the outer one's row-major memory
+    lie, and inside which no gap is as long as that.
+
+    `inner` lies inside `outer` and is not empty. The parts are in row-major order.
+    """
+    num_cut = 0
+    span = stride = 1
+    for dim in reversed(range(len(outer.lengths))):
+        # From the inner to the outer dimensions gaps only grow: what is cut is the first dimensions.
+        if inner.lengths[dim] > 1 and stride - span > max_gap:
+            num_cut = dim + 1
+            break
+        span += (inner.lengths[dim] - 1) * stride
+        stride *= outer.lengths[dim]
+    if not num_cut:
+        return [inner]
+    starts = product(*(range(start, end) for start, end in zip(inner.offsets[:num_cut], inner.ends, strict=False)))
+    lengths = (1,) * num_cut + inner.lengths[num_cut:]
+    return [Region(start + inner.offsets[num_cut:], lengths) for start in starts]
 
 
 def find_tiling_fault(shape: Sequence[int], regions: Sequence[Region]) -> TilingFault | None:

@@ -48,9 +48,15 @@ def test_the_defaults_that_are_promised() -> None:
 )
 def test_a_number_out_of_range_is_refused_by_name(kind: type[Any], name: str, least: int) -> None:
     assert getattr(kind(**{name: least}), name) == least
-    for value in (least - 1, -1, float(least), str(least), None, True):
+    for value in (least - 1, -1, float(least), str(least), True):
         with pytest.raises(ValueError, match=rf"{kind.__name__}\.{name} takes .* not {value!r}"):
             kind(**{name: value})
+
+
+def test_gaps_are_left_to_the_storage_unless_they_are_given() -> None:
+    assert LoadOptions().max_gap_bytes is None
+    with pytest.raises(ValueError, match=r"reader_threads takes .* not None"):
+        LoadOptions(reader_threads=None)
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd", {}, {"model.*": "zstd", "*": "none"}], ids=str)

@@ -107,7 +107,13 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
             on_progress(sum(part.byte_length for part in parts))
 
     reads = [_read(opened, fetch, add, wanted) for fetch in fetches]
-    run_reads(opened.store, reads, threads=options.reader_threads, verify=options.verify)
+    run_reads(
+        opened.store,
+        reads,
+        threads=options.reader_threads,
+        verify=options.verify,
+        scratch_bytes=options.scratch_bytes,
+    )
     return found
 
 

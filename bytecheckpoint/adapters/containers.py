@@ -85,7 +85,11 @@ class PlainEntry:
             adopted = _adopted(value, fqn, stored)
             if adopted is not None:
                 value.update(_taken(self._adopted.filled(adopted[1], adopted[0], {}, stored), adopted[0], stored))
-            elif not _problems(fqn, value, stored) and not _filled_in_place(value, stored.plain[fqn]):
+            elif (
+                fqn not in stored.tensors
+                and not _problems(fqn, value, stored)
+                and not _filled_in_place(value, stored.plain[fqn])
+            ):
                 new[fqn] = stored.plain[fqn]
         if new:
             self._assign(with_leaves(self._value, self.fqn, new))

@@ -98,6 +98,8 @@ class Stored:
         self._manifest = manifest
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
+        self._takes_all = include is None and not exclude
+        self._key_map = key_map
         self.rename = renamer(key_map)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
@@ -116,6 +118,8 @@ class Stored:
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
 
     def _select_tensors(self) -> dict[str, StoredTensor]:
+        if self._takes_all and self._key_map is None:
+            return self.saved
         selected: dict[str, StoredTensor] = {}
         for fqn, tensor in self.saved.items():
             if not self.takes(fqn):
@@ -128,6 +132,8 @@ class Stored:
 
     def takes(self, fqn: str) -> bool:
         """Whether include and exclude let this checkpoint FQN through."""
+        if self._takes_all:
+            return True
         included = self._include is None or _matches(fqn, self._include)
         return included and not self.excludes(fqn)
 
@@ -188,10 +194,16 @@ class Stored:
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
         """What this rank has no value for, where it is the value of this state FQN or one around it."""
+        if not self._is_any_missing:
+            return None
         parts = fqn.split(".")
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         found = ((name, self.plain.get(name)) for name in names)
         return next(((name, value) for name, value in found if isinstance(value, RankMissing)), None)
+
+    @cached_property
+    def _is_any_missing(self) -> bool:
+        return any(isinstance(value, RankMissing) for value in self.plain.values())
 
     def _tree_at(self, fqn: str) -> Any:
         """The part of the plain data at this checkpoint FQN, or None."""
@@ -207,11 +219,13 @@ class Stored:
 
     def skips(self, fqn: str) -> bool:
         """Whether include or exclude keep this state FQN from being loaded."""
-        return fqn in self.skipped or (fqn not in self._known and not self.takes(fqn))
+        return not self._takes_all and (fqn in self.skipped or (fqn not in self._known and not self.takes(fqn)))
 
     @cached_property
     def skipped(self) -> set[str]:
         """State FQNs of all that include and exclude leave out."""
+        if self._takes_all:
+            return set()
         return {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
 
     @cached_property
@@ -334,6 +348,8 @@ def placeholder(stored: StoredTensor) -> torch.Tensor:
 
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    if tensor.is_contiguous():
+        return False
     dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
     reach = 0
     for stride, length in dims:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import NamedTuple
 
 from bytecheckpoint.manifest import Chunk, DataFile
@@ -12,6 +13,8 @@ from bytecheckpoint.region import Region
 
 MIN_DIRECT_BYTES = 1 << 20
 """What is smaller goes through scratch memory, where it shares a read with its neighbours."""
+MAX_DIRECT_BYTES = 16 << 20
+"""Of a read into a target: short enough for several threads to share a large tensor."""
 
 
 class FlatPart(NamedTuple):
@@ -122,24 +125,22 @@ def coalesce(
     small: list[Part | Frame] = [*frames]
     for part in parts:
         if isinstance(part, FlatPart) and part.byte_length >= MIN_DIRECT_BYTES:
-            direct, ends = _split_direct(file, part, extents, max_fetch_bytes)
+            direct, ends = _split_direct(file, part, extents)
             fetches += direct
             small += ends
         else:
             small.append(part)
-    small.sort(key=lambda item: (item.byte_offset, item.byte_length))
+    small.sort(key=attrgetter("byte_offset", "byte_length"))
     return fetches + _merge(file, small, extents, max_gap_bytes, max_fetch_bytes)
 
 
-def _split_direct(
-    file: int, part: FlatPart, extents: ExtentIndex, max_fetch_bytes: int
-) -> tuple[list[Fetch], list[FlatPart]]:
+def _split_direct(file: int, part: FlatPart, extents: ExtentIndex) -> tuple[list[Fetch], list[FlatPart]]:
     start, end = part.byte_offset, part.byte_offset + part.byte_length
     first, last = extents.shrink(start, end)
     fetches = []
     position = first
     while position < last:
-        stop = extents.shrink(position, min(position + max_fetch_bytes, last))[1]
+        stop = extents.shrink(position, min(position + MAX_DIRECT_BYTES, last))[1]
         if stop <= position:  # one extent is larger than a fetch
             stop = extents.widen(position, position + 1)[1]
         inner = _cut_flat(part, position, stop)
@@ -160,7 +161,11 @@ def _merge(
     group: list[Part | Frame] = []
     group_start = group_end = scratch_bytes = 0
     for item in items:
-        start, end = extents.widen(item.byte_offset, item.byte_offset + item.byte_length)
+        item_start, item_end = item.byte_offset, item.byte_offset + item.byte_length
+        if group_start <= item_start and item_end <= group_end and group and not isinstance(item, Frame):
+            group.append(item)  # most of many small parts lie in extents that are read anyway
+            continue
+        start, end = extents.widen(item_start, item_end)
         scratch_bytes = max(scratch_bytes, _scratch_bytes(item))
         total = max(end, group_end) - group_start + scratch_bytes
         if group and (start > group_end + max_gap_bytes or total > max_fetch_bytes):

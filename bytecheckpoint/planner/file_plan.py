@@ -5,6 +5,7 @@ It knows no bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
@@ -12,7 +13,15 @@ from bytecheckpoint.planner.save_plan import Offer, Write
 from bytecheckpoint.region import Region, find_tiling_fault, intersect, relative, split_rows
 
 EXTENT_BYTES = 1 << 20
-"""A checksum covers about this much: what a partial read may have to read beyond what it wants."""
+"""A checksum covers at most this much: what a partial read may have to read beyond what it wants, at each end."""
+MIN_EXTENT_BYTES = 128 << 10
+"""What is no longer than this is not cut again: a request reads as much while it begins, and manifests stay short."""
+_OWN_EXTENT_BYTES = 256 << 10
+"""A chunk this large has extents of its own."""
+_PARTS_OF_CHUNK = 16
+"""Any part of a chunk costs at most two of these more than it is; half, a quarter or an eighth of it, none."""
+_EXTENTS_OF_FILE = 1024
+"""About as many at most where extents are shorter than EXTENT_BYTES, so that manifests of many files stay short."""
 
 
 class PlacedChunk(NamedTuple):
@@ -85,30 +94,39 @@ def are_exactly(chunks: Sequence[Write], writes: Sequence[Write]) -> bool:
 def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: int) -> list[int]:
     """The lengths, in bytes, of the extents of a file: the header, then its chunks.
 
-    Small neighbours share an extent; a large chunk starts one of its own and is cut into several, so that it can be
-    read and verified straight in the memory that it is meant for. No extent reaches over a multiple of `block_bytes`:
-    files are written in such blocks, each with the checksums of its own bytes.
+    Small neighbours share an extent; a large chunk starts one of its own and is cut into equal parts, so that it can be
+    read and verified straight in the memory that it is meant for, and half of it without a byte of the other half. No
+    extent reaches over a multiple of `block_bytes`: files are written in such blocks, each with the checksums of its
+    own bytes.
     """
-    return _split_at_blocks(_group_chunks(header_bytes, chunk_bytes), block_bytes)
+    chunks = list(chunk_bytes)
+    return _split_at_blocks(_group_chunks(header_bytes, chunks), block_bytes)
 
 
-def _group_chunks(header_bytes: int, chunk_bytes: Iterable[int]) -> list[int]:
-    extents = _cut(header_bytes)
+def _group_chunks(header_bytes: int, chunk_bytes: Sequence[int]) -> list[int]:
+    extents = _cut(header_bytes, EXTENT_BYTES)
+    least = max(MIN_EXTENT_BYTES, sum(chunk_bytes) // _EXTENTS_OF_FILE)
     small = 0
     for num_bytes in chunk_bytes:
         if small and small + num_bytes > EXTENT_BYTES:
             extents.append(small)
             small = 0
-        if num_bytes >= EXTENT_BYTES:
-            extents += _cut(num_bytes)
+        if num_bytes >= _OWN_EXTENT_BYTES:
+            extents += [small] if small else []
+            extents += _cut(num_bytes, min(EXTENT_BYTES, max(least, num_bytes // _PARTS_OF_CHUNK)))
+            small = 0
         else:
             small += num_bytes
     return [*extents, small] if small else extents
 
 
-def _cut(num_bytes: int) -> list[int]:
-    full, rest = divmod(num_bytes, EXTENT_BYTES)
-    return [EXTENT_BYTES] * full + ([rest] if rest else [])
+def _cut(num_bytes: int, max_bytes: int) -> list[int]:
+    """Equal parts, a power of two of them: where ranks become twice as many, shards end where parts do."""
+    num_parts = 1
+    while num_parts * max_bytes < num_bytes:
+        num_parts *= 2
+    bounds = [num_bytes * number // num_parts for number in range(num_parts + 1)]
+    return [end - start for start, end in pairwise(bounds) if end > start]
 
 
 def _split_at_blocks(extents: Iterable[int], block_bytes: int) -> list[int]:

@@ -4,14 +4,14 @@ them, and turns them into reads; it touches no file and no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.frames import CODECS, unknown_codec
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
 from bytecheckpoint.planner.save_plan import describe, first_lines
@@ -22,6 +22,7 @@ from bytecheckpoint.region import (
     flat_span,
     intersect,
     is_contiguous_in,
+    split_at_gaps,
     split_rows,
 )
 
@@ -54,6 +55,15 @@ class _OfFile(NamedTuple):
     """By byte offset of the chunk."""
 
 
+class _Limits(NamedTuple):
+    """How a strided region is cut."""
+
+    item_bytes: int
+    max_gap_bytes: int
+    """Between rows that are read as one."""
+    max_fetch_bytes: int
+
+
 def plan_load(
     manifest: Manifest, wants: Sequence[Want], *, verify: bool, max_gap_bytes: int, max_fetch_bytes: int
 ) -> list[Fetch]:
@@ -64,30 +74,41 @@ def plan_load(
     """
     of_files: dict[int, _OfFile] = {}
     uncovered: list[str] = []
-    chunks_by_fqn: dict[str, list[Chunk]] = {}
+    chunks_by_fqn: dict[str, tuple[int, list[Chunk]]] = {}
     for index, want in enumerate(wants):
-        record = manifest.tensors[want.fqn]
-        if want.fqn not in chunks_by_fqn:
-            chunks_by_fqn[want.fqn] = record.chunks
-            uncovered += _check_stored(want.fqn, record.shape, record.chunks)
-        num_covered = 0
-        for chunk in chunks_by_fqn[want.fqn]:
-            # Mostly a load has the layout of the save: nothing has to be cut then.
-            common = chunk.region if chunk.region == want.region else intersect(chunk.region, want.region)
-            if common is None or not common.numel:
+        found = chunks_by_fqn.get(want.fqn)
+        if found is None:
+            record = manifest.tensors[want.fqn]
+            if want.is_flat and _is_in_one_piece(record, want.region):
+                # Of many small tensors nearly all are like this: no more objects are made for them than it takes.
+                part = FlatPart(index, record.byte_offsets[0], record.byte_lengths[0], 0)
+                of_files.setdefault(record.files[0], _OfFile([], {})).parts.append(part)
                 continue
-            num_covered += common.numel
-            of_file = of_files.setdefault(chunk.file, _OfFile([], {}))
-            item_bytes = itemsize(record.dtype)
-            if chunk.codec == "none":
-                of_file.parts.extend(
-                    _parts(index, want, chunk, common, item_bytes=item_bytes, max_fetch_bytes=max_fetch_bytes)
-                )
-            else:
+            found = chunks_by_fqn[want.fqn] = itemsize(record.dtype), record.chunks
+            uncovered += _check_stored(want.fqn, record.shape, found[1])
+        item_bytes, chunks = found
+        num_wanted, num_covered = want.region.numel, 0
+        for chunk in chunks:
+            # Mostly a load has the layout of the save: nothing has to be cut then.
+            is_same = chunk.region == want.region
+            common = want.region if is_same else intersect(chunk.region, want.region)
+            if common is None or not num_wanted:
+                continue
+            num_covered += num_wanted if is_same else common.numel
+            of_file = of_files.get(chunk.file)
+            if of_file is None:
+                of_file = of_files[chunk.file] = _OfFile([], {})
+            if chunk.codec != "none":
                 packed = of_file.packed.setdefault(chunk.byte_offset, _Packed(chunk, item_bytes, {}))
                 _add_frames(packed, index, want, common)
-        if num_covered < want.region.numel:
-            uncovered.append(_describe_hole(want, chunks_by_fqn[want.fqn]))
+            elif is_same and want.is_flat:
+                of_file.parts.append(FlatPart(index, chunk.byte_offset, chunk.byte_length, 0))
+            else:
+                max_skipped = max_gap_bytes + (_mean_extent(manifest.files[chunk.file]) if verify else 0)
+                limits = _Limits(item_bytes, max_skipped, max_fetch_bytes)
+                of_file.parts.extend(_parts(index, want, chunk, common, limits))
+        if num_covered < num_wanted:
+            uncovered.append(_describe_hole(want, chunks))
     if uncovered:
         raise _not_covered(uncovered)
     return [
@@ -102,6 +123,21 @@ def plan_load(
             max_fetch_bytes=max_fetch_bytes,
         )
     ]
+
+
+def _is_in_one_piece(record: TensorRecord, region: Region) -> bool:
+    """Whether the tensor is one chunk, which is this region, not empty and not compressed."""
+    return (
+        len(record.files) == 1
+        and not record.codecs
+        and record.byte_lengths[0] > 0
+        and tuple(record.coordinates) == region.offsets + region.lengths
+    )
+
+
+def _mean_extent(file: DataFile) -> int:
+    """In bytes. What lies between two ranges has to be larger than that before reading them apart reads less."""
+    return file.byte_length // max(1, len(file.extent_lengths))
 
 
 def _not_covered(lines: Sequence[str]) -> CheckpointMismatchError:
@@ -145,22 +181,21 @@ def _frames(packed: Mapping[int, _Packed], file: DataFile) -> list[Frame]:
     ]
 
 
-def _parts(
-    index: int, want: Want, chunk: Chunk, common: Region, *, item_bytes: int, max_fetch_bytes: int
-) -> list[Part]:
-    """The wanted part of one chunk, in pieces that a fetch can hold."""
-    if want.is_flat and common == chunk.region == want.region:
-        return [FlatPart(index, chunk.byte_offset, chunk.byte_length, 0)]
-    first, last = flat_span(common, chunk.region)
-    start, num_bytes = chunk.byte_offset + first * item_bytes, (last - first) * item_bytes
-    if want.is_flat and is_contiguous_in(common, chunk.region) and is_contiguous_in(common, want.region):
-        target, _ = flat_span(common, want.region)
-        return [FlatPart(index, start, num_bytes, target * item_bytes)]
-    if num_bytes <= max_fetch_bytes:
-        return [BoxPart(index, start, num_bytes, common, chunk)]
-    # Gaps count too: of a strided region fewer elements fit into a fetch.
-    max_numel = max(1, common.numel * max_fetch_bytes // num_bytes)
-    return [_box(index, chunk, part, item_bytes) for part in split_rows(common, max_numel)]
+def _parts(index: int, want: Want, chunk: Chunk, common: Region, limits: _Limits) -> Iterator[Part]:
+    """The wanted part of one chunk, in pieces that a fetch can hold and without gaps that are better left out."""
+    item_bytes = limits.item_bytes
+    for region in split_at_gaps(common, chunk.region, limits.max_gap_bytes // item_bytes):
+        first, last = flat_span(region, chunk.region)
+        start, num_bytes = chunk.byte_offset + first * item_bytes, (last - first) * item_bytes
+        if want.is_flat and is_contiguous_in(region, chunk.region) and is_contiguous_in(region, want.region):
+            target, _ = flat_span(region, want.region)
+            yield FlatPart(index, start, num_bytes, target * item_bytes)
+        elif num_bytes <= limits.max_fetch_bytes:
+            yield BoxPart(index, start, num_bytes, region, chunk)
+        else:
+            # Gaps count too: of a strided region fewer elements fit into a fetch.
+            max_numel = max(1, region.numel * limits.max_fetch_bytes // num_bytes)
+            yield from (_box(index, chunk, part, item_bytes) for part in split_rows(region, max_numel))
 
 
 def _box(index: int, chunk: Chunk, region: Region, item_bytes: int) -> BoxPart:

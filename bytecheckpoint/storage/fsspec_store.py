@@ -23,10 +23,12 @@ from bytecheckpoint.storage.os_errors import (
     truncated,
     write_error,
 )
-from bytecheckpoint.storage.store import Block
+from bytecheckpoint.storage.store import Access, Block
 
 _READ_BYTES = 64 << 20
 """One request's part of a read: the backend's copy of it is what a read costs in memory."""
+_ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
+"""Of an object store in the same region."""
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
@@ -70,6 +72,10 @@ class FsspecStore:
 
     def __str__(self) -> str:
         return self._shown
+
+    @property
+    def access(self) -> Access:
+        return _ACCESS
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """As the protocol says. Where the backend has no create-only write, two writers at once may both succeed."""

@@ -32,11 +32,13 @@ from bytecheckpoint.storage.os_errors import (
     truncated,
     write_error,
 )
-from bytecheckpoint.storage.store import Block
+from bytecheckpoint.storage.store import Access, Block
 
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
 _FOLDER = -1
+_ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
+"""A file is found and opened for every read, and its bytes may be in the page cache."""
 
 
 class LocalStore:
@@ -50,6 +52,10 @@ class LocalStore:
 
     def __str__(self) -> str:
         return self._root
+
+    @property
+    def access(self) -> Access:
+        return _ACCESS
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """As the protocol says. One block is written by the caller's thread, several by `writer_threads`."""

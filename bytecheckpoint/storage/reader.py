@@ -18,6 +18,9 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.codecs import decode_frame
 from bytecheckpoint.storage.store import Store
 
+_ALIGNMENT = 16
+"""Of the largest items, in bytes."""
+
 
 class FrameRead(NamedTuple):
     """A frame of a compressed chunk that lies in the range of a read."""
@@ -52,13 +55,16 @@ class Read(NamedTuple):
     frames: Sequence[FrameRead] = ()
 
 
-def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool) -> None:
+def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool, scratch_bytes: int) -> None:
     """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
 
-    Scratch memory is at most `threads` times the largest read that needs it and the largest frame that does.
+    Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
+    More than that is taken only for one read that is longer, with the frame that it decompresses.
     """
-    scratch = _Scratch(threads, max((read.byte_length for read in reads if read.target is None), default=0))
-    raw_scratch = _Scratch(threads, max((_raw_bytes(read) for read in reads), default=0))
+    read_bytes = max((read.byte_length for read in reads if read.target is None), default=0)
+    raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
+    num_buffers = max(1, min(threads, scratch_bytes // max(1, read_bytes + raw_bytes)))
+    scratch, raw_scratch = _Scratch(num_buffers, read_bytes + _ALIGNMENT), _Scratch(num_buffers, raw_bytes)
     checks = {read.file.name: _Checks(read.file) for read in reads} if verify else {}
 
     def run(read: Read) -> None:
@@ -67,8 +73,10 @@ def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool
             return
         buffer = scratch.take()
         try:
-            _run(store, read, buffer[: read.byte_length], checks.get(read.file.name))
-            _decode_all(read, buffer, raw_scratch)
+            # What is aligned in the file is aligned in memory.
+            content = buffer[read.byte_offset % _ALIGNMENT :][: read.byte_length]
+            _run(store, read, content, checks.get(read.file.name))
+            _decode_all(read, content, raw_scratch)
         finally:
             scratch.give(buffer)
 

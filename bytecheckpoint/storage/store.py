@@ -26,12 +26,30 @@ class Block(NamedTuple):
     """
 
 
+class Access(NamedTuple):
+    """What reading from a store costs, roughly: enough to choose between one long read and several short ones."""
+
+    latency_s: float
+    """From a request to its first byte, in seconds."""
+    bytes_per_s: float
+    """Of one request."""
+
+    @property
+    def gap_bytes(self) -> int:
+        """So many bytes are read in the time that another request takes to begin."""
+        return int(self.latency_s * self.bytes_per_s)
+
+
 class Store(Protocol):
     """Named objects under a root. Names are relative, with forward slashes. Methods may be called from any thread.
 
     Every method translates what its backend raises: StorageError (permission, unavailable, unsupported),
     CheckpointSaveError (no_space, storage), and what is said below.
     """
+
+    @property
+    def access(self) -> Access:
+        """What reads cost here."""
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """Creates an object out of blocks that follow one another from byte 0, durably: when this returns, it

@@ -266,8 +266,28 @@ def test_extents_add_up_and_large_chunks_and_blocks_start_their_own(
     assert starts >= set(range(0, sum(extents), block_bytes))
     position = header_bytes
     for num_bytes in chunk_bytes:
-        assert num_bytes < EXTENT_BYTES or position in starts
+        assert num_bytes < EXTENT_BYTES or {position, position + num_bytes // 2} <= starts
         position += num_bytes
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "extents"),
+    [
+        ([100] * 5, [500]),
+        ([MiB // 2 + 2], [MiB // 16, MiB // 16, MiB // 16, MiB // 16 + 1] * 2),
+        ([10, 2 * MiB, 20, 30], [10] + [MiB // 8] * 16 + [50]),
+        ([64 * MiB], [MiB] * 64),
+    ],
+)
+def test_a_chunk_is_cut_where_twice_as_many_ranks_would_cut_it(chunk_bytes: list[int], extents: list[int]) -> None:
+    found = cut_extents(4096, chunk_bytes, block_bytes=1 << 40)
+    assert found == [4096, *extents]
+
+
+def test_files_of_many_chunks_have_extents_in_proportion_to_their_bytes() -> None:
+    """So that the manifest of many ranks stays short: it has a checksum for each."""
+    assert len(cut_extents(4096, [300 << 10] * 4000, block_bytes=16 * MiB)) <= 4000 + 4000 // 50
+    assert len(cut_extents(4096, [114 << 10] * 1000, block_bytes=16 * MiB)) < 150
 
 
 def test_two_tensors_of_one_name_on_one_rank_are_refused() -> None:

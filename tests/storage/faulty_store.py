@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import Access, Block, Store
 
 
 class Fault(Enum):
@@ -54,6 +54,10 @@ class FaultyStore:
 
     def __str__(self) -> str:
         return str(self.store)
+
+    @property
+    def access(self) -> Access:
+        return self.store.access
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         with self._operation("write", name) as fails:
