@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.placing import Target, place, takes_bytes, target_of
@@ -20,16 +21,30 @@ from bytecheckpoint.storage.store import Store
 class Source:
     """A committed checkpoint that is being read."""
 
-    def __init__(self, store: Store, folder: str, manifest: Manifest, options: LoadOptions) -> None:
+    def __init__(
+        self, store: Store, folder: str, manifest: Manifest, options: LoadOptions, *, is_exchanged: bool
+    ) -> None:
+        """`is_exchanged` says whether ranks pass on to others what they read: that takes half of the scratch memory."""
         self.store = store
         self.folder = folder
         self.manifest = manifest
-        self._options = options
+        self.options = options
+        self.is_exchanged = is_exchanged
 
     @property
     def path(self) -> str:
         """Where it stands, as messages and reports show it."""
         return join_name(str(self.store), self.folder)
+
+    @property
+    def _max_fetch_bytes(self) -> int:
+        scratch_bytes = self.options.scratch_bytes // 2 if self.is_exchanged else self.options.scratch_bytes
+        return scratch_bytes // self.options.reader_threads
+
+    @property
+    def unit_bytes(self) -> int:
+        """The most that is read at once of what others want too, unless an extent is longer."""
+        return max(self._max_fetch_bytes - FRAME_BYTES, 1)  # a frame of it may be decompressed beside it
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
@@ -44,20 +59,30 @@ class Source:
         fetches = plan_load(
             self.manifest,
             wants,
-            verify=self._options.verify,
-            max_gap_bytes=self._options.max_gap_bytes,
-            max_fetch_bytes=self._options.scratch_bytes // self._options.reader_threads,
+            verify=self.options.verify,
+            max_gap_bytes=self.options.max_gap_bytes,
+            max_fetch_bytes=self._max_fetch_bytes,
         )
         check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
         return fetches
 
-    def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
-        """Carries out a plan that was made for these shards."""
-        targets = [
+    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Target]:
+        """The memory of these shards, as destinations of a load."""
+        return [
             target_of(shard, self.manifest.describe(fqn)[0]) for shard, fqn in zip(shards, stored_fqns, strict=True)
         ]
-        reads = [self._read(fetch, targets, stored_fqns) for fetch in fetches]
-        run_reads(self.store, reads, threads=self._options.reader_threads, verify=self._options.verify)
+
+    def reads(self, fetches: Sequence[Fetch], targets: Sequence[Target], stored_fqns: Sequence[str]) -> list[Read]:
+        """The reads of a plan that was made for these shards."""
+        return [self._read(fetch, targets, stored_fqns) for fetch in fetches]
+
+    def run(self, reads: Sequence[Read]) -> None:
+        """Carries out these reads."""
+        run_reads(self.store, reads, threads=self.options.reader_threads, verify=self.options.verify)
+
+    def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
+        """Carries out a plan that was made for these shards."""
+        self.run(self.reads(fetches, self.targets(shards, stored_fqns), stored_fqns))
 
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]
@@ -70,11 +95,12 @@ class Source:
             target=memory,
             place=partial(_place_all, fetch.parts, fetch.byte_offset, targets) if memory is None else _leave,
             wanted_by=partial(_names, fetch, stored_fqns),
-            frames=[_frame_read(frame, targets) for frame in fetch.frames],
+            frames=[frame_read(frame, targets) for frame in fetch.frames],
         )
 
 
-def _frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
+def frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
+    """What a frame is for, with the memory that it goes to."""
     memory = _memory(frame.parts[0], targets) if frame.is_direct else None
     return FrameRead(
         byte_offset=frame.byte_offset,
