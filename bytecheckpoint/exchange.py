@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
-from itertools import groupby
 from types import TracebackType
 from typing import NamedTuple
 
@@ -161,12 +160,9 @@ class _Exchange:
         self._failure: BaseException | None = None
 
     def run(self, work: Work, deal: _Deal, listener: Listener) -> Traffic:
-        by_reader = {
-            reader: list(arrivals)
-            for reader, arrivals in groupby(
-                sorted(work.received, key=lambda arrival: arrival.reader), key=lambda arrival: arrival.reader
-            )
-        }
+        by_reader: dict[int, list[Arrival]] = {reader: [] for reader in deal.addresses}
+        for arrival in work.received:
+            by_reader[arrival.reader].append(arrival)
         passed_on = [self._passing_on(fetch) for fetch in work.passed_on]
         reads = [*passed_on, *self._source.reads(work.alone, self._targets, self._stored_fqns)]
         with ThreadPoolExecutor(len(by_reader) + len(deal.share.takers) + 1, thread_name_prefix="bcp-exchange") as pool:

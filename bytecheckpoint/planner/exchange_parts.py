@@ -53,7 +53,8 @@ class Work(NamedTuple):
     alone: Sequence[Fetch]
     """What concerns no other rank."""
     received: Sequence[Arrival]
-    """What others read for it, in file order."""
+    """What others read for it, in file order. Units between the rows of a box, of which it wants nothing, are left
+    out."""
 
 
 class Arrival(NamedTuple):
@@ -125,7 +126,12 @@ def divide_work(fetches: Iterable[Fetch], share: Share, extents: Extents, *, uni
     return Work(
         [_fetch(unit, wanted[unit]) for unit in units(share.reads)],
         [*(_fetch(unit, wanted[unit]) for unit in units(left)), *alone],
-        [Arrival(reader, unit, wanted[unit]) for reader, run in share.received for unit in units([run])],
+        [
+            Arrival(reader, unit, items)
+            for reader, run in share.received
+            for unit in units([run])
+            if (items := wanted[unit])
+        ],
     )
 
 
