@@ -158,6 +158,7 @@ class _Exchange:
         self._over = threading.Event()
         """Set on the first failure."""
         self._failure: BaseException | None = None
+        self._failed_at = 0.0
 
     def run(self, work: Work, deal: _Deal, listener: Listener) -> Traffic:
         by_reader: dict[int, list[Arrival]] = {reader: [] for reader in deal.addresses}
@@ -187,10 +188,14 @@ class _Exchange:
         takers = [self._peer(rank) for rank in ranks]
         with self._failing_together():
             for connection, request in listener.accept(takers, self._source.options.timeout_s):
-                if self._over.is_set():
-                    raise PeerLeftError
                 if connection is not None:
                     yield self._outbox(connection, decode_request(request))
+                if self._is_long_over():  # who comes before gets a farewell
+                    raise PeerLeftError
+
+    def _is_long_over(self) -> bool:
+        with self._lock:
+            return self._failure is not None and time.monotonic() > self._failed_at + _GRACE_S
 
     def _outbox(self, connection: Connection, request: Request) -> _Outbox:
         outbox = _Outbox(connection)
@@ -317,6 +322,7 @@ class _Exchange:
             if self._failure is not None:
                 return
             self._failure = error
+            self._failed_at = time.monotonic()
             self._over.set()
             inbound = list(self._inbound)
         self._incoming.break_off()
