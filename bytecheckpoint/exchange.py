@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from bytecheckpoint.arrivals import Arrivals
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.matching import Match
 from bytecheckpoint.parcels import (
@@ -29,7 +30,6 @@ from bytecheckpoint.parcels import (
     Header,
     Parcel,
     Request,
-    check_digest,
     decode_header,
     decode_request,
     digest_of,
@@ -38,8 +38,8 @@ from bytecheckpoint.parcels import (
     slices,
 )
 from bytecheckpoint.peers import Address, Connection, Listener, Peer, PeerLeftError, connect
-from bytecheckpoint.placing import Target, place
-from bytecheckpoint.planner.coalesce import Fetch, FlatPart, Frame, Part
+from bytecheckpoint.placing import Target
+from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_parts import (
     Arrival,
     Piece,
@@ -47,18 +47,14 @@ from bytecheckpoint.planner.exchange_parts import (
     Work,
     can_share,
     divide_work,
-    packed,
     piece_of,
     wanted_runs,
 )
 from bytecheckpoint.planner.exchange_plan import Extents, Run, Share, share_out
 from bytecheckpoint.ranks import Ranks
-from bytecheckpoint.reading import Source, frame_read
-from bytecheckpoint.storage.codecs import decode_frame
+from bytecheckpoint.reading import Source
 from bytecheckpoint.storage.reader import Read
 
-_MIN_DIRECT_BYTES = 1 << 16
-"""What is smaller goes through scratch memory, where it shares a system call with its neighbours."""
 _GRACE_S = 1.0
 """How long a rank that lost another one waits for news of what happened, and for its own farewell to be sent."""
 _MAX_GRACE_S = 5.0
@@ -148,9 +144,11 @@ class _Exchange:
         self._source = source
         self._targets = targets
         self._stored_fqns = stored_fqns
-        # A quarter each: the other half is for reading.
+        # A quarter for each direction: the other half is for reading.
         self._outgoing = Budget(source.options.scratch_bytes // 4)
-        self._incoming = Budget(source.options.scratch_bytes // 4)
+        self._arrivals = Arrivals(
+            targets, stored_fqns, scratch_bytes=source.options.scratch_bytes // 4, verify=source.options.verify
+        )
         self._outboxes: list[_Outbox] = []
         self._takers_of: dict[Unit, dict[tuple[Piece, ...], list[_Outbox]]] = {}
         self._inbound: list[Connection] = []
@@ -268,50 +266,7 @@ class _Exchange:
             left = {(arrival.unit.file, arrival.unit.byte_offset): arrival for arrival in arrivals}
             while left and not self._over.is_set():
                 header = decode_header(connection.receive(HEADER_BYTES))
-                self._take_in(connection, header, left.pop((header.file, header.unit_byte_offset)))
-
-    def _take_in(self, connection: Connection, header: Header, arrival: Arrival) -> None:
-        memory = [self._memory(item) for item in arrival.items]
-        lengths = [item.byte_length if isinstance(item, Frame) else packed(item).byte_length for item in arrival.items]
-        if header.byte_length != sum(lengths):
-            raise ValueError(f"{header.byte_length} bytes came from rank {connection.peer.name}, not {sum(lengths)}")
-        scratch_bytes = sum(length for length, into in zip(lengths, memory, strict=True) if into is None)
-        with self._incoming.taken(scratch_bytes):
-            scratch = np.empty(scratch_bytes, np.uint8).data
-            for buffer in _buffers(memory, lengths, scratch):
-                connection.receive_into(buffer)
-            if self._source.options.verify:
-                check_digest(
-                    header,
-                    [*_buffers(memory, lengths, scratch)],
-                    reader=connection.peer.name,
-                    wanted_by=self._names(arrival),
-                )
-            position = 0
-            for item, into, length in zip(arrival.items, memory, lengths, strict=True):
-                if into is None:
-                    self._place(item, scratch[position : position + length])
-                    position += length
-
-    def _memory(self, item: Part | Frame) -> memoryview | None:
-        """The tensor memory that the bytes of an item are for, where that is worth while."""
-        if not isinstance(item, FlatPart) or item.byte_length < _MIN_DIRECT_BYTES:
-            return None
-        memory = self._targets[item.want].memory
-        return None if memory is None else memory[item.target_byte_offset :][: item.byte_length]
-
-    def _place(self, item: Part | Frame, content: memoryview) -> None:
-        if not isinstance(item, Frame):
-            place(packed(item), content, 0, self._targets)
-            return
-        frame = frame_read(item, self._targets)
-        raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
-        decode_frame(frame.codec, content, frame.item_bytes, raw)
-        frame.place(raw)
-
-    def _names(self, arrival: Arrival) -> str:
-        parts = [part for item in arrival.items for part in (item.parts if isinstance(item, Frame) else (item,))]
-        return ", ".join(sorted({self._stored_fqns[part.want] for part in parts})[:3])
+                self._arrivals.take_in(connection, header, left.pop((header.file, header.unit_byte_offset)))
 
     def _failing_together(self) -> _FailingTogether:
         return _FailingTogether(self)
@@ -325,7 +280,7 @@ class _Exchange:
             self._failed_at = time.monotonic()
             self._over.set()
             inbound = list(self._inbound)
-        self._incoming.break_off()
+        self._arrivals.break_off()
         self._outgoing.break_off()
         for outbox in self._outboxes:
             outbox.parcels.put(None)
@@ -366,18 +321,3 @@ class _FailingTogether:
     ) -> None:
         if error is not None:
             self._exchange.break_off(error)
-
-
-def _buffers(memory: Sequence[memoryview | None], lengths: Sequence[int], scratch: memoryview) -> Iterator[memoryview]:
-    """Where the bytes of a parcel go, in order; neighbours in scratch memory as one."""
-    start = end = 0
-    for into, length in zip(memory, lengths, strict=True):
-        if into is None:
-            end += length
-            continue
-        if start < end:
-            yield scratch[start:end]
-        start = end
-        yield into
-    if start < end:
-        yield scratch[start:end]

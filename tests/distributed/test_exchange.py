@@ -40,7 +40,7 @@ def small_sizes(unit_bytes: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bytecheckpoint.planner.file_plan.EXTENT_BYTES", 512)
         patch.setattr("bytecheckpoint.planner.coalesce.MIN_DIRECT_BYTES", 256)
-        patch.setattr("bytecheckpoint.exchange._MIN_DIRECT_BYTES", 64)
+        patch.setattr("bytecheckpoint.arrivals._MIN_DIRECT_BYTES", 64)
         patch.setattr("bytecheckpoint.reading.Source.unit_bytes", unit_bytes)
         yield
 
@@ -246,7 +246,7 @@ FAILURES: dict[str, str] = {
     "reading": "bytecheckpoint.storage.local_store.LocalStore.read_into",
     "packing": "bytecheckpoint.exchange.digest_of",
     "connecting": "bytecheckpoint.exchange.connect",
-    "placing": "bytecheckpoint.exchange.check_digest",
+    "placing": "bytecheckpoint.arrivals.check_digest",
     "dividing": "bytecheckpoint.exchange.divide_work",
 }
 
