@@ -45,8 +45,6 @@ from load_rounds import LoadRounds, Settings
 from machine import machine_facts
 from results import Results, read_results
 
-from bytecheckpoint import LoadOptions
-
 
 def main() -> None:
     arguments = parsed()
@@ -61,7 +59,7 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--contestants", nargs="+", default=available(), choices=available())
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), choices=list(CONTESTANTS))
     parser.add_argument("--size", type=float, default=1.0, help="1.0 is the full size of every state")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where checkpoints go; a temporary folder if not given")
@@ -80,12 +78,6 @@ def parsed() -> argparse.Namespace:
     if arguments.resume and arguments.json is None:
         parser.error("--resume goes with --json")
     return arguments
-
-
-def available() -> list[str]:
-    """Exchanges can be compared where this version of the library has them."""
-    has_exchange = "exchange" in {field.name for field in dataclasses.fields(LoadOptions)}
-    return [name for name, contestant in CONTESTANTS.items() if has_exchange or not contestant.needs_ranks]
 
 
 def measured(arguments: argparse.Namespace) -> Results:

@@ -101,12 +101,8 @@ CONTESTANTS = {
     contestant.name: contestant
     for contestant in (
         Contestant("bcp", "bytecheckpoint", "bcp", reshards=True, takes_urls=True),
-        Contestant(
-            "bcp-always", "bytecheckpoint, exchange=always", "bcp", reshards=True, takes_urls=True, needs_ranks=True
-        ),
-        Contestant(
-            "bcp-never", "bytecheckpoint, exchange=never", "bcp", reshards=True, takes_urls=True, needs_ranks=True
-        ),
+        Contestant("bcp-on", "bytecheckpoint, exchange=on", "bcp", reshards=True, takes_urls=True, needs_ranks=True),
+        Contestant("bcp-off", "bytecheckpoint, exchange=off", "bcp", reshards=True, takes_urls=True, needs_ranks=True),
         Contestant("dcp", "torch DCP", "dcp", reshards=True, takes_urls=True),
         Contestant("torchsnapshot", "torchsnapshot", "torchsnapshot", "peers"),
         Contestant("oss", "ByteCheckpoint (open source)", "oss", "peers", reshards=True, takes_slices=False),

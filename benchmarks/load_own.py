@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
+from typing import Literal
 
 from load_contender import Contender, Place
 from load_states import Held
@@ -13,19 +13,15 @@ import bytecheckpoint as bcp
 
 
 def contestants() -> dict[str, Contender]:
-    contenders = {"bcp": Contender(save, load(None))}
-    if "exchange" in {field.name for field in fields(bcp.LoadOptions)}:
-        contenders |= {f"bcp-{kind}": Contender(save, load(kind)) for kind in ("always", "never")}
-    return contenders
+    exchanging = {f"bcp-{exchange}": Contender(save, load(exchange)) for exchange in ("on", "off")}
+    return {"bcp": Contender(save, load("auto"))} | exchanging
 
 
 def save(folder: Path, held: Held) -> None:
     bcp.save(folder, held.state)
 
 
-def load(exchange: str | None) -> Callable[[Place, Held], None]:
-    options = {} if exchange is None else {"exchange": exchange}
-
+def load(exchange: Literal["auto", "on", "off"]) -> Callable[[Place, Held], None]:
     def run(place: Place, held: Held) -> None:
         if held.layout.kind == "slice":
             held.state["model"]["tensor"].copy_(bcp.open(place.folder)["model.tensor"][held.part])
@@ -34,7 +30,7 @@ def load(exchange: str | None) -> Callable[[Place, Held], None]:
             place.url or place.folder,
             held.state,
             storage_options=place.options if place.url else None,
-            options=bcp.LoadOptions(**options),
+            options=bcp.LoadOptions(exchange=exchange),
         )
 
     return run

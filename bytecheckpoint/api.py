@@ -20,6 +20,7 @@ from bytecheckpoint.agreement import Target, agree, check_same, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
+from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
@@ -33,7 +34,7 @@ from bytecheckpoint.staging import LiveFile
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.opening import is_remote, open_store
 from bytecheckpoint.storage.store import Store
 from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
 
@@ -265,13 +266,12 @@ def load(
             match = match_state(entries, stored, cast=cast)
             refuse_meta(match)
             fetches = source.plan(match.shards, match.stored_fqns)
-        source.read(fetches, match.shards, match.stored_fqns)
+        traffic = read_together(ranks, source, fetches, match)
         for entry in entries:
             entry.finish(stored)
         _wait_for_all(ranks)
     ranks.farewell()
-    num_bytes = sum(fetch.byte_length for fetch in fetches)
-    report = _report(source, match, verdict, num_bytes, time.monotonic() - started)
+    report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
@@ -288,10 +288,13 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
     if ranks.rank == COORDINATOR:
         check_same("load from", [target.decode() for target in asked], ranks.names)
         folder = layout.find_checkpoint(store, step, location=str(store))
-        answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder)))
-    folder, content = msgspec.msgpack.decode(ranks.broadcast(answer), type=tuple[str, bytes])
+        # One rank decides for all, whose options may differ.
+        wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(store))
+        is_exchanged = wanted and ranks.num_ranks > 1
+        answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder), is_exchanged))
+    folder, content, is_exchanged = msgspec.msgpack.decode(ranks.broadcast(answer), type=tuple[str, bytes, bool])
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
-    return Source(store, folder, layout.parse_manifest(content, path=path), options)
+    return Source(store, folder, layout.parse_manifest(content, path=path), options, is_exchanged=is_exchanged)
 
 
 def _wait_for_all(ranks: Ranks) -> None:
@@ -304,13 +307,14 @@ def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:
     return [globs] if isinstance(globs, str) else globs
 
 
-def _report(source: Source, match: Match, verdict: Verdict, num_bytes: int, seconds: float) -> LoadReport:
+def _report(source: Source, match: Match, verdict: Verdict, traffic: Traffic, seconds: float) -> LoadReport:
     return LoadReport(
         path=source.path,
         step=source.manifest.step,
         save_id=source.manifest.save_id,
         num_tensors=len({shard.fqn for shard in match.shards}),
-        num_bytes_read=num_bytes,
+        num_bytes_read=traffic.num_bytes_read,
+        num_bytes_received=traffic.num_bytes_received,
         missing=[problem.fqn for problem in verdict.problems if problem.kind == "missing_key"],
         unexpected=verdict.unexpected,
         mismatched=[problem.text for problem in verdict.problems if problem.kind != "missing_key"],
@@ -334,7 +338,7 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     folder = layout.find_checkpoint(store, _wanted_step(step), location=str(store))
-    source = Source(store, folder, layout.read_manifest(store, folder), options or LoadOptions())
+    source = Source(store, folder, layout.read_manifest(store, folder), options or LoadOptions(), is_exchanged=False)
     return Checkpoint(source, source.path)
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
 
@@ -87,6 +87,13 @@ class GroupRanks:
         self._has_given_up = False
         self._is_store_lost = False
 
+    @property
+    def meeting_host(self) -> str | None:
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return store.host if isinstance(store, TCPStore) else None
+
     def gather(self, payload: bytes) -> list[bytes]:
         return self._exchange(lambda: self._gather(payload))
 
@@ -146,6 +153,8 @@ class GroupRanks:
 
     def _fail(self, error: CheckpointError) -> CheckpointError:
         if self.rank == COORDINATOR:
+            if error.kind == "rank_missing" and self._is_set(_HAS_FAILURE):
+                error = _merge([error, *self._failures()])
             self._send_down(_FAILURE + _encode_failure(error))
             if error.kind == "rank_missing":
                 self._store.set(ABANDONED, b"")  # type: ignore[arg-type]  # as in _put; stays for those who come late
@@ -277,7 +286,11 @@ def store_lost(error: Exception) -> CheckpointError:
 
 
 def _merge(errors: Sequence[CheckpointError]) -> CheckpointError:
-    """One error for several ranks that failed: the first one's, with all ranks named."""
+    """One error for several ranks that failed: the first one's, with all ranks named.
+
+    Where some say that another one is missing, and one says what failed, that one may be why it was missed.
+    """
+    errors = [error for error in errors if error.kind != "rank_missing"] or errors[:1]
     ranks = tuple(sorted({rank for error in errors for rank in error.ranks}))
     first = errors[0]
     others = f" ({len(errors)} ranks failed: {list(ranks)}; this is the first)" if len(errors) > 1 else ""

@@ -51,6 +51,8 @@ class LoadReport:
     """Tensors of which this rank loaded all or a part."""
     num_bytes_read: int
     """From storage, by this rank."""
+    num_bytes_received: int
+    """From other ranks, which had read them."""
     missing: Sequence[str] = ()
     """State FQNs that the checkpoint lacks; left as they were."""
     unexpected: Sequence[str] = ()

@@ -11,6 +11,7 @@ from bytecheckpoint.frames import CODECS
 _MiB = 1 << 20
 
 SNAPSHOTS = ("auto", "copy", "lazy", "fork")
+EXCHANGES = ("auto", "on", "off")
 MIN_STAGING_BYTES = 32 * _MiB
 """Two blocks: one is written while the next is staged. Tensors may be larger: they are staged block by block."""
 
@@ -66,18 +67,26 @@ class LoadOptions:
 
     verify: bool = True
     """Compare the checksum of every byte that is used; a difference raises CheckpointCorruptError."""
+    exchange: Literal["auto", "on", "off"] = "auto"
+    """Whether what several ranks want is read by one of them, who passes it on to the others over the network.
+
+    `auto` does that where the checkpoint is at a URL; a local folder is in the page cache, which every rank of a host
+    reads faster than it hears from another. Rank 0's option counts for all; with one rank it changes nothing.
+    """
     reader_threads: int = 4
     """Reads in flight per rank."""
     max_gap_bytes: int | None = None
     """Two wanted ranges of a file this close are read as one, the bytes between them thrown away. In bytes; None takes
     what the storage reads in the time that another request costs: 125 kB of a local file, 2 MB of a URL."""
     scratch_bytes: int = 64 * _MiB
-    """Host memory for what cannot be read straight into its target, per rank. In bytes."""
+    """Host memory for what cannot be read straight into its target, and for what is passed on to other ranks, per
+    rank. In bytes."""
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
 
     def __post_init__(self) -> None:
         _check_bool("LoadOptions", "verify", self.verify)
+        _check_choice("LoadOptions", "exchange", self.exchange, EXCHANGES)
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
         if self.max_gap_bytes is not None:
             _check_at_least("LoadOptions", "max_gap_bytes", self.max_gap_bytes, 0)

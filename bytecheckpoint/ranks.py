@@ -32,6 +32,10 @@ class Ranks(Protocol):
     """The global rank of each rank of the group, as error messages give it."""
     num_ranks: int
 
+    @property
+    def meeting_host(self) -> str | None:
+        """A host that all ranks reach, as they call it; None where they met in another way than over the network."""
+
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload by rank, on the coordinator; an empty list elsewhere."""
 
@@ -54,6 +58,7 @@ class SoleRank:
     rank = COORDINATOR
     names: Sequence[int] = (0,)
     num_ranks = 1
+    meeting_host = None
 
     def gather(self, payload: bytes) -> list[bytes]:
         return [payload]

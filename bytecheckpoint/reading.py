@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.placing import Target, memory_of, place_all, takes_bytes, target_of
@@ -20,11 +21,15 @@ from bytecheckpoint.storage.store import Store
 class Source:
     """A committed checkpoint that is being read."""
 
-    def __init__(self, store: Store, folder: str, manifest: Manifest, options: LoadOptions) -> None:
+    def __init__(
+        self, store: Store, folder: str, manifest: Manifest, options: LoadOptions, *, is_exchanged: bool
+    ) -> None:
+        """`is_exchanged` says whether ranks pass on to others what they read: that takes half of the scratch memory."""
         self.store = store
         self.folder = folder
         self.manifest = manifest
-        self._options = options
+        self.options = options
+        self.is_exchanged = is_exchanged
         self._dtypes: dict[str, str] = {}
 
     @property
@@ -32,13 +37,27 @@ class Source:
         """Where it stands, as messages and reports show it."""
         return join_name(str(self.store), self.folder)
 
+    @property
+    def _scratch_bytes(self) -> int:
+        """For reading."""
+        return self.options.scratch_bytes // 2 if self.is_exchanged else self.options.scratch_bytes
+
+    @property
+    def _max_fetch_bytes(self) -> int:
+        return self._scratch_bytes // self.options.reader_threads
+
+    @property
+    def unit_bytes(self) -> int:
+        """The most that is read at once of what others want too, unless an extent is longer."""
+        return max(self._max_fetch_bytes - FRAME_BYTES, 1)  # a frame of it may be decompressed beside it
+
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
 
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file) or CheckpointCorruptError
         (truncated, unsupported_version); nothing has been read then.
         """
-        options = self._options
+        options = self.options
         wants = [
             Want(fqn, shard.region, takes_bytes(shard, self._stored_dtype(fqn)))
             for shard, fqn in zip(shards, stored_fqns, strict=True)
@@ -48,22 +67,32 @@ class Source:
             wants,
             verify=options.verify,
             max_gap_bytes=self.store.access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
-            max_fetch_bytes=options.scratch_bytes // options.reader_threads,
+            max_fetch_bytes=self._max_fetch_bytes,
         )
         check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
         return fetches
 
-    def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
-        """Carries out a plan that was made for these shards."""
-        targets = [target_of(shard, self._stored_dtype(fqn)) for shard, fqn in zip(shards, stored_fqns, strict=True)]
-        reads = [self._read(fetch, targets, stored_fqns) for fetch in fetches]
+    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Target]:
+        """The memory of these shards, as destinations of a load."""
+        return [target_of(shard, self._stored_dtype(fqn)) for shard, fqn in zip(shards, stored_fqns, strict=True)]
+
+    def reads(self, fetches: Sequence[Fetch], targets: Sequence[Target], stored_fqns: Sequence[str]) -> list[Read]:
+        """The reads of a plan that was made for these shards."""
+        return [self._read(fetch, targets, stored_fqns) for fetch in fetches]
+
+    def run(self, reads: Sequence[Read]) -> None:
+        """Carries out these reads."""
         run_reads(
             self.store,
             reads,
-            threads=self._options.reader_threads,
-            verify=self._options.verify,
-            scratch_bytes=self._options.scratch_bytes,
+            threads=self.options.reader_threads,
+            verify=self.options.verify,
+            scratch_bytes=self._scratch_bytes,
         )
+
+    def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
+        """Carries out a plan that was made for these shards."""
+        self.run(self.reads(fetches, self.targets(shards, stored_fqns), stored_fqns))
 
     def _stored_dtype(self, fqn: str) -> str:
         dtype = self._dtypes.get(fqn)
@@ -82,11 +111,12 @@ class Source:
             target=memory,
             place=partial(place_all, fetch.parts, fetch.byte_offset, targets) if memory is None else _leave,
             wanted_by=partial(_names, fetch, stored_fqns),
-            frames=[_frame_read(frame, targets) for frame in fetch.frames],
+            frames=[frame_read(frame, targets) for frame in fetch.frames],
         )
 
 
-def _frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
+def frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
+    """What a frame is for, with the memory that it goes to."""
     memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
     return FrameRead(
         byte_offset=frame.byte_offset,

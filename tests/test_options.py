@@ -110,3 +110,14 @@ def test_every_number_has_its_unit_in_its_name_or_is_a_count(kind: type[Any]) ->
     for item in dataclasses.fields(kind):
         if type(item.default) in (int, float):
             assert item.name.endswith(("_bytes", "_s", "_threads"))
+
+
+@pytest.mark.parametrize("exchange", ["auto", "on", "off"])
+def test_a_way_of_exchange_is_one_of_three(exchange: Any) -> None:
+    assert LoadOptions(exchange=exchange).exchange == exchange
+
+
+@pytest.mark.parametrize("exchange", ["always", "", None, True, 1, ["on"]], ids=repr)
+def test_another_way_of_exchange_is_refused(exchange: Any) -> None:
+    with pytest.raises(ValueError, match=r"LoadOptions\.exchange takes one of 'auto', 'on', 'off', not "):
+        LoadOptions(exchange=exchange)

@@ -190,7 +190,7 @@ def plain_objects(opened: Opened) -> list[Plain]:
     from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
     from bytecheckpoint.reading import Source  # noqa: PLC0415
 
-    source = Source(opened.store, opened.folder, opened.manifest, LoadOptions())
+    source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False)
     checkpoint = Checkpoint(source, opened.path)
     found = [_plain(fqn, None, value) for fqn, value in checkpoint.objects.items()]
     for fqn in opened.manifest.rank_objects:

@@ -1,0 +1,98 @@
+"""What a reader passed on, received and put into tensors: straight into their memory where it is contiguous there, else
+through scratch memory that all connections share. It knows nothing of who else takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.parcels import Budget, Header, check_digest
+from bytecheckpoint.peers import Connection
+from bytecheckpoint.placing import Target, memory_of, place_all
+from bytecheckpoint.planner.coalesce import FlatPart, Frame, Part
+from bytecheckpoint.planner.exchange_parts import Arrival, packed, piece_of
+from bytecheckpoint.reading import frame_read
+from bytecheckpoint.storage.codecs import decode_frame
+
+_MIN_DIRECT_BYTES = 1 << 16
+"""What is smaller goes through scratch memory, where it shares a system call with its neighbours."""
+
+
+class Arrivals:
+    """Where what is received goes. Used by one thread for each connection."""
+
+    def __init__(
+        self, targets: Sequence[Target], stored_fqns: Sequence[str], *, scratch_bytes: int, verify: bool
+    ) -> None:
+        self._targets = targets
+        self._stored_fqns = stored_fqns
+        self._scratch = Budget(scratch_bytes)
+        self._verify = verify
+
+    def take_in(self, connection: Connection, header: Header, arrival: Arrival) -> None:
+        """Receives what follows the header, and puts it where it belongs.
+
+        Raises CheckpointCorruptError (checksum) where it is not what was sent.
+        """
+        memory = [self._memory(item) for item in arrival.items]
+        lengths = [piece_of(item).byte_length for item in arrival.items]
+        if header.byte_length != sum(lengths):
+            raise CheckpointError(
+                f"rank {connection.peer.name} passed on {header.byte_length} bytes of {self._names(arrival)}, and "
+                f"{sum(lengths)} were asked for; do all ranks have the same release of bytecheckpoint?",
+                kind="rank_failed",
+            )
+        scratch_bytes = sum(length for length, into in zip(lengths, memory, strict=True) if into is None)
+        with self._scratch.taken(scratch_bytes):
+            scratch = np.empty(scratch_bytes, np.uint8).data
+            buffers = list(_buffers(memory, lengths, scratch))
+            for buffer in buffers:
+                connection.receive_into(buffer)
+            if self._verify:
+                check_digest(header, buffers, reader=connection.peer.name, wanted_by=self._names(arrival))
+            position = 0
+            for item, into, length in zip(arrival.items, memory, lengths, strict=True):
+                if into is None:
+                    self._place(item, scratch[position : position + length])
+                    position += length
+
+    def break_off(self) -> None:
+        """Nobody waits for scratch memory any longer."""
+        self._scratch.break_off()
+
+    def _memory(self, item: Part | Frame) -> memoryview | None:
+        """The tensor memory that the bytes of an item are for, where that is worth while."""
+        if not isinstance(item, FlatPart) or item.byte_length < _MIN_DIRECT_BYTES:
+            return None
+        return memory_of(item, self._targets)
+
+    def _place(self, item: Part | Frame, content: memoryview) -> None:
+        if not isinstance(item, Frame):
+            place_all([packed(item)], 0, self._targets, content)
+            return
+        frame = frame_read(item, self._targets)
+        raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
+        decode_frame(frame.codec, content, frame.item_bytes, raw)
+        frame.place(raw)
+
+    def _names(self, arrival: Arrival) -> str:
+        parts = [part for item in arrival.items for part in (item.parts if isinstance(item, Frame) else (item,))]
+        return ", ".join(sorted({self._stored_fqns[part.want] for part in parts})[:3])
+
+
+def _buffers(memory: Sequence[memoryview | None], lengths: Sequence[int], scratch: memoryview) -> Iterator[memoryview]:
+    """Where the bytes of a parcel go, in order; neighbours in scratch memory as one."""
+    start = end = 0
+    for into, length in zip(memory, lengths, strict=True):
+        if into is None:
+            end += length
+            continue
+        if start < end:
+            yield scratch[start:end]
+        start = end
+        yield into
+    if start < end:
+        yield scratch[start:end]

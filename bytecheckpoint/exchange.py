@@ -1,0 +1,323 @@
+"""A load plan carried out by several ranks together: what more than one of them wants is read by one and passed on to
+the others while reading goes on. It decides nothing about who reads what, and opens no file.
+
+Nobody waits in a circle: a taker always takes what comes, into its tensors or into memory that is freed again without
+the help of others, so every parcel that is sent arrives, and makes room for the next read.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from bytecheckpoint.arrivals import Arrivals
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.matching import Match
+from bytecheckpoint.parcels import (
+    FAREWELL,
+    HEADER_BYTES,
+    Budget,
+    Header,
+    Parcel,
+    Request,
+    decode_header,
+    decode_request,
+    digest_of,
+    encode_request,
+    pack,
+    slices,
+)
+from bytecheckpoint.peers import Address, Connection, Listener, Peer, PeerLeftError, connect
+from bytecheckpoint.placing import Target
+from bytecheckpoint.planner.coalesce import Fetch
+from bytecheckpoint.planner.exchange_parts import (
+    Arrival,
+    Piece,
+    Unit,
+    Work,
+    can_share,
+    divide_work,
+    piece_of,
+    wanted_runs,
+)
+from bytecheckpoint.planner.exchange_plan import Extents, Run, Share, share_out
+from bytecheckpoint.ranks import Ranks
+from bytecheckpoint.reading import Source
+from bytecheckpoint.storage.reader import Read
+
+_GRACE_S = 1.0
+"""How long a rank that lost another one waits for news of what happened, and for its own farewell to be sent."""
+_MAX_GRACE_S = 5.0
+"""How much longer a rank waits for a reader than the reader for its takers, so that who is stuck is named."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank took in."""
+
+    num_bytes_read: int
+    num_bytes_received: int
+
+
+class _Wish(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says about itself."""
+
+    address: Address
+    runs: list[Run]
+    unit_bytes: int
+
+
+class _Deal(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator tells a rank."""
+
+    share: Share
+    addresses: dict[int, Address]
+    """Of the readers of what it receives, by rank."""
+    unit_bytes: int
+
+
+def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
+    """Carries out the plans of all ranks, each of which passes its own. Must be called by all.
+
+    Where ranks do not exchange what they read, each does all of its plan.
+
+    Raises what reading raises, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and
+    CheckpointError (rank_missing) for a rank that died or is stuck. A failure elsewhere is raised here as well.
+    """
+    if not source.is_exchanged:
+        source.read(fetches, match.shards, match.stored_fqns)
+        return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
+    extents = Extents(source.manifest.files)
+    sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
+    unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
+    with closing(Listener(towards=ranks.meeting_host)) as listener:
+        deal = _agree(ranks, _Wish(listener.address, wanted_runs(sharable, extents), source.unit_bytes), extents)
+        work = divide_work(sharable, deal.share, extents, unit_bytes=deal.unit_bytes)
+        work = work._replace(alone=[*work.alone, *unsharable])
+        exchange = _Exchange(ranks, source, source.targets(match.shards, match.stored_fqns), match.stored_fqns)
+        try:
+            return exchange.run(work, deal, listener)
+        except PeerLeftError:
+            _await_verdict(ranks)
+            raise
+
+
+def _await_verdict(ranks: Ranks) -> None:
+    """Whatever has failed elsewhere is the error of this rank as well, and it will be told."""
+    ranks.gather(b"")
+    ranks.broadcast(b"")
+
+
+def _agree(ranks: Ranks, wish: _Wish, extents: Extents) -> _Deal:
+    wishes = [msgspec.msgpack.decode(content, type=_Wish) for content in ranks.gather(msgspec.msgpack.encode(wish))]
+    shares = share_out([wish.runs for wish in wishes], extents)
+    unit_bytes = min((wish.unit_bytes for wish in wishes), default=0)
+    deals = [
+        _Deal(share, {reader: wishes[reader].address for reader, _ in share.received}, unit_bytes) for share in shares
+    ]
+    return msgspec.msgpack.decode(ranks.scatter([msgspec.msgpack.encode(deal) for deal in deals]), type=_Deal)
+
+
+class _Outbox:
+    """What is on its way to one taker."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        """None is the end."""
+
+
+class _Exchange:
+    """The connections, threads and memory of one load on one rank."""
+
+    def __init__(self, ranks: Ranks, source: Source, targets: Sequence[Target], stored_fqns: Sequence[str]) -> None:
+        self._ranks = ranks
+        self._source = source
+        self._targets = targets
+        self._stored_fqns = stored_fqns
+        # A quarter for each direction: the other half is for reading.
+        self._outgoing = Budget(source.options.scratch_bytes // 4)
+        self._arrivals = Arrivals(
+            targets, stored_fqns, scratch_bytes=source.options.scratch_bytes // 4, verify=source.options.verify
+        )
+        self._outboxes: list[_Outbox] = []
+        self._takers_of: dict[Unit, dict[tuple[Piece, ...], list[_Outbox]]] = {}
+        self._inbound: list[Connection] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        """Set on the first failure."""
+        self._failure: BaseException | None = None
+        self._failed_at = 0.0
+
+    def run(self, work: Work, deal: _Deal, listener: Listener) -> Traffic:
+        by_reader: dict[int, list[Arrival]] = {reader: [] for reader in deal.addresses}
+        for arrival in work.received:
+            by_reader[arrival.reader].append(arrival)
+        passed_on = [self._passing_on(fetch) for fetch in work.passed_on]
+        reads = [*passed_on, *self._source.reads(work.alone, self._targets, self._stored_fqns)]
+        with ThreadPoolExecutor(len(by_reader) + len(deal.share.takers) + 1, thread_name_prefix="bcp-exchange") as pool:
+            futures = [
+                pool.submit(self._receive_all, self._peer(reader), deal.addresses[reader], arrivals)
+                for reader, arrivals in by_reader.items()
+            ]
+            try:
+                futures += (pool.submit(self._send_all, outbox) for outbox in self._admit(listener, deal.share.takers))
+                self._read_all(reads)
+            finally:
+                listener.close()
+                self._await_all(futures)
+        received = sum(piece_of(item).byte_length for arrival in work.received for item in arrival.items)
+        return Traffic(sum(read.byte_length for read in reads), received)
+
+    def _peer(self, rank: int) -> Peer:
+        return Peer(rank, self._ranks.names[rank])
+
+    def _admit(self, listener: Listener, ranks: Sequence[int]) -> Iterator[_Outbox]:
+        """Lets all takers in, and notes what they want."""
+        takers = [self._peer(rank) for rank in ranks]
+        with self._failing_together():
+            for connection, request in listener.accept(takers, self._source.options.timeout_s):
+                if connection is not None:
+                    yield self._outbox(connection, decode_request(request))
+                if self._is_long_over():  # who comes before gets a farewell
+                    raise PeerLeftError
+
+    def _is_long_over(self) -> bool:
+        with self._lock:
+            return self._failure is not None and time.monotonic() > self._failed_at + _GRACE_S
+
+    def _outbox(self, connection: Connection, request: Request) -> _Outbox:
+        outbox = _Outbox(connection)
+        self._outboxes.append(outbox)
+        for unit, pieces in request.items():
+            self._takers_of.setdefault(unit, {}).setdefault(pieces, []).append(outbox)
+        return outbox
+
+    def _read_all(self, reads: Sequence[Read]) -> None:
+        """Reads, and has what others want sent."""
+        with self._failing_together():
+            self._source.run(reads)
+            for outbox in self._outboxes:
+                outbox.parcels.put(None)
+
+    def _passing_on(self, fetch: Fetch) -> Read:
+        """The read of a unit, after which those who want parts of it get them."""
+        read = self._source.reads([fetch], self._targets, self._stored_fqns)[0]
+        unit = Unit(fetch.file, fetch.byte_offset, fetch.end)
+
+        def pass_on(content: memoryview) -> None:
+            read.place(content)
+            for pieces, outboxes in self._takers_of.get(unit, {}).items():
+                parcel = self._parcel(unit, pieces, content, len(outboxes), is_lasting=read.target is not None)
+                for outbox in outboxes:
+                    outbox.parcels.put(parcel)
+
+        return read._replace(place=pass_on)
+
+    def _parcel(
+        self, unit: Unit, pieces: Sequence[Piece], content: memoryview, num_takers: int, *, is_lasting: bool
+    ) -> Parcel:
+        """The pieces where they are, if they stay there, or in memory of their own."""
+        num_bytes = sum(piece.byte_length for piece in pieces)
+        buffers = slices(content, unit, pieces) if is_lasting else None
+        taken = 0 if buffers is not None else num_bytes
+        if buffers is None:
+            self._outgoing.take(num_bytes)
+            buffers = [np.empty(num_bytes, np.uint8).data]
+            pack(content, unit, pieces, buffers[0])
+        digest = digest_of(buffers) if self._source.options.verify else 0
+        header = Header(unit.file, unit.byte_offset, num_bytes, digest)
+        return Parcel(header, buffers, num_takers=num_takers, done=partial(self._outgoing.give, taken))
+
+    def _send_all(self, outbox: _Outbox) -> None:
+        """Sends parcels until there are no more, or says that this rank breaks off."""
+        with self._failing_together():
+            try:
+                self._send_parcels(outbox)
+            except PeerLeftError:
+                self._over.wait(_GRACE_S)  # where it also was to send something here, that tells why
+                raise
+
+    def _send_parcels(self, outbox: _Outbox) -> None:
+        while (parcel := outbox.parcels.get()) is not None and not self._over.is_set():
+            for content in parcel.content:
+                outbox.connection.send(content)
+            parcel.sent()
+        if self._over.is_set():
+            outbox.connection.send(FAREWELL)
+
+    def _receive_all(self, reader: Peer, address: Address, arrivals: Sequence[Arrival]) -> None:
+        options = self._source.options
+        patience_s = options.timeout_s + min(options.timeout_s, _MAX_GRACE_S)
+        with self._failing_together():
+            request = {arrival.unit: tuple(map(piece_of, arrival.items)) for arrival in arrivals}
+            connection = connect(reader, address, self._ranks.rank, encode_request(request), patience_s)
+            with self._lock:
+                self._inbound.append(connection)
+            left = {(arrival.unit.file, arrival.unit.byte_offset): arrival for arrival in arrivals}
+            while left and not self._over.is_set():
+                header = decode_header(connection.receive(HEADER_BYTES))
+                self._arrivals.take_in(connection, header, left.pop((header.file, header.unit_byte_offset)))
+
+    def _failing_together(self) -> _FailingTogether:
+        return _FailingTogether(self)
+
+    def break_off(self, error: BaseException) -> None:
+        """Ends all that is under way here, for the first error that there is; takers are told."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._failed_at = time.monotonic()
+            self._over.set()
+            inbound = list(self._inbound)
+        self._arrivals.break_off()
+        self._outgoing.break_off()
+        for outbox in self._outboxes:
+            outbox.parcels.put(None)
+        for connection in inbound:
+            connection.interrupt()
+
+    def _await_all(self, futures: Sequence[Future[None]]) -> None:
+        """Until all is sent and received. Raises the first error that there was."""
+        if self._failure is None:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        connections = [*self._inbound, *(outbox.connection for outbox in self._outboxes)]
+        if self._failure is not None:
+            for outbox in self._outboxes:
+                outbox.parcels.put(None)  # again, for those who came after the failure
+            wait(futures, timeout=_GRACE_S)
+            for connection in connections:
+                connection.interrupt()
+        wait(futures)
+        for connection in connections:
+            connection.close()
+        if isinstance(self._failure, CheckpointError) and self._failure.kind == "rank_missing":
+            time.sleep(min(_GRACE_S, self._source.options.timeout_s))  # what it has failed with says more
+        if self._failure is not None:
+            raise self._failure
+
+
+class _FailingTogether:
+    """What fails in here ends the whole exchange, which then raises it."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        self._exchange = exchange
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._exchange.break_off(error)

@@ -1,0 +1,158 @@
+"""What a reader passes on to a taker: the pieces that it asked for of one unit, one after the other, behind a header
+with their digest. Packing and unpacking; nothing here knows of connections or of tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.peers import PeerLeftError
+from bytecheckpoint.planner.exchange_parts import Piece, Unit
+
+_HEADER = struct.Struct("<QQQQ")
+HEADER_BYTES = _HEADER.size
+_BROKEN_OFF = (1 << 64) - 1
+
+Request = dict[Unit, tuple[Piece, ...]]
+"""What a taker wants of the units of a reader."""
+
+
+class Header(NamedTuple):
+    """What stands before the pieces of a parcel."""
+
+    file: int
+    unit_byte_offset: int
+    byte_length: int
+    digest: int
+    """The xxh3-64 of all pieces together; 0 where nothing is verified."""
+
+
+FAREWELL = _HEADER.pack(_BROKEN_OFF, 0, 0, 0)
+"""Sent instead of a header by a reader that breaks off."""
+
+
+def encode_request(request: Request) -> bytes:
+    return msgspec.msgpack.encode([(unit, pieces) for unit, pieces in request.items()])
+
+
+def decode_request(content: bytes) -> Request:
+    return dict(msgspec.msgpack.decode(content, type=list[tuple[Unit, tuple[Piece, ...]]]))
+
+
+def encode_header(header: Header) -> bytes:
+    return _HEADER.pack(*header)
+
+
+def decode_header(content: bytes) -> Header:
+    """Raises PeerLeftError where it is a farewell."""
+    header = Header(*_HEADER.unpack(content))
+    if header.file == _BROKEN_OFF:
+        raise PeerLeftError
+    return header
+
+
+def slices(content: memoryview, unit: Unit, pieces: Sequence[Piece]) -> list[memoryview] | None:
+    """The pieces as parts of the unit's bytes, where each is a single row."""
+    if any(len(piece.lengths) > 1 for piece in pieces):
+        return None
+    return [content[piece.byte_offset - unit.byte_offset :][: piece.byte_length] for piece in pieces]
+
+
+def pack(content: memoryview, unit: Unit, pieces: Sequence[Piece], into: memoryview) -> None:
+    """Copies the pieces out of the unit's bytes, one after the other."""
+    source, target = np.frombuffer(content, np.uint8), np.frombuffer(into, np.uint8)
+    position = 0
+    for piece in pieces:
+        if piece.byte_offset < unit.byte_offset or piece.end > unit.end:
+            raise ValueError(f"{piece} is not in {unit}")
+        rows = source[piece.byte_offset - unit.byte_offset :]
+        target[position : position + piece.byte_length].reshape(piece.lengths)[...] = np.lib.stride_tricks.as_strided(
+            rows, piece.lengths, piece.strides
+        )
+        position += piece.byte_length
+
+
+def digest_of(buffers: Sequence[memoryview]) -> int:
+    digest = xxhash.xxh3_64()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.intdigest()
+
+
+class Budget:
+    """Bytes of memory that several threads share. One that needs more than there is in all gets it alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._free = num_bytes
+        self._is_broken = False
+        self._changed = threading.Condition()
+
+    def take(self, num_bytes: int) -> None:
+        """Waits until there is room. Raises PeerLeftError after `break_off`."""
+        wanted = min(num_bytes, self._num_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_broken or self._free >= wanted)
+            if self._is_broken:
+                raise PeerLeftError
+            self._free -= wanted
+
+    def give(self, num_bytes: int) -> None:
+        with self._changed:
+            self._free += min(num_bytes, self._num_bytes)
+            self._changed.notify_all()
+
+    @contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        self.take(num_bytes)
+        try:
+            yield
+        finally:
+            self.give(num_bytes)
+
+    def break_off(self) -> None:
+        """Nobody waits any longer."""
+        with self._changed:
+            self._is_broken = True
+            self._changed.notify_all()
+
+
+class Parcel:
+    """A unit's pieces on their way to those takers that want the same of it."""
+
+    def __init__(
+        self, header: Header, buffers: Sequence[memoryview], num_takers: int, done: Callable[[], None]
+    ) -> None:
+        self.content: Sequence[memoryview | bytes] = [encode_header(header), *buffers]
+        self._num_left = num_takers
+        self._lock = threading.Lock()
+        self._done = done
+
+    def sent(self) -> None:
+        """Another taker has it; after the last one its memory is free."""
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._done()
+
+
+def check_digest(header: Header, buffers: Sequence[memoryview], *, reader: int, wanted_by: str) -> None:
+    """Raises CheckpointCorruptError (checksum) where what came is not what was sent."""
+    found = digest_of(buffers)
+    if found != header.digest:
+        raise CheckpointCorruptError(
+            f"{header.byte_length} bytes of {wanted_by} that rank {reader} had read and passed on were damaged on the "
+            f"way (checksum {header.digest:016x} sent, {found:016x} arrived). The checkpoint is as it was: look at the "
+            'network and the memory of both hosts, or load with LoadOptions(exchange="off")',
+            kind="checksum",
+        )

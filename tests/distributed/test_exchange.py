@@ -1,0 +1,335 @@
+"""Ranks that want the same bytes read them once and pass them on: what arrives is bit-equal, little is read, and what
+goes wrong on one rank, or on the way, is known to all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from faults.seams import Seen, before, loads_as, raising, seen, state_of
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import bytecheckpoint as bcp
+from bytecheckpoint.peers import Connection
+from distributed.layouts import LAYOUTS, Builder, differences
+from distributed.workers import WorkerDied, WorkerPool
+
+ON = bcp.LoadOptions(exchange="on", timeout_s=30)
+IMPATIENT = bcp.LoadOptions(exchange="on", timeout_s=2.0)
+SOURCES = ("fsdp3", "hsdp2x2", "tp2", "pp2_tp2")
+DESTINATIONS = ("ddp2", "fsdp4", "hsdp2x2", "fsdp2_tp2")
+VARIANTS = [(0, 1), (4096, 700), (1 << 20, 1 << 20)]
+"""Largest gap that is read over, and size of units, in bytes."""
+
+
+@contextmanager
+def small_sizes(unit_bytes: int) -> Iterator[None]:
+    """The state of these tests is small, and what is to be cut has to be smaller."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.planner.file_plan.EXTENT_BYTES", 512)
+        patch.setattr("bytecheckpoint.planner.coalesce.MIN_DIRECT_BYTES", 256)
+        patch.setattr("bytecheckpoint.arrivals._MIN_DIRECT_BYTES", 64)
+        patch.setattr("bytecheckpoint.reading.Source.unit_bytes", unit_bytes)
+        yield
+
+
+def save_truth(rank: int, world_size: int, layout: str, path: str) -> None:
+    with small_sizes(1):
+        bcp.save(path, Builder(layout, rank).truth("adamw"))
+
+
+def load_each(rank: int, world_size: int, layout: str, paths: dict[str, str]) -> tuple[list[str], int]:
+    """What is wrong on this rank after loading each checkpoint, and how much came from others."""
+    builder = Builder(layout, rank)
+    expected = builder.truth("adamw")
+    problems, num_received = [], 0
+    for number, (source, path) in enumerate(paths.items()):
+        max_gap_bytes, unit_bytes = VARIANTS[number % len(VARIANTS)]
+        options = bcp.LoadOptions(exchange="on", max_gap_bytes=max_gap_bytes, reader_threads=1 + number % 2)
+        state = builder.stateless("adamw")
+        with small_sizes(unit_bytes):
+            num_received += bcp.load(path, state, options=options).num_bytes_received
+        problems += [f"{source}: {problem}" for problem in differences(state, expected)]
+    return problems, num_received
+
+
+@pytest.fixture(scope="module")
+def saved(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    paths = {layout: str(tmp_path_factory.mktemp(layout)) for layout in SOURCES}
+    for layout, path in paths.items():
+        workers.run(save_truth, layout, path, world_size=LAYOUTS[layout].world_size)
+    return paths
+
+
+@pytest.mark.parametrize("layout", DESTINATIONS)
+def test_what_ranks_pass_on_is_bit_equal(workers: WorkerPool, saved: dict[str, str], layout: str) -> None:
+    results = workers.run(load_each, layout, saved, world_size=LAYOUTS[layout].world_size, timeout_s=150)
+    assert [problems for problems, _ in results] == [[]] * len(results)
+    assert any(num_received for _, num_received in results)
+
+
+ROWS, COLUMNS = 1500, 901
+
+
+def tensors_of(placement: Placement, *, is_filled: bool) -> dict[str, Any]:
+    """Two large tensors that are spread over all ranks, and small ones that all have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(1)
+    large = {f"w{number}": torch.randn(ROWS, COLUMNS, generator=generator) for number in range(2)}
+    small = {f"b{number}": torch.randn(17, generator=generator) for number in range(20)}
+    if not is_filled:
+        large = {name: torch.zeros_like(tensor) for name, tensor in large.items()}
+        small = {name: torch.zeros_like(tensor) for name, tensor in small.items()}
+    sharded = {name: distribute_tensor(tensor, mesh, [placement]) for name, tensor in large.items()}
+    return {
+        "s": {**sharded, **{name: distribute_tensor(tensor, mesh, [Replicate()]) for name, tensor in small.items()}}
+    }
+
+
+def same_locals(state: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return all(torch.equal(state["s"][name].to_local(), part.to_local()) for name, part in expected["s"].items())
+
+
+def save_rows(rank: int, world_size: int, path: str, codec: str) -> None:
+    bcp.save(path, tensors_of(Shard(0), is_filled=True), options=bcp.SaveOptions(codec=codec))
+
+
+def load_as(
+    rank: int, world_size: int, path: str, placement: Placement, options: bcp.LoadOptions
+) -> tuple[bool, int, int]:
+    state = tensors_of(placement, is_filled=False)
+    report = bcp.load(path, state, options=options)
+    same = same_locals(state, tensors_of(placement, is_filled=True))
+    return same, report.num_bytes_read, report.num_bytes_received
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=["replicas", "rows", "columns"])
+def test_all_ranks_together_read_the_state_once(
+    workers: WorkerPool, tmp_path: Path, placement: Placement, codec: str
+) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, codec, world_size=4)
+    for options in (ON, bcp.LoadOptions(exchange="on", scratch_bytes=8 << 20, verify=False, reader_threads=2)):
+        results = workers.run(load_as, path, placement, options, world_size=4)
+        assert [same for same, _, _ in results] == [True] * 4
+        read = [num_read for _, num_read, _ in results]
+        assert sum(read) <= 1.05 * bcp.open(path).info.num_bytes
+        assert max(read) <= 1.3 * sum(read) / 4
+        wanted = {Replicate(): 4, Shard(0): 1, Shard(1): 1}[placement] * 2 * ROWS * COLUMNS * 4
+        # What is compressed travels so, and whole frames do, of which a rank that wants columns uses a part.
+        assert codec != "none" or sum(num_received for _, _, num_received in results) < wanted
+
+
+class Elsewhere(LocalFileSystem):
+    """A folder that says it is none."""
+
+    protocol = "elsewhere"
+
+
+def load_from_a_url(
+    rank: int, world_size: int, path: str, placement: Placement, options: bcp.LoadOptions
+) -> tuple[bool, int, int]:
+    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
+    return load_as(rank, world_size, f"elsewhere://{path}", placement, options)
+
+
+def test_a_folder_is_not_exchanged_and_a_url_is(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=2)
+    auto, off = bcp.LoadOptions(), bcp.LoadOptions(exchange="off")
+    for load, options, is_exchanged in (
+        (load_as, auto, False),
+        (load_from_a_url, auto, True),
+        (load_from_a_url, off, False),
+    ):
+        results = workers.run(load, path, Replicate(), options, world_size=2)
+        assert [(same, num_received > 0) for same, _, num_received in results] == [(True, is_exchanged)] * 2
+
+
+def load_with_other_options(rank: int, world_size: int, path: str) -> tuple[bool, int, int]:
+    options = ON if rank == 0 else bcp.LoadOptions(exchange="off", scratch_bytes=8 << 20, reader_threads=7)
+    return load_as(rank, world_size, path, Replicate(), options)
+
+
+def test_rank_0_decides_for_ranks_whose_options_differ(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_rows, str(tmp_path), "none", world_size=3)
+    results = workers.run(load_with_other_options, str(tmp_path), world_size=3)
+    assert all(same and num_received > 0 for same, _, num_received in results)
+
+
+def test_one_rank_alone_exchanges_nothing(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"t": torch.arange(5)})
+    state = {"t": torch.zeros(5, dtype=torch.int64)}
+    report = bcp.load(tmp_path, state, options=ON)
+    assert torch.equal(state["t"], torch.arange(5))
+    assert report.num_bytes_received == 0
+
+
+def load_on_meta(rank: int, world_size: int, path: str) -> list[bool]:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(300, 400)
+    bcp.save(path, {"model": model})
+    with torch.device("meta"):
+        empty = torch.nn.Linear(300, 400)
+    report = bcp.load(path, {"model": empty}, options=ON)
+    assert report.num_bytes_read + report.num_bytes_received > 0
+    return [torch.equal(empty.weight, model.weight), torch.equal(empty.bias, model.bias)]
+
+
+def test_a_module_on_the_meta_device_is_filled(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(load_on_meta, str(tmp_path), world_size=2) == [[True, True]] * 2
+
+
+def load_damaged(rank: int, world_size: int, path: str) -> Seen | None:
+    return seen(lambda: bcp.load(path, tensors_of(Replicate(), is_filled=False), options=ON))
+
+
+@pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
+def test_a_damaged_byte_is_known_to_every_rank(workers: WorkerPool, tmp_path: Path, position: float) -> None:
+    workers.run(save_rows, str(tmp_path), "none", world_size=3)
+    file = sorted((tmp_path / "data").iterdir())[1]
+    with file.open("r+b") as opened:
+        opened.seek(int(file.stat().st_size * position))
+        byte = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_CUR)
+        opened.write(bytes([byte ^ 1]))
+    errors = workers.run(load_damaged, str(tmp_path), world_size=3)
+    assert errors[0] is not None
+    assert errors == [errors[0]] * 3
+    assert (errors[0].cls, errors[0].kind) == ("CheckpointCorruptError", "checksum")
+    assert file.name in errors[0].message
+
+
+@contextmanager
+def damaged_on_the_way() -> Iterator[None]:
+    """The last byte of everything large that this rank passes on is another one."""
+    send = Connection.send
+
+    def send_damaged(self: Connection, content: Any) -> None:
+        damaged = bytearray(content)
+        damaged[-1] ^= 1 if len(damaged) > 1000 else 0
+        send(self, bytes(damaged))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connection, "send", send_damaged)
+        yield
+
+
+def load_over_a_bad_network(rank: int, world_size: int, path: str) -> Seen | None:
+    with damaged_on_the_way() if rank == 1 else nullcontext():
+        return load_damaged(rank, world_size, path)
+
+
+def test_a_byte_damaged_on_the_way_is_known_to_every_rank(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_rows, str(tmp_path), "none", world_size=3)
+    errors = workers.run(load_over_a_bad_network, str(tmp_path), world_size=3)
+    assert errors[0] is not None
+    assert errors == [errors[0]] * 3
+    assert (errors[0].cls, errors[0].kind) == ("CheckpointCorruptError", "checksum")
+    assert "rank 1 had read" in errors[0].message
+
+
+FAILURES: dict[str, str] = {
+    "reading": "bytecheckpoint.storage.local_store.LocalStore.read_into",
+    "packing": "bytecheckpoint.exchange.digest_of",
+    "connecting": "bytecheckpoint.exchange.connect",
+    "placing": "bytecheckpoint.arrivals.check_digest",
+    "dividing": "bytecheckpoint.exchange.divide_work",
+}
+
+
+def fail_in(rank: int, world_size: int, path: str, function: str, failing_rank: int) -> tuple[Seen | None, bool]:
+    """Rank 1's error is not the first that the coordinator could hear of."""
+    bcp.save(path, state_of(rank, 1.0))
+    error = bcp.StorageError("you may not", kind="permission")
+    with before(function, raising(error)) if rank == failing_rank else nullcontext():
+        found = seen(lambda: bcp.load(path, state_of(rank, 0.0), options=ON))
+    dist.barrier()
+    return found, loads_as(path, rank, 1.0, options=ON)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 2])
+@pytest.mark.parametrize("phase", FAILURES)
+def test_what_fails_on_one_rank_fails_all_and_the_next_load_works(
+    workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int
+) -> None:
+    outcomes = workers.run(fail_in, str(tmp_path), FAILURES[phase], failing_rank, world_size=3)
+    errors = [error for error, _ in outcomes]
+    assert errors[0] is not None
+    assert errors == [errors[0]] * 3
+    assert (errors[0].cls, errors[0].kind, errors[0].ranks) == ("StorageError", "permission", (failing_rank,))
+    assert all(next_loads for _, next_loads in outcomes)
+
+
+def go_missing(rank: int, world_size: int, path: str, function: str, missing_rank: int, how: str) -> Seen | None:
+    pids: list[int] = [0] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    bcp.save(path, tensors_of(Replicate(), is_filled=True))
+    number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+    signals = iter([number])
+    vanish = lambda: [os.kill(os.getpid(), sent) for sent in signals]  # noqa: E731  # once
+    with before(function, vanish) if rank == missing_rank else nullcontext():
+        error = seen(lambda: bcp.load(path, tensors_of(Replicate(), is_filled=False), options=IMPATIENT))
+    if how == "stopped" and rank == (missing_rank + 1) % world_size:
+        os.kill(pids[missing_rank], signal.SIGCONT)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("phase", "missing_rank", "how"),
+    [("packing", 1, "killed"), ("reading", 2, "killed"), ("packing", 0, "killed"), ("packing", 1, "stopped")],
+)
+def test_a_rank_that_is_gone_or_stuck_ends_the_load_on_all_others(
+    workers: WorkerPool, tmp_path: Path, phase: str, missing_rank: int, how: str
+) -> None:
+    outcomes = workers.run_each(
+        go_missing, str(tmp_path), FAILURES[phase], missing_rank, how, world_size=3, timeout_s=40
+    )
+    if how == "killed":
+        assert isinstance(outcomes[missing_rank].error, WorkerDied)
+    for rank, outcome in enumerate(outcomes):
+        if rank != missing_rank:
+            assert outcome.error is None, outcome.error
+            assert outcome.value.kind == "rank_missing"
+            assert missing_rank in outcome.value.ranks
+
+
+def load_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[int, int, int]]:
+    """Threads, file descriptors and keys of the store after several loads."""
+    store = dist.distributed_c10d._get_default_store()
+    bcp.save(path, state_of(rank, 1.0))
+    counts = []
+    for _ in range(3):
+        for _ in range(5):
+            assert loads_as(path, rank, 1.0, options=ON)
+        dist.barrier()
+        wait_for(lambda: not any(thread.name.startswith("bcp") for thread in threading.enumerate()))
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd")), store.num_keys()))
+        dist.barrier()
+    return counts
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(500):
+        if is_so():
+            return
+        pause.wait(0.01)
+
+
+def test_many_loads_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tmp_path: Path) -> None:
+    for counts in workers.run(load_again_and_again, str(tmp_path), world_size=3):
+        assert counts[1] == counts[2], counts

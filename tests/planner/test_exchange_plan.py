@@ -1,0 +1,141 @@
+"""Which rank reads what several want: every extent that is shared has one reader, who wants it, and who passes it on
+to exactly those who want it too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.planner import exchange_plan
+from bytecheckpoint.planner.exchange_plan import Extents, Run, Share, share_out
+
+Wanted = list[list[Run]]
+
+
+def file_of(lengths: list[int]) -> DataFile:
+    return DataFile("f", sum(lengths), lengths, [0] * len(lengths))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Extents, Wanted]:
+    files = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=3))
+    wanted = [
+        [run for number, file in enumerate(files) for run in draw(runs_in(number, len(file)))]
+        for _ in range(draw(st.integers(1, 7)))
+    ]
+    return Extents([file_of(lengths) for lengths in files]), wanted
+
+
+@st.composite
+def runs_in(draw: st.DrawFn, file: int, num_extents: int) -> list[Run]:
+    """Runs that do not touch one another."""
+    is_wanted = [*draw(st.lists(st.booleans(), min_size=num_extents, max_size=num_extents)), False]
+    starts = [i for i, wants in enumerate(is_wanted) if wants and (i == 0 or not is_wanted[i - 1])]
+    ends = [i for i, wants in enumerate(is_wanted) if not wants and i > 0 and is_wanted[i - 1]]
+    return [Run(file, first, end) for first, end in zip(starts, ends, strict=True)]
+
+
+def extents_in(runs: list[Run]) -> set[tuple[int, int]]:
+    return {(run.file, number) for run in runs for number in range(run.first, run.end)}
+
+
+def check_shares(wanted: Wanted, shares: list[Share], *, max_readers: int) -> None:
+    wants = [extents_in(runs) for runs in wanted]
+    counts = Counter(extent for of_rank in wants for extent in of_rank)
+    read = [extents_in(list(share.reads)) for share in shares]
+    passed_on: dict[int, set[int]] = {rank: set() for rank in range(len(wanted))}
+    for rank, share in enumerate(shares):
+        received = [extent for reader, run in share.received for extent in extents_in([run])]
+        assert len(received) == len(set(received))
+        assert not read[rank] & set(received)
+        assert read[rank] | set(received) == {extent for extent in wants[rank] if counts[extent] > 1}
+        for reader, run in share.received:
+            assert extents_in([run]) <= read[reader]
+            passed_on[reader].add(rank)
+        assert [run for _, run in share.received] == sorted(run for _, run in share.received)
+    readers = Counter(extent for of_rank in read for extent in of_rank)
+    assert all(count <= max_readers for count in readers.values())
+    assert [list(share.takers) for share in shares] == [sorted(takers) for takers in passed_on.values()]
+
+
+@given(cases())
+@settings(max_examples=80, deadline=None)
+def test_every_shared_extent_is_read_once_and_passed_on_to_all_who_want_it(case: tuple[Extents, Wanted]) -> None:
+    extents, wanted = case
+    shares = share_out(wanted, extents)
+    check_shares(wanted, shares, max_readers=1)
+    assert share_out(wanted, extents) == shares
+
+
+@given(cases())
+@settings(max_examples=40, deadline=None)
+def test_where_many_want_the_same_they_are_divided_into_groups(case: tuple[Extents, Wanted]) -> None:
+    extents, wanted = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
+        check_shares_in_groups(wanted, share_out(wanted, extents))
+
+
+def check_shares_in_groups(wanted: Wanted, shares: list[Share]) -> None:
+    """A rank left over in a group of one reads for itself."""
+    wants = [extents_in(runs) for runs in wanted]
+    for rank, share in enumerate(shares):
+        received = [extent for _, run in share.received for extent in extents_in([run])]
+        assert len(received) == len(set(received))
+        assert extents_in(list(share.reads)) | set(received) <= wants[rank]
+        assert all(extents_in([run]) <= extents_in(list(shares[reader].reads)) for reader, run in share.received)
+
+
+def read_bytes(wanted: Wanted, shares: list[Share], extents: Extents) -> list[int]:
+    """By each rank, with what it wants alone."""
+    return [
+        sum(map(extents.num_bytes, runs)) - sum(extents.num_bytes(run) for _, run in share.received)
+        for runs, share in zip(wanted, shares, strict=True)
+    ]
+
+
+def test_replicas_read_equal_parts_in_long_runs() -> None:
+    extents = Extents([file_of([10] * 100), file_of([10] * 20)])
+    wanted = [[Run(0, 0, 100), Run(1, 0, 20)] for _ in range(4)]
+    shares = share_out(wanted, extents)
+    assert [list(share.reads) for share in shares] == [
+        [Run(0, 0, 30)],
+        [Run(0, 30, 60)],
+        [Run(0, 60, 90)],
+        [Run(0, 90, 100), Run(1, 0, 20)],
+    ]
+    assert read_bytes(wanted, shares, extents) == [300] * 4
+
+
+def test_those_who_have_much_of_their_own_to_read_get_less_of_what_is_shared() -> None:
+    extents = Extents([file_of([10] * 100)])
+    wanted = [[Run(0, 0, 60)], [Run(0, 40, 60), Run(0, 90, 100)], [Run(0, 40, 60)]]
+    shares = share_out(wanted, extents)
+    assert read_bytes(wanted, shares, extents) == [400, 150, 150]
+
+
+def test_one_extent_that_all_want_has_one_reader() -> None:
+    extents = Extents([file_of([5])])
+    shares = share_out([[Run(0, 0, 1)]] * 3, extents)
+    assert sorted(len(share.reads) for share in shares) == [0, 0, 1]
+
+
+def test_a_file_without_checksums_is_shared_in_parts() -> None:
+    extents = Extents([DataFile("f", (5 << 20) + 7)])
+    assert list(extents.bounds(0)) == [*(number << 20 for number in range(6)), (5 << 20) + 7]
+    assert Extents([DataFile("f", 0)]).bounds(0)[-1] == 0
+
+
+def test_the_cost_grows_with_the_runs_and_not_with_pairs_of_ranks() -> None:
+    num_ranks = 1024
+    extents = Extents([file_of([1] * 4096)])
+    wanted = [[Run(0, 4 * rank, 4 * rank + 4)] for rank in range(num_ranks)]
+    assert all(not share.reads and not share.received for share in share_out(wanted, extents))
+    replicas = share_out([[Run(0, 0, 4096)]] * num_ranks, extents)
+    assert {len(share.takers) for share in replicas} == {63}
+    assert {sum(map(extents.num_bytes, share.reads)) for share in replicas} == {64}
