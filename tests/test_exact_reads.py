@@ -84,7 +84,7 @@ def memory_for(dtype: torch.dtype, lengths: tuple[int, ...], kind: str) -> torch
 
 def opened(folder: Path, tuning: Tuning) -> Source:
     store = LocalStore(str(folder), writer_threads=1)
-    return Source(store, "", read_manifest(store, ""), tuning)  # type: ignore[arg-type]
+    return Source(store, "", read_manifest(store, ""), tuning, is_exchanged=False)  # type: ignore[arg-type]
 
 
 def fill(source: Source, wants: Sequence[tuple[str, tuple[int, ...], Region, torch.Tensor]]) -> list[Fetch]:

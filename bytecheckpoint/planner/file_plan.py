@@ -125,7 +125,8 @@ def _cut(num_bytes: int, max_bytes: int) -> list[int]:
     num_parts = 1
     while num_parts * max_bytes < num_bytes:
         num_parts *= 2
-    bounds = [num_bytes * number // num_parts for number in range(num_parts + 1)]
+    # Multiples of every item size: what ranks exchange is cut where extents end, and never within an element.
+    bounds = [*(num_bytes * number // num_parts // 16 * 16 for number in range(num_parts)), num_bytes]
     return [end - start for start, end in pairwise(bounds) if end > start]
 
 
