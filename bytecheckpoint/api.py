@@ -291,7 +291,7 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
         answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder)))
     folder, content = msgspec.msgpack.decode(ranks.broadcast(answer), type=tuple[str, bytes])
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
-    return Source(store, folder, layout.parse_manifest(content, path=path), options)
+    return Source(store, folder, layout.parse_manifest(content, path=path, whole=False), options)
 
 
 def _wait_for_all(ranks: Ranks) -> None:
@@ -334,7 +334,10 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     folder = layout.find_checkpoint(store, _wanted_step(step), location=str(store))
-    source = Source(store, folder, layout.read_manifest(store, folder), options or LoadOptions())
+    manifest = layout.parse_manifest(
+        layout.read_manifest_bytes(store, folder), path=join_name(str(store), folder, layout.MANIFEST_NAME), whole=False
+    )
+    source = Source(store, folder, manifest, options or LoadOptions())
     return Checkpoint(source, source.path)
 
 

@@ -18,7 +18,6 @@ from bytecheckpoint.planner.save_plan import describe, first_lines
 from bytecheckpoint.region import (
     Region,
     find_hole,
-    find_tiling_fault,
     flat_span,
     intersect,
     is_contiguous_in,
@@ -64,21 +63,20 @@ def plan_load(
     """
     of_files: dict[int, _OfFile] = {}
     uncovered: list[str] = []
-    chunks_by_fqn: dict[str, list[Chunk]] = {}
+    uncovered += _find_overlaps(manifest, wants)
+    used: list[tuple[str, Chunk]] = []
     for index, want in enumerate(wants):
-        record = manifest.tensors[want.fqn]
-        if want.fqn not in chunks_by_fqn:
-            chunks_by_fqn[want.fqn] = record.chunks
-            uncovered += _check_stored(want.fqn, record.shape, record.chunks)
+        dtype, _ = manifest.describe(want.fqn)
         num_covered = 0
-        for chunk in chunks_by_fqn[want.fqn]:
+        for chunk in manifest.chunks_meeting(want.fqn, want.region):
+            used.append((want.fqn, chunk))
             # Mostly a load has the layout of the save: nothing has to be cut then.
             common = chunk.region if chunk.region == want.region else intersect(chunk.region, want.region)
             if common is None or not common.numel:
                 continue
             num_covered += common.numel
             of_file = of_files.setdefault(chunk.file, _OfFile([], {}))
-            item_bytes = itemsize(record.dtype)
+            item_bytes = itemsize(dtype)
             if chunk.codec == "none":
                 of_file.parts.extend(
                     _parts(index, want, chunk, common, item_bytes=item_bytes, max_fetch_bytes=max_fetch_bytes)
@@ -87,9 +85,10 @@ def plan_load(
                 packed = of_file.packed.setdefault(chunk.byte_offset, _Packed(chunk, item_bytes, {}))
                 _add_frames(packed, index, want, common)
         if num_covered < want.region.numel:
-            uncovered.append(_describe_hole(want, chunks_by_fqn[want.fqn]))
+            uncovered.append(_describe_hole(want, manifest))
     if uncovered:
         raise _not_covered(uncovered)
+    manifest.refuse_shared_bytes(used)
     return [
         fetch
         for file in sorted(of_files)
@@ -112,18 +111,18 @@ def _not_covered(lines: Sequence[str]) -> CheckpointMismatchError:
     )
 
 
-def _check_stored(fqn: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[str]:
-    """An overlap between chunks of a tensor, of which nobody could say which one is right."""
-    if len(chunks) == 1:
-        return []
-    fault = find_tiling_fault(shape, [chunk.region for chunk in chunks])
-    if fault is None or fault.overlap is None:
-        return []
-    return [f"{fqn}{list(shape)}: two chunks hold {describe(fault.overlap)}"]
+def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:
+    """Overlaps between chunks of one tensor, of which nobody could say which one is right."""
+    overlaps = {fqn: manifest.find_overlap(fqn) for fqn in dict.fromkeys(want.fqn for want in wants)}
+    return [
+        f"{fqn}{list(manifest.describe(fqn)[1])}: two chunks hold {describe(overlap)}"
+        for fqn, overlap in overlaps.items()
+        if overlap is not None
+    ]
 
 
-def _describe_hole(want: Want, chunks: Sequence[Chunk]) -> str:
-    hole = find_hole(want.region, [chunk.region for chunk in chunks])
+def _describe_hole(want: Want, manifest: Manifest) -> str:
+    hole = find_hole(want.region, [chunk.region for chunk in manifest.chunks_meeting(want.fqn, want.region)])
     return f"{want.fqn}: {describe(hole) if hole else 'a part'} of {describe(want.region)} lies in no chunk"
 
 
