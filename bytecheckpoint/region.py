@@ -24,6 +24,11 @@ class Region(NamedTuple):
         return tuple(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
 
 
+def describe(region: Region) -> str:
+    """A region as people write it: `[0:4, 8:16]`."""
+    return "[" + ", ".join(f"{offset}:{end}" for offset, end in zip(region.offsets, region.ends, strict=True)) + "]"
+
+
 class TilingFault(NamedTuple):
     """Why regions do not tile a shape: `hole` is a part that none covers, `overlap` one that two cover."""
 

@@ -15,7 +15,7 @@ from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.frames import count_frames, frame_bytes
 from bytecheckpoint.planner.codec_choice import CodecOption, codec_of
 from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files
-from bytecheckpoint.planner.save_plan import Offer, Write
+from bytecheckpoint.planner.offers import Offer, Write
 from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.storage.data_file import chunk_entry, encode_header
 from bytecheckpoint.storage.writer import BLOCK_BYTES

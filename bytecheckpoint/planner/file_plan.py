@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.save_plan import Offer, Write
+from bytecheckpoint.planner.offers import Offer, Write
 from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20

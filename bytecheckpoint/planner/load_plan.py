@@ -14,9 +14,10 @@ from bytecheckpoint.frames import CODECS, unknown_codec
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
-from bytecheckpoint.planner.save_plan import describe, first_lines
+from bytecheckpoint.planner.holders import first_lines
 from bytecheckpoint.region import (
     Region,
+    describe,
     find_hole,
     flat_span,
     intersect,
