@@ -15,8 +15,6 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
-import resource
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -217,12 +215,17 @@ def load(connection: Connection, tensors: list[Tensor], num_ranks: int) -> None:
 
 def memory_mb() -> float:
     """Resident memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return _status_mb("VmRSS")
 
 
 def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    """The most there was. Not what getrusage says, which counts the parent's memory before a process was its own."""
+    return _status_mb("VmHWM")
+
+
+def _status_mb(field: str) -> float:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from bytecheckpoint.chunk_check import (
     shared_bytes,
 )
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.grids import grid_regions, parts_meeting
 from bytecheckpoint.manifest_check import Columns, bad_manifest, shown
-from bytecheckpoint.region import Region
+from bytecheckpoint.region import Region, grid_regions, parts_meeting
 from bytecheckpoint.tensor_records import Chunk, TensorRecord
 
 _CHUNKS_AT_ONCE = 1 << 20

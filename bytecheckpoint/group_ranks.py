@@ -65,15 +65,21 @@ _HAS_FAILURE = "failed"
 class GroupRanks:
     """The ranks of a process group. Messages go up (rank to coordinator) and down, each under a numbered key.
 
+    Groups of more than `block_ranks` are divided into blocks of so many consecutive ranks, which hosts mostly are. The
+    first rank of each, its leader, puts the messages of its block together, so that nobody handles one of every rank.
+
     Each rank says goodbye when it has read the last word, of success or failure. The coordinator, whose process may
     hold the store, stays until then, and removes the keys of the call.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float, *, block_ranks: int) -> None:
         self.rank = rank
         self.names = names
         self.num_ranks = len(names)
         self._store = store
+        self._block_ranks = block_ranks
+        self._leaders = range(0, len(names), block_ranks)
+        self._leader = rank - rank % block_ranks
         self._timeout_s = timeout_s
         self._patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
         self._num_up = 0
@@ -104,22 +110,53 @@ class GroupRanks:
             self._exchange(self._leave)
 
     def _gather(self, payload: bytes) -> list[bytes]:
-        if self.rank != COORDINATOR:
-            self._put(self._up_key(self._num_up, self.rank), _PAYLOAD + payload)
-            self._num_up += 1
-            return []
         number, self._num_up = self._num_up, self._num_up + 1
-        others = range(1, self.num_ranks)
-        keys = [self._up_key(number, rank) for rank in others]
+        if self.rank != COORDINATOR:
+            self._put(self._up_key(number, self.rank), payload)
+            if self.rank == self._leader:
+                self._pass_on(number, payload)
+            return []
+        members = [self._up_key(number, rank) for rank in self._members(COORDINATOR)]
+        blocks = [self._block_key(number, leader) for leader in self._leaders[1:]]
+        keys = members + blocks
         arrived = _poll(lambda: self._is_set(*keys) or self._is_set(_HAS_FAILURE), self._timeout_s)
         if self._is_set(_HAS_FAILURE):
             raise RankFailedError(_merge(self._failures()))
-        missing = [] if arrived else [rank for key, rank in zip(keys, others, strict=True) if not self._is_set(key)]
+        missing = [] if arrived else self._absent(number)
         if missing:
             raise self._missing(missing)
-        messages: list[bytes] = [self._store.get(key) for key in keys]
+        payloads = [payload, *(self._store.get(key) for key in members)]
+        for key in blocks:
+            payloads += msgspec.msgpack.decode(self._store.get(key), type=list[bytes])
         self._remove(keys)
-        return [payload, *(message[1:] for message in messages)]
+        return payloads
+
+    def _members(self, leader: int) -> range:
+        """The ranks of a block but for its leader."""
+        return range(leader + 1, min(leader + self._block_ranks, self.num_ranks))
+
+    def _pass_on(self, number: int, payload: bytes) -> None:
+        """Sends on what the block says, as its leader. Where a member does not come or has failed, this does nothing:
+        the coordinator sees that for itself, and all are to hear the same of it.
+        """
+        keys = [self._up_key(number, rank) for rank in self._members(self.rank)]
+        # Before this message has come no other is sent down but a verdict, and those who have read it take theirs back.
+        verdict = self._down_key(self._num_down, "all")
+        over = (_HAS_FAILURE, verdict)
+        if not _poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._timeout_s):
+            return
+        if not any(map(self._is_set, over)):
+            payloads = [payload, *(self._store.get(key) for key in keys)]
+            self._put(self._block_key(number, self.rank), msgspec.msgpack.encode(payloads))
+            self._remove([self._up_key(number, self.rank), *keys])
+
+    def _absent(self, number: int) -> list[int]:
+        """Who has not sent the message that the coordinator has waited for in vain."""
+        silent = [leader for leader in self._leaders[1:] if not self._is_set(self._block_key(number, leader))]
+        suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *self._members(leader))]
+        absent = [rank for rank in suspects[1:] if not self._is_set(self._up_key(number, rank))]
+        # A leader may have been lost with what its block had said.
+        return absent or [leader for leader in silent if not self._is_set(self._block_key(number, leader))]
 
     def _broadcast(self, payload: bytes) -> bytes:
         if self.rank != COORDINATOR:
@@ -128,9 +165,16 @@ class GroupRanks:
         return payload
 
     def _scatter(self, payloads: Sequence[bytes]) -> bytes:
+        has_blocks = len(self._leaders) > 1
+        if self.rank != COORDINATOR and has_blocks:
+            of_block = msgspec.msgpack.decode(self._receive_down(_block(self._leader)), type=list[bytes])
+            return of_block[self.rank - self._leader]
         if self.rank != COORDINATOR:
             return self._receive_down(str(self.rank))
-        for rank in range(1, self.num_ranks):
+        for leader in self._leaders if has_blocks else ():
+            of_block = list(payloads[leader : leader + self._block_ranks])
+            self._put(self._down_key(self._num_down, _block(leader)), msgspec.msgpack.encode(of_block))
+        for rank in () if has_blocks else range(1, self.num_ranks):
             self._put(self._down_key(self._num_down, str(rank)), payloads[rank])
         self._send_down(_PAYLOAD)
         return payloads[COORDINATOR]
@@ -221,6 +265,10 @@ class GroupRanks:
         return f"up/{number}/{rank}"
 
     @staticmethod
+    def _block_key(number: int, leader: int) -> str:
+        return f"up/{number}/{_block(leader)}"
+
+    @staticmethod
     def _down_key(number: int, reader: str) -> str:
         return f"down/{number}/{reader}"
 
@@ -290,6 +338,10 @@ def _poll(is_there: Callable[[], bool], limit_s: float) -> bool:
         # In proportion, so that an answer is never noticed much later than it came.
         time.sleep(min(max(waited_s / 10, _SHORTEST_POLL_S), _LONGEST_POLL_S))
     return True
+
+
+def _block(leader: int) -> str:
+    return f"block-{leader}"
 
 
 def _name(ranks: Sequence[int]) -> str:

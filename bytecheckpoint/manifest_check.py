@@ -52,7 +52,7 @@ class Columns(NamedTuple):
     shapes: np.ndarray
     """`num_dims` entries a tensor."""
     is_grid: NDArray[np.bool_]
-    """Of each tensor: whether its chunks are a regular grid, in row-major order; see grids.py."""
+    """Of each tensor: whether its chunks are a regular grid, in row-major order; see region.py."""
     grid_parts: np.ndarray
     """`num_dims` entries for each tensor that is a grid: the lengths of a part."""
     coordinates: np.ndarray

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bytecheckpoint.grids import part_of_grid
 from bytecheckpoint.int_columns import decode_column, decode_counts, encode_column
 from bytecheckpoint.manifest_check import MAX_CHUNKS, MAX_DIMS, MAX_TENSORS, Columns, bad_manifest, refuse_more_than
-from bytecheckpoint.region import Region, intersect
+from bytecheckpoint.region import Region, intersect, part_of_grid
 
 
 class Chunk(NamedTuple):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from bytecheckpoint import column_tensors
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointCorruptError
-from bytecheckpoint.grids import grid_regions, part_of_grid
 from bytecheckpoint.manifest import (
     Chunk,
     DataFile,
@@ -26,7 +25,7 @@ from bytecheckpoint.manifest import (
 )
 from bytecheckpoint.manifest_envelope import seal, unseal
 from bytecheckpoint.planner.load_plan import Want, plan_load
-from bytecheckpoint.region import Region, find_tiling_fault, whole
+from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, part_of_grid, whole
 
 
 def manifest_of(tensors: dict[str, tuple[tuple[int, ...], list[Region]]]) -> Manifest:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.grids import part_of_grid
 from bytecheckpoint.planner.holders import Holders, Offered, Shares, collect_offered, group_holders
 from bytecheckpoint.planner.offers import AlikeRanks, PackedOffers, Write, unpack_offers
 from bytecheckpoint.planner.replicas import Replica, share_out
-from bytecheckpoint.region import Region
+from bytecheckpoint.region import Region, part_of_grid
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

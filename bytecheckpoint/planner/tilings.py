@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bytecheckpoint.grids import grid_counts
+from bytecheckpoint.region import grid_counts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +25,7 @@ def flat_starts(shape: Sequence[int], offsets: Int64s) -> Int64s:
 
 
 def find_grid(shape: Sequence[int], offsets: Int64s, lengths: Int64s) -> tuple[int, ...] | None:
-    """The lengths of a part where the regions, sorted by offsets and none empty, are a regular grid; see grids.py."""
+    """The lengths of a part where the regions, sorted by offsets and none empty, are a regular grid; see region.py."""
     part = lengths[0]
     counts = grid_counts(shape, part.tolist())
     if prod(counts) != len(offsets):

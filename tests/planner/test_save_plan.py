@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.grids import grid_regions
 from bytecheckpoint.planner import holders
 from bytecheckpoint.planner.file_plan import EXTENT_BYTES, cut_extents, lay_out_files
 from bytecheckpoint.planner.offers import Offer, Write, pack_offers
 from bytecheckpoint.planner.replicas import MIN_SPLIT_BYTES
 from bytecheckpoint.planner.save_plan import PlannedTensor, SavePlan, plan_save
-from bytecheckpoint.region import Region, find_tiling_fault, intersect, split_flat_range, whole
+from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, intersect, split_flat_range, whole
 
 MiB = 1 << 20
 
