@@ -193,9 +193,8 @@ def _in_order(offered: Offered) -> list[tuple[Region, Holder]]:
     for of_ranks, offer in offered.sources:
         column = of_ranks.digest_columns.get(offer)
         digests = of_ranks.digests[:, column].tolist() if column is not None else [None] * len(of_ranks.ranks)
-        boxes = of_ranks.boxes(offer).tolist()
-        for rank, (offsets, lengths), digest in zip(of_ranks.ranks.tolist(), boxes, digests, strict=True):
-            found.append((Region(tuple(offsets), tuple(lengths)), Holder(rank, offer, digest)))
+        for rank, region, digest in zip(of_ranks.ranks.tolist(), of_ranks.regions(offer), digests, strict=True):
+            found.append((region, Holder(rank, offer, digest)))
     return found if len(offered.sources) == 1 else sorted(found, key=lambda each: each[1][:2])
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ZSTD_LEVEL = 1
+_FEW_RANKS = 32
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -92,6 +93,8 @@ class AlikeRanks:
     shapes: Sequence[tuple[int, ...]]
     coordinates: NDArray[np.integer]
     """A row a rank: offsets and lengths of one offer after the other."""
+    rows: Sequence[Sequence[int]]
+    """The same as lists, where the ranks are few: of these, arrays of one offer would be small and slow."""
     starts: Sequence[int]
     """Where those of each offer begin."""
     digest_columns: dict[int, int]
@@ -103,6 +106,14 @@ class AlikeRanks:
         """Offsets and lengths of one offer of all these ranks: shape (ranks, 2, dimensions)."""
         columns = self.coordinates[:, self.starts[offer] : self.starts[offer + 1]]
         return columns.astype(np.int64).reshape(len(self.ranks), 2, len(self.shapes[offer]))
+
+    def regions(self, offer: int) -> list[Region]:
+        """Of one offer of all these ranks."""
+        if not self.rows:
+            return [Region(tuple(offsets), tuple(lengths)) for offsets, lengths in self.boxes(offer).tolist()]
+        start, end = self.starts[offer : offer + 2]
+        middle = (start + end) // 2
+        return [Region(tuple(row[start:middle]), tuple(row[middle:end])) for row in self.rows]
 
 
 def unpack_offers(packed: Sequence[PackedOffers]) -> list[AlikeRanks]:
@@ -130,6 +141,7 @@ def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedOffers]
         dtypes=described.dtypes,
         shapes=described.shapes,
         coordinates=coordinates,
+        rows=coordinates.tolist() if len(ranks) <= _FEW_RANKS else (),
         starts=starts,
         digest_columns={offer: column for column, offer in enumerate(described.digested)},
         digests=digests,
