@@ -1,6 +1,6 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
-#   make test     the tests, 8 minutes at most on 2 cores
+#   make test     the tests, some 10 minutes on 2 cores
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it, resume it on other layouts
 #   make bench    how long things take, beside what others take
@@ -38,6 +38,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/manifest.py
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/plan_cache.py
+	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/save.py $(BENCH_ARGS)
 
 bench-load: $(VENV)/.installed-bench

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
 from bytecheckpoint.adapters.plain_merge import merge_plain
@@ -19,10 +20,11 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.plan_cache import KnownPlan, PlanCache
 from bytecheckpoint.planner.codec_choice import CodecOption
-from bytecheckpoint.planner.save_plan import Offer, SavePlan, Write, plan_save
+from bytecheckpoint.planner.offers import Offer, PackedOffers, Write, pack_offers
+from bytecheckpoint.planner.save_plan import SavePlan, plan_save
 from bytecheckpoint.ranks import COORDINATOR, Ranks
 from bytecheckpoint.region import Region
-from bytecheckpoint.staging import plan_files
+from bytecheckpoint.staging import cut_to_files, plan_files
 
 
 class Target(NamedTuple):
@@ -62,9 +64,10 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     """Of the plan that this rank knows for it; empty where it knows none."""
     digests: list[int]
     """Of the compared groups of that plan."""
-    offers: list[Offer]
+    offers: PackedOffers | None
+    """None where a plan is known."""
     aliases: dict[str, str]
-    """Both empty where a plan is known."""
+    """Empty there."""
     plain: dict[str, tuple[Scope, bytes]]
 
 
@@ -73,12 +76,14 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
 
     save_id: str
     plan_id: str
-    writes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+    kept: bytes
+    """A bit for each of its offers: write all of it."""
+    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
     """Index of the offer, offsets and lengths of the part of it."""
     compared: list[list[int]]
     differing_replicas: list[str]
     is_known: bool = False
-    """Do what you did before; `writes` and what follows are empty."""
+    """Do what you did before; `kept` and what follows are empty."""
     tell_all: bool = False
     """No order yet: send the whole request first."""
     has_written: bool = False
@@ -102,6 +107,8 @@ class Agreed(NamedTuple):
 def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) -> Wish:
     """What this rank wants saved of its entries."""
     shards = [shard for of_entry in contents for shard in of_entry.shards]
+    if options.codec != "none":
+        shards = [part for shard in shards for part in cut_to_files(shard, options)]
     offers = [
         Offer(shard.fqn, shard.dtype, shard.global_shape, shard.region.offsets, shard.region.lengths)
         for shard in shards
@@ -131,7 +138,7 @@ def agree(ranks: Ranks, wish: Wish, plans: PlanCache) -> Agreed:
 
 def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     digests = [combined_digest([wish.shards[index].tensor for index in group]) for group in known.compared]
-    return _Request(str(wish.target), known.plan_id, digests, [], {}, dict(wish.plain))
+    return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain))
 
 
 def _whole_request(wish: Wish, ranks: Ranks) -> _Request:
@@ -140,7 +147,7 @@ def _whole_request(wish: Wish, ranks: Ranks) -> _Request:
         for index, digest in enumerate(small_digests(wish.shards)):
             if digest is not None:
                 offers[index] = msgspec.structs.replace(offers[index], digest=digest)
-    return _Request(str(wish.target), "", [], offers, dict(wish.aliases), dict(wish.plain))
+    return _Request(str(wish.target), "", [], pack_offers(offers), dict(wish.aliases), dict(wish.plain))
 
 
 def _decode_request(payload: bytes) -> _Request:
@@ -154,20 +161,20 @@ def _decide(ranks: Ranks, wish: Wish, known: KnownPlan | None, requests: Sequenc
     if known is not None and _is_still_so(known, requests):
         objects, rank_objects = _merge(ranks, requests)
         has_written = known.written is not None
-        order = _Order(save_id, known.plan_id, [], [], [], is_known=True, has_written=has_written)
+        order = _Order(save_id, known.plan_id, b"", [], [], [], is_known=True, has_written=has_written)
         ranks.scatter([msgspec.msgpack.encode(order)] * ranks.num_ranks)
         return Agreed(save_id, known, False, has_written, objects, rank_objects)
     if any(request.plan_id for request in requests):
-        ranks.scatter([msgspec.msgpack.encode(_Order("", "", [], [], [], tell_all=True))] * ranks.num_ranks)
+        ranks.scatter([msgspec.msgpack.encode(_Order("", "", b"", [], [], [], tell_all=True))] * ranks.num_ranks)
         payloads = ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks)))
         requests = [_decode_request(payload) for payload in payloads]
-    offers = [request.offers for request in requests]
-    plan = plan_save(offers, [request.aliases for request in requests], names=ranks.names)
+    packed = [request.offers for request in requests if request.offers is not None]
+    plan = plan_save(packed, [request.aliases for request in requests], names=ranks.names)
     objects, rank_objects = _merge(ranks, requests)
     orders = _orders(save_id, plan)
     ranks.scatter([msgspec.msgpack.encode(order) for order in orders])
     planned = _planned(orders[COORDINATOR], wish)
-    planned.offers, planned.plan = offers, plan
+    planned.plan = plan
     return Agreed(save_id, planned, True, False, objects, rank_objects)
 
 
@@ -184,7 +191,7 @@ def _merge(ranks: Ranks, requests: Sequence[_Request]) -> tuple[Mapping[str, byt
 
 
 def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
-    compared: list[list[list[int]]] = [[] for _ in plan.writes]
+    compared: list[list[list[int]]] = [[] for _ in plan.kept]
     for ranks, offers in plan.compared.items():
         for rank, of_rank in zip(ranks, offers, strict=True):
             compared[rank].append(list(of_rank))
@@ -192,11 +199,12 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
         _Order(
             save_id,
             save_id,
-            [(offer, *region) for offer, region in writes],
+            np.packbits(kept).tobytes(),
+            [(offer, *region) for offer, region in parts],
             compared[rank],
             list(plan.differing_replicas),
         )
-        for rank, writes in enumerate(plan.writes)
+        for rank, (kept, parts) in enumerate(zip(plan.kept, plan.parts, strict=True))
     ]
 
 
@@ -212,12 +220,17 @@ def _obey(ranks: Ranks, wish: Wish, known: KnownPlan | None) -> Agreed:
 
 
 def _planned(order: _Order, wish: Wish) -> KnownPlan:
-    writes = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.writes]
+    num_offers = len(wish.offers)
+    kept = np.flatnonzero(np.unpackbits(np.frombuffer(order.kept, np.uint8), count=num_offers)).tolist()
+    parts = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.parts]
+    writes = [*(Write(offer, wish.offers[offer].region) for offer in kept), *parts]
     return KnownPlan(
         plan_id=order.plan_id,
         files=plan_files(wish.offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec),
         compared=order.compared,
         differing_replicas=order.differing_replicas,
+        num_offers=num_offers,
+        parts=parts,
     )
 
 

@@ -294,7 +294,9 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
         answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder), is_exchanged))
     folder, content, is_exchanged = msgspec.msgpack.decode(ranks.broadcast(answer), type=tuple[str, bytes, bool])
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
-    return Source(store, folder, layout.parse_manifest(content, path=path), options, is_exchanged=is_exchanged)
+    return Source(
+        store, folder, layout.parse_manifest(content, path=path, whole=False), options, is_exchanged=is_exchanged
+    )
 
 
 def _wait_for_all(ranks: Ranks) -> None:
@@ -338,7 +340,10 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     folder = layout.find_checkpoint(store, _wanted_step(step), location=str(store))
-    source = Source(store, folder, layout.read_manifest(store, folder), options or LoadOptions(), is_exchanged=False)
+    manifest = layout.parse_manifest(
+        layout.read_manifest_bytes(store, folder), path=join_name(str(store), folder, layout.MANIFEST_NAME), whole=False
+    )
+    source = Source(store, folder, manifest, options or LoadOptions(), is_exchanged=False)
     return Checkpoint(source, source.path)
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -69,15 +70,22 @@ _HAS_FAILURE = "failed"
 class GroupRanks:
     """The ranks of a process group. Messages go up (rank to coordinator) and down, each under a numbered key.
 
+    Groups of more than `block_ranks` are divided into blocks of so many consecutive ranks, which hosts mostly are. The
+    first rank of each, its leader, puts the messages of its block together, so that nobody handles one of every rank.
+
     Each rank says goodbye when it has read the last word, of success or failure. The coordinator, whose process may
     hold the store, stays until then, and removes the keys of the call.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float, *, block_ranks: int) -> None:
         self.rank = rank
         self.names = names
         self.num_ranks = len(names)
         self._store = store
+        self._block_ranks = block_ranks
+        self._leaders = range(0, len(names), block_ranks)
+        self._leader = rank - rank % block_ranks
+        self._has_blocks = len(self._leaders) > 1
         self._timeout_s = timeout_s
         self._patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
         self._num_up = 0
@@ -119,21 +127,53 @@ class GroupRanks:
         number, self._num_up = self._num_up, self._num_up + 1
         if self.rank != COORDINATOR:
             self._put(self._up_key(number, self.rank), payload)
+            if self.rank == self._leader:
+                self._pass_on(number, payload)
             return []
-        keys = {self._up_key(number, rank): rank for rank in range(1, self.num_ranks)}
-        if not _poll(lambda: self._have_come(list(keys)), self._timeout_s):
-            raise self._missing([rank for key, rank in keys.items() if not self._is_set(key)])
-        messages = self._get_all(list(keys))
+        members = [self._up_key(number, rank) for rank in self._members(COORDINATOR)]
+        blocks = [self._block_key(number, leader) for leader in self._leaders[1:]]
+        keys = members + blocks
+        if not _poll(lambda: self._have_come(keys), self._timeout_s) and (absent := self._absent(number)):
+            raise self._missing(absent)
+        messages = self._get_all(keys)
         # Training waits for the answer, and a small message can stay until the end of the call.
         self._remove([key for key, message in zip(keys, messages, strict=True) if len(message) > _SMALL_BYTES])
         self._left += [key for key, message in zip(keys, messages, strict=True) if len(message) <= _SMALL_BYTES]
-        return [payload, *messages]
+        of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
+        return [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
 
     def _have_come(self, keys: Sequence[str]) -> bool:
         have_come = self._is_set(*keys)
         if self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(_merge(self._failures()))
         return have_come
+
+    def _members(self, leader: int) -> range:
+        """The ranks of a block but for its leader."""
+        return range(leader + 1, min(leader + self._block_ranks, self.num_ranks))
+
+    def _pass_on(self, number: int, payload: bytes) -> None:
+        """Sends on what the block says, as its leader. Where a member does not come or has failed, this does nothing:
+        the coordinator sees that for itself, and all are to hear the same of it.
+        """
+        keys = [self._up_key(number, rank) for rank in self._members(self.rank)]
+        # Before this message has come no other is sent down but a verdict, and those who have read it take theirs back.
+        verdict = self._down_key(self._num_down, "all")
+        over = (_HAS_FAILURE, verdict)
+        if not _poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._timeout_s):
+            return
+        if not any(map(self._is_set, over)):
+            payloads = [payload, *self._get_all(keys)]
+            self._put(self._block_key(number, self.rank), msgspec.msgpack.encode(payloads))
+            self._remove([self._up_key(number, self.rank), *keys])
+
+    def _absent(self, number: int) -> list[int]:
+        """Who has not sent the message that the coordinator has waited for in vain."""
+        silent = [leader for leader in self._leaders[1:] if not self._is_set(self._block_key(number, leader))]
+        suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *self._members(leader))]
+        absent = [rank for rank in suspects[1:] if not self._is_set(self._up_key(number, rank))]
+        # A leader may have been lost with what its block had said.
+        return absent or [leader for leader in silent if not self._is_set(self._block_key(number, leader))]
 
     def _broadcast(self, payload: bytes) -> bytes:
         if self.rank != COORDINATOR:
@@ -146,7 +186,10 @@ class GroupRanks:
             return self._receive_down()
         if len(set(payloads)) == 1:
             return self._broadcast(payloads[COORDINATOR])
-        for rank in range(1, self.num_ranks):
+        for leader in self._leaders if self._has_blocks else ():
+            of_block = list(payloads[leader : leader + self._block_ranks])
+            self._put(self._down_key(self._num_down, _block(leader)), msgspec.msgpack.encode(of_block))
+        for rank in () if self._has_blocks else range(1, self.num_ranks):
             self._put(self._down_key(self._num_down, str(rank)), payloads[rank])
         self._send_down(_OWN)
         return payloads[COORDINATOR]
@@ -198,7 +241,12 @@ class GroupRanks:
             self._remove(self._left)  # what the coordinator has not read it never will
             self._leave()
             raise RankFailedError(_decode_failure(message))
-        return message[1:] if message[:1] == _SHARED else bytes(self._store.get(self._down_key(number, str(self.rank))))
+        if message[:1] == _SHARED:
+            return message[1:]
+        if not self._has_blocks:
+            return bytes(self._store.get(self._down_key(number, str(self.rank))))
+        of_block = self._store.get(self._down_key(number, _block(self._leader)))
+        return msgspec.msgpack.decode(of_block, type=list[bytes])[self.rank - self._leader]
 
     def _failures(self) -> list[CheckpointError]:
         keys = [self._failure_key(rank) for rank in range(1, self.num_ranks)]
@@ -243,6 +291,10 @@ class GroupRanks:
     @staticmethod
     def _up_key(number: int, rank: int) -> str:
         return f"up/{number}/{rank}"
+
+    @staticmethod
+    def _block_key(number: int, leader: int) -> str:
+        return f"up/{number}/{_block(leader)}"
 
     @staticmethod
     def _down_key(number: int, reader: str) -> str:
@@ -318,6 +370,10 @@ def _poll(is_there: Callable[[], bool], limit_s: float) -> bool:
         # In proportion, so that an answer is never noticed much later than it came.
         time.sleep(min(max(waited_s / 10, _SHORTEST_POLL_S), _LONGEST_POLL_S))
     return True
+
+
+def _block(leader: int) -> str:
+    return f"block-{leader}"
 
 
 def _name(ranks: Sequence[int]) -> str:

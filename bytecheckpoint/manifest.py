@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
+from bytecheckpoint.chunk_check import FileBounds, shared_bytes
+from bytecheckpoint.column_tensors import ColumnTensors
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.int_columns import decode_column, decode_counts, encode_column
 from bytecheckpoint.manifest_check import (
@@ -31,12 +33,13 @@ from bytecheckpoint.manifest_check import (
     refuse_more_than,
 )
 from bytecheckpoint.manifest_envelope import seal, unseal
+from bytecheckpoint.region import Region, find_tiling_fault
 from bytecheckpoint.tensor_records import (
     Chunk,
-    DecodedTensors,
     TensorRecord,
+    columns_of,
     decode_columns,
-    encode_tensors,
+    encode_columns,
     tensor_record,
     transpose,
 )
@@ -48,6 +51,7 @@ __all__ = [
     "TensorRecord",
     "decode_manifest",
     "encode_manifest",
+    "open_manifest",
     "tensor_record",
 ]
 
@@ -87,37 +91,61 @@ class Manifest:
 
     def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and global shape of a tensor, without looking at its chunks."""
-        if isinstance(self.tensors, DecodedTensors):
+        if isinstance(self.tensors, ColumnTensors):
             return self.tensors.describe(fqn)
         return self.tensors[fqn].dtype, self.tensors[fqn].shape
+
+    def chunks_meeting(self, fqn: str, region: Region) -> list[Chunk]:
+        """The chunks of a tensor that hold elements of the region, without looking at the others where that can be."""
+        if isinstance(self.tensors, ColumnTensors):
+            return self.tensors.chunks_meeting(fqn, region)
+        return self.tensors[fqn].chunks_meeting(region)
+
+    def find_overlap(self, fqn: str) -> Region | None:
+        """What two chunks of a tensor both hold, of which nobody could say which one is right."""
+        if isinstance(self.tensors, ColumnTensors) and not self.tensors.may_overlap(fqn):
+            return None
+        record = self.tensors[fqn]
+        fault = find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks])
+        return fault.overlap if fault is not None else None
+
+    def refuse_shared_bytes(self, used: Sequence[tuple[str, Chunk]]) -> None:
+        """Raises CheckpointCorruptError (bad_manifest) where two of these chunks, each with its FQN, share a byte."""
+        places = sorted({(chunk.file, chunk.byte_offset, chunk.byte_length, fqn, chunk.region) for fqn, chunk in used})
+        for first, second in pairwise(place for place in places if place[2]):
+            if first[0] == second[0] and second[1] < first[1] + first[2]:
+                raise shared_bytes((first[3], second[3]), self.files[first[0]], second[1])
 
 
 class _Wire(msgspec.Struct):
     """The body of the file. Fields may be added; a reader ignores those that it does not know.
 
-    `bytes` are columns of integers. `Raw` has a number of items and is decoded in a second step, after that number was
-    compared with its limit, because an item takes far more memory as an object than in the file.
+    `memoryview` are columns of integers, and stay where they are in the body. `Raw` has a number of items and is
+    decoded in a second step, after that number was compared with its limit, because an item takes far more memory as
+    an object than in the file.
     """
 
     save_id: str
     step: int | None
     file_names: msgspec.Raw
-    file_byte_lengths: bytes
-    file_num_extents: bytes
-    extent_lengths: bytes
-    extent_digests: bytes
+    file_byte_lengths: memoryview
+    file_num_extents: memoryview
+    extent_lengths: memoryview
+    extent_digests: memoryview
     dtypes: Annotated[list[str], msgspec.Meta(max_length=1000)]
     tensor_fqns: msgspec.Raw
-    tensor_dtypes: bytes
-    tensor_num_dims: bytes
-    tensor_num_chunks: bytes
-    tensor_shapes: bytes
-    chunk_coordinates: bytes
-    chunk_files: bytes
-    chunk_byte_offsets: bytes
-    chunk_byte_lengths: bytes
+    tensor_dtypes: memoryview
+    tensor_num_dims: memoryview
+    tensor_num_chunks: memoryview
+    tensor_shapes: memoryview
+    tensor_is_grid: memoryview
+    grid_parts: memoryview
+    chunk_coordinates: memoryview
+    chunk_files: memoryview
+    chunk_byte_offsets: memoryview
+    chunk_byte_lengths: memoryview
     codecs: Annotated[list[str], msgspec.Meta(max_length=1000)]
-    chunk_codecs: bytes
+    chunk_codecs: memoryview
     aliases: msgspec.Raw
     objects: msgspec.Raw
     rank_objects: msgspec.Raw
@@ -156,13 +184,18 @@ def _to_wire(manifest: Manifest) -> _Wire:
         extent_lengths=encode_column(chain.from_iterable(extent_lengths)),
         extent_digests=encode_column(chain.from_iterable(extent_digests)),
         tensor_fqns=_encode_items(list(manifest.tensors), MAX_TENSORS, "tensors"),
-        **encode_tensors(manifest.tensors),
+        **encode_columns(_columns(manifest.tensors)),
         aliases=_encode_items(dict(manifest.aliases), MAX_OBJECTS, "tied tensors"),
         objects=_encode_items(dict(manifest.objects), MAX_OBJECTS, "objects"),
         rank_objects=_encode_items(rank_objects, MAX_OBJECTS, "objects of single ranks"),
         metadata=_encode_metadata(manifest.metadata),
         provenance=_encode_metadata(manifest.provenance),
     )
+
+
+def _columns(tensors: Mapping[str, TensorRecord]) -> Columns:
+    # Those of a manifest that was decoded, or planned, were never anything else.
+    return tensors.columns if isinstance(tensors, ColumnTensors) else columns_of(tensors)
 
 
 def _encode_items(items: Sequence[Any] | dict[str, Any], limit: int, what: str) -> msgspec.Raw:
@@ -177,35 +210,39 @@ def _encode_metadata(metadata: Mapping[str, Any]) -> msgspec.Raw:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in these bytes, checked in itself.
+    """The manifest in these bytes, checked in itself, all of it.
 
     Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (path_escape,
     limits_exceeded).
     """
+    manifest = open_manifest(data)
+    if isinstance(manifest.tensors, ColumnTensors):
+        manifest.tensors.check_all()
+    return manifest
+
+
+def open_manifest(data: bytes) -> Manifest:
+    """The same for those who use few of its chunks: each is checked when it is asked for."""
     body = unseal(data)
     try:
-        manifest, columns = _from_wire(msgspec.msgpack.decode(body, type=_Wire))
+        wire = msgspec.msgpack.decode(body, type=_Wire)
+        fqns = _decode_items(wire.tensor_fqns, list[str], MAX_TENSORS, "tensors")
+        columns, files = decode_columns(wire, len(fqns)), _decode_files(wire)
+        manifest = Manifest(
+            save_id=wire.save_id,
+            step=wire.step,
+            files=files,
+            tensors=ColumnTensors(fqns, columns, FileBounds(files)),
+            aliases=_decode_items(wire.aliases, dict[str, str], MAX_OBJECTS, "tied tensors"),
+            objects=_decode_items(wire.objects, dict[str, bytes], MAX_OBJECTS, "objects"),
+            rank_objects=_decode_rank_objects(wire.rank_objects),
+            metadata=_decode_metadata(wire.metadata),
+            provenance=_decode_metadata(wire.provenance),
+        )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_manifest(f"its body cannot be decoded: {error}") from error
     check_manifest(manifest, columns)
     return manifest
-
-
-def _from_wire(wire: _Wire) -> tuple[Manifest, Columns]:
-    fqns = _decode_items(wire.tensor_fqns, list[str], MAX_TENSORS, "tensors")
-    columns = decode_columns(wire, len(fqns))
-    manifest = Manifest(
-        save_id=wire.save_id,
-        step=wire.step,
-        files=_decode_files(wire),
-        tensors=DecodedTensors(fqns, columns),
-        aliases=_decode_items(wire.aliases, dict[str, str], MAX_OBJECTS, "tied tensors"),
-        objects=_decode_items(wire.objects, dict[str, bytes], MAX_OBJECTS, "objects"),
-        rank_objects=_decode_rank_objects(wire.rank_objects),
-        metadata=_decode_metadata(wire.metadata),
-        provenance=_decode_metadata(wire.provenance),
-    )
-    return manifest, columns
 
 
 def _decode_items(raw: msgspec.Raw, kind: type[_Items], limit: int, what: str) -> _Items:

@@ -1,21 +1,18 @@
 """What must hold in a manifest before anything is done with it, whoever wrote it: every number is in its range, every
-chunk in its tensor and in its file, every name inside the checkpoint's folder. It looks at the manifest alone: whether
-the files exist is the reader's question, whether chunks tile a tensor exactly the planner's.
-
-Chunks are checked as numpy columns, all at once, because there may be millions.
+name inside the checkpoint's folder. It looks at the manifest alone: chunks are checked in chunk_check.py, whether the
+files exist is the reader's question, whether chunks tile a tensor exactly the planner's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
-from bytecheckpoint.frames import CODECS, FRAME_BYTES, MAX_ENCODED_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,11 +51,16 @@ class Columns(NamedTuple):
     """Of each tensor."""
     shapes: np.ndarray
     """`num_dims` entries a tensor."""
+    is_grid: NDArray[np.bool_]
+    """Of each tensor: whether its chunks are a regular grid, in row-major order; see region.py."""
+    grid_parts: np.ndarray
+    """`num_dims` entries for each tensor that is a grid: the lengths of a part."""
     coordinates: np.ndarray
-    """`2 * num_dims` entries a chunk: its offsets, then its lengths."""
+    """`2 * num_dims` entries for each chunk of the other tensors: its offsets, then its lengths."""
     files: np.ndarray
     byte_offsets: np.ndarray
     byte_lengths: np.ndarray
+    """Empty where every chunk has the bytes that its elements take."""
     codec_names: Sequence[str]
     """Those in use; empty where no chunk is compressed, and so is `codecs`."""
     codecs: np.ndarray
@@ -94,7 +96,7 @@ def refuse_deep_nesting(value: object, what: str) -> None:
 
 
 def check_manifest(manifest: Manifest, columns: Columns) -> None:
-    """Checks all that can be said about a decoded manifest without looking at any other file.
+    """Checks all that can be said about a decoded manifest without looking at any chunk or any other file.
 
     Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (path_escape, limits_exceeded).
     """
@@ -106,7 +108,13 @@ def check_manifest(manifest: Manifest, columns: Columns) -> None:
         _check_file(file)
     if len({file.name for file in manifest.files}) != len(manifest.files):
         raise bad_manifest("it lists a file twice")
-    _check_columns(columns, manifest.files, list(manifest.tensors))
+    if sum(file.byte_length for file in manifest.files) > MAX_BYTES:
+        raise bad_manifest(f"its files have more than {MAX_BYTES} bytes together")
+    fqns = list(manifest.tensors)
+    numels = numels_of(columns, itemsizes_of(columns, fqns), fqns)
+    _check_grids(columns, numels, fqns)
+    if columns.codecs.max(initial=0) >= max(1, len(columns.codec_names)):
+        raise bad_manifest(f"it has {len(columns.codec_names)} codecs and a chunk of codec {columns.codecs.max()}")
 
 
 def _check_identity(manifest: Manifest) -> None:
@@ -118,220 +126,108 @@ def _check_identity(manifest: Manifest) -> None:
         raise bad_manifest(f"its step is {manifest.step}, not a number from 0 on")
     for fqn, by_rank in manifest.rank_objects.items():
         if any(rank < 0 for rank in by_rank):
-            raise bad_manifest(f"it holds {_shown(fqn)} for rank {min(by_rank)}")
+            raise bad_manifest(f"it holds {shown(fqn)} for rank {min(by_rank)}")
 
 
 def _check_aliases(manifest: Manifest) -> None:
     for alias, target in manifest.aliases.items():
         if target not in manifest.tensors:
-            raise bad_manifest(f"{_shown(alias)} is said to be tied to {_shown(target)}, which is no tensor in it")
+            raise bad_manifest(f"{shown(alias)} is said to be tied to {shown(target)}, which is no tensor in it")
         if alias in manifest.tensors:
-            raise bad_manifest(f"{_shown(alias)} is both a tensor of its own and tied to {_shown(target)}")
+            raise bad_manifest(f"{shown(alias)} is both a tensor of its own and tied to {shown(target)}")
 
 
 def _check_file(file: DataFile) -> None:
     if _UNSAFE_NAME.search(file.name):
         raise _path_escape("data file", file.name)
     if not 0 <= file.byte_length <= MAX_BYTES:
-        raise bad_manifest(f"file {_shown(file.name)} is said to have {file.byte_length} bytes")
+        raise bad_manifest(f"file {shown(file.name)} is said to have {file.byte_length} bytes")
     lengths = file.extent_lengths
     if len(lengths) != len(file.extent_digests):
-        raise bad_manifest(f"file {_shown(file.name)} has {len(lengths)} extents, {len(file.extent_digests)} checksums")
+        raise bad_manifest(f"file {shown(file.name)} has {len(lengths)} extents, {len(file.extent_digests)} checksums")
     if lengths and (min(lengths) <= 0 or sum(lengths) != file.byte_length):
         raise bad_manifest(
-            f"the extents of file {_shown(file.name)} have {sum(lengths)} bytes, the shortest {min(lengths)}; "
+            f"the extents of file {shown(file.name)} have {sum(lengths)} bytes, the shortest {min(lengths)}; "
             f"the file has {file.byte_length}"
         )
 
 
 def _path_escape(what: str, name: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
-        f"the manifest has a {what} {_shown(name)}: names must be relative, with forward slashes, without empty parts, "
+        f"the manifest has a {what} {shown(name)}: names must be relative, with forward slashes, without empty parts, "
         "'.', '..', ':', backslash or NUL, so that they stay inside the checkpoint's folder; no file was opened: "
         "do not trust this checkpoint",
         kind="path_escape",
     )
 
 
-def _check_columns(columns: Columns, files: Sequence[DataFile], fqns: Sequence[str]) -> None:
-    itemsizes = _itemsizes(columns, fqns)
-    numels = _tensor_numels(columns, itemsizes, fqns)
-    for column in (columns.coordinates, columns.byte_offsets, columns.byte_lengths):
-        if column.itemsize == 8 and column.max(initial=0) > MAX_BYTES:
-            raise bad_manifest(f"it holds the number {column.max()} among the offsets and lengths of its chunks")
-    tensors = np.repeat(np.arange(len(fqns)), columns.num_chunks)
-    chunk_numels = _chunk_numels(columns, tensors, fqns)
-    raw_bytes = chunk_numels * itemsizes[tensors]
-    _check_byte_lengths(columns, tensors, raw_bytes, fqns)
-    _check_volumes(columns, numels, chunk_numels, fqns)
-    _check_byte_ranges(columns, tensors, files, fqns)
-    _check_frames(columns, tensors, raw_bytes, files, fqns)
-
-
-def _itemsizes(columns: Columns, fqns: Sequence[str]) -> Int64s:
+def itemsizes_of(columns: Columns, fqns: Sequence[str]) -> Int64s:
+    """Bytes of an element of each tensor. Raises CheckpointCorruptError (bad_manifest) for a dtype that is unknown."""
     if len(fqns) and columns.dtypes.max() >= len(columns.dtype_names):
         raise bad_manifest(f"it has {len(columns.dtype_names)} dtypes and a tensor of dtype {columns.dtypes.max()}")
     known = np.array([DTYPE_ITEMSIZES.get(name, 0) for name in columns.dtype_names], dtype=np.int64)
     sizes: Int64s = known[columns.dtypes]
     if not sizes.all():
-        tensor = _first(sizes == 0)
+        tensor = first_true(sizes == 0)
         dtype = columns.dtype_names[columns.dtypes[tensor]]
-        raise bad_manifest(f"{_shown(fqns[tensor])} has the dtype {_shown(dtype)}, which this release does not know")
+        raise bad_manifest(f"{shown(fqns[tensor])} has the dtype {shown(dtype)}, which this release does not know")
     return sizes
 
 
-def _tensor_numels(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64s:
+def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64s:
+    """Elements of each tensor. Raises CheckpointCorruptError (bad_manifest) for a shape that cannot be."""
     if columns.num_dims.max(initial=0) > MAX_DIMS:
-        tensor = _first(columns.num_dims > MAX_DIMS)
-        raise bad_manifest(f"{_shown(fqns[tensor])} has {columns.num_dims[tensor]} dimensions; at most {MAX_DIMS}")
+        tensor = first_true(columns.num_dims > MAX_DIMS)
+        raise bad_manifest(f"{shown(fqns[tensor])} has {columns.num_dims[tensor]} dimensions; at most {MAX_DIMS}")
     if columns.shapes.max(initial=0) > MAX_BYTES:
         raise bad_manifest(f"a tensor has a dimension of {columns.shapes.max()} elements")
     shapes = columns.shapes.astype(np.int64)
     # In int64 a product that is too large would wrap around unseen, in floats it cannot. An empty tensor has 0 bytes
     # whatever its other dimensions are.
     with np.errstate(over="ignore", invalid="ignore"):
-        num_bytes = itemsizes * _reduce(np.multiply, shapes.astype(np.float64), columns.num_dims, empty=1)
-    is_empty = _reduce(np.minimum, shapes, columns.num_dims, empty=1) == 0
+        num_bytes = itemsizes * reduce_runs(np.multiply, shapes.astype(np.float64), columns.num_dims, empty=1)
+    is_empty = reduce_runs(np.minimum, shapes, columns.num_dims, empty=1) == 0
     too_large = (num_bytes > MAX_BYTES) & ~is_empty
     if too_large.any():
-        raise bad_manifest(f"{_shown(fqns[_first(too_large)])} has a shape of more than {MAX_BYTES} bytes")
-    return np.where(is_empty, 0, _reduce(np.multiply, shapes, columns.num_dims, empty=1))
+        raise bad_manifest(f"{shown(fqns[first_true(too_large)])} has a shape of more than {MAX_BYTES} bytes")
+    return np.where(is_empty, 0, reduce_runs(np.multiply, shapes, columns.num_dims, empty=1))
 
 
-def _chunk_numels(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int64s:
-    """Elements of each chunk; raises where one reaches out of its tensor's shape."""
-    num_dims = columns.num_dims[tensors]
-    first_coordinates = _starts(2 * num_dims)
-    first_dims = _starts(columns.num_dims)[tensors]
-    numels = np.ones(len(tensors), dtype=np.int64)
-    for dim in range(int(num_dims.max(initial=0))):
-        chunks = np.flatnonzero(num_dims > dim)
-        at = first_coordinates[chunks] + dim
-        offsets = columns.coordinates[at].astype(np.int64)
-        lengths = columns.coordinates[at + num_dims[chunks]].astype(np.int64)
-        outside = lengths > columns.shapes[first_dims[chunks] + dim].astype(np.int64) - offsets
-        if outside.any():
-            first = _first(outside)
-            raise bad_manifest(
-                f"a chunk of {_shown(fqns[tensors[chunks[first]]])} has elements {offsets[first]} to "
-                f"{int(offsets[first]) + int(lengths[first])} of dimension {dim}, which the shape has not"
-            )
-        numels[chunks] *= lengths
-    return numels
-
-
-def _check_byte_lengths(columns: Columns, tensors: Int64s, raw_bytes: Int64s, fqns: Sequence[str]) -> None:
-    if columns.codecs.max(initial=0) >= max(1, len(columns.codec_names)):
-        raise bad_manifest(f"it has {len(columns.codec_names)} codecs and a chunk of codec {columns.codecs.max()}")
-    byte_lengths = columns.byte_lengths.astype(np.int64)
-    # Of a codec that only a later release knows nothing can be said; the planner refuses the chunk.
-    wrong = _is_stored_by(columns, ("none",)) & (byte_lengths != raw_bytes)
-    wrong |= _is_stored_by(columns, CODECS) & (byte_lengths > raw_bytes)
+def _check_grids(columns: Columns, numels: Int64s, fqns: Sequence[str]) -> None:
+    grids = np.flatnonzero(columns.is_grid)
+    parts = columns.grid_parts
+    shapes = columns.shapes[np.repeat(columns.is_grid, columns.num_dims)]
+    num_dims = columns.num_dims[grids]
+    if not numels[grids].all() or not parts.all() or (parts > shapes).any():
+        raise bad_manifest("it has a grid without elements, or one whose parts are empty or larger than their tensor")
+    counts = -(-shapes.astype(np.int64) // parts.astype(np.int64))
+    with np.errstate(over="ignore"):  # as above: in floats a product cannot wrap around
+        expected = reduce_runs(np.multiply, counts.astype(np.float64), num_dims, empty=1)
+    wrong = expected != columns.num_chunks[grids]
     if wrong.any():
-        chunk = _first(wrong)
+        tensor = grids[first_true(wrong)]
         raise bad_manifest(
-            f"a chunk of {_shown(fqns[tensors[chunk]])} has {columns.byte_lengths[chunk]} bytes, "
-            f"its region takes {raw_bytes[chunk]}"
+            f"{shown(fqns[tensor])} has {columns.num_chunks[tensor]} chunks, its grid {expected[first_true(wrong)]:.0f}"
         )
 
 
-def _is_stored_by(columns: Columns, codecs: Collection[str]) -> NDArray[np.bool_]:
-    if not columns.codec_names:
-        return np.full(len(columns.files), "none" in codecs)
-    stored: NDArray[np.bool_] = np.array([name in codecs for name in columns.codec_names])[columns.codecs]
-    return stored
-
-
-def _check_volumes(columns: Columns, numels: Int64s, chunk_numels: Int64s, fqns: Sequence[str]) -> None:
-    # Halves are summed apart: a sum of many chunks that wrapped around could look right.
-    low = _reduce(np.add, chunk_numels & 0xFFFFFFFF, columns.num_chunks, empty=0)
-    high = _reduce(np.add, chunk_numels >> 32, columns.num_chunks, empty=0) + (low >> 32)
-    wrong = (high != numels >> 32) | (low & 0xFFFFFFFF != numels & 0xFFFFFFFF)
-    if wrong.any():
-        tensor = _first(wrong)
-        raise bad_manifest(
-            f"the chunks of {_shown(fqns[tensor])} have {(int(high[tensor]) << 32) + (int(low[tensor]) & 0xFFFFFFFF)} "
-            f"elements, its shape has {numels[tensor]}"
-        )
-
-
-def _check_byte_ranges(columns: Columns, tensors: Int64s, files: Sequence[DataFile], fqns: Sequence[str]) -> None:
-    if columns.files.max(initial=0) >= len(files) and len(tensors):
-        chunk = int(np.argmax(columns.files))
-        raise bad_manifest(
-            f"a chunk of {_shown(fqns[tensors[chunk]])} lies in file {columns.files[chunk]} of {len(files)}"
-        )
-    if sum(file.byte_length for file in files) > MAX_BYTES:
-        raise bad_manifest(f"its files have more than {MAX_BYTES} bytes together")
-    file_lengths = np.array([file.byte_length for file in files], dtype=np.int64)
-    offsets, lengths = columns.byte_offsets.astype(np.int64), columns.byte_lengths.astype(np.int64)
-    outside = lengths > file_lengths[columns.files] - offsets
-    if outside.any():
-        chunk = _first(outside)
-        file = files[columns.files[chunk]]
-        raise bad_manifest(
-            f"a chunk of {_shown(fqns[tensors[chunk]])} has {lengths[chunk]} bytes from byte {offsets[chunk]} on "
-            f"of file {_shown(file.name)}, which has {file.byte_length}"
-        )
-    # Every file gets its own stretch of one long line of bytes, so that one sort shows the overlaps in all of them.
-    starts = _starts(file_lengths)[columns.files] + offsets
-    order = np.argsort(starts)
-    order = order[lengths[order] > 0]
-    overlaps = starts[order[1:]] < (starts + lengths)[order[:-1]]
-    if overlaps.any():
-        first, second = order[_first(overlaps) :][:2]
-        raise bad_manifest(
-            f"a chunk of {_shown(fqns[tensors[first]])} and one of {_shown(fqns[tensors[second]])} share bytes of file "
-            f"{_shown(files[columns.files[first]].name)}, at {offsets[second]}"
-        )
-
-
-def _check_frames(
-    columns: Columns, tensors: Int64s, raw_bytes: Int64s, files: Sequence[DataFile], fqns: Sequence[str]
-) -> None:
-    """Each compressed chunk is a run of whole extents of its file, one for each frame and none longer than a frame."""
-    chunks = np.flatnonzero(_is_stored_by(columns, CODECS[1:]))
-    if not len(chunks):
-        return
-    # As with byte ranges, every file has its own stretch of one long line, here cut where an extent ends.
-    cuts = [file.extent_lengths or [file.byte_length] * (file.byte_length > 0) for file in files]
-    lengths = np.array([length for of_file in cuts for length in of_file], dtype=np.int64)
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    file_starts = _starts(np.array([file.byte_length for file in files], dtype=np.int64))
-    of_files = columns.files[chunks]
-    starts = file_starts[of_files] + columns.byte_offsets[chunks].astype(np.int64)
-    ends = starts + columns.byte_lengths[chunks].astype(np.int64)
-    first, last = np.searchsorted(bounds, starts), np.searchsorted(bounds, ends)
-    too_long = np.flatnonzero(lengths > MAX_ENCODED_BYTES)
-    wrong = (bounds[first] != starts) | (bounds[last] != ends) | (last - first != -(-raw_bytes[chunks] // FRAME_BYTES))
-    wrong |= np.searchsorted(too_long, last) > np.searchsorted(too_long, first)
-    wrong |= ~np.array([bool(file.extent_lengths) for file in files])[of_files]
-    if wrong.any():
-        chunk = chunks[_first(wrong)]
-        raise bad_manifest(
-            f"a compressed chunk of {_shown(fqns[tensors[chunk]])} has {columns.byte_lengths[chunk]} bytes from byte "
-            f"{columns.byte_offsets[chunk]} on of file {_shown(files[columns.files[chunk]].name)}, which are not one "
-            f"whole extent of at most {MAX_ENCODED_BYTES} bytes for every {FRAME_BYTES} of its {raw_bytes[chunk]} bytes"
-        )
-
-
-def _starts(counts: Int64s) -> Int64s:
+def run_starts(counts: Int64s) -> Int64s:
     """Where each run begins when runs of these lengths follow one another."""
     return np.cumsum(counts) - counts
 
 
-def _reduce(function: np.ufunc, values: NDArray[Any], counts: Int64s, *, empty: int) -> NDArray[Any]:
+def reduce_runs(function: np.ufunc, values: NDArray[Any], counts: Int64s, *, empty: int) -> NDArray[Any]:
     """The function over each of the runs of these lengths that `values` consists of; `empty` for an empty run."""
     results = np.full(len(counts), empty, dtype=values.dtype)
     filled = counts > 0
     if filled.any():
-        results[filled] = function.reduceat(values, _starts(counts)[filled])
+        results[filled] = function.reduceat(values, run_starts(counts)[filled])
     return results
 
 
-def _first(mask: NDArray[np.bool_]) -> int:
+def first_true(mask: NDArray[np.bool_]) -> int:
     return int(np.argmax(mask))
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     return repr(name if len(name) <= 200 else name[:200] + "...")

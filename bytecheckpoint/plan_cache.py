@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bytecheckpoint.manifest import TensorRecord
-from bytecheckpoint.planner.save_plan import Offer, SavePlan
+from bytecheckpoint.planner.offers import Write
+from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.staging import PlannedFile
 
 _MAX_PLANS = 8
@@ -28,9 +29,12 @@ class KnownPlan:
     """Groups of this rank's offers that other ranks hold as small replicas: each group has one common digest."""
     differing_replicas: Sequence[str]
     """Those of them whose values differed when the plan was made."""
-    offers: Sequence[Sequence[Offer]] = ()
-    """Of all ranks; here and below, empty but on the coordinator."""
+    num_offers: int
+    """Of this rank."""
+    parts: Sequence[Write]
+    """Of its offers, those that it does not write as a whole; see SavePlan."""
     plan: SavePlan | None = None
+    """Here and below, None but on the coordinator."""
     written: Written | None = None
     """Set by the first save that has come as far as its manifest."""
 

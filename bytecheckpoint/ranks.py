@@ -19,6 +19,8 @@ from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankF
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
 
 
+BLOCK_RANKS = 64
+"""A rank exchanges messages with no more than about this many others, or as many blocks of ranks as there are."""
 _CATCH_UP_S = 2.0
 """How long a rank whose call the others gave up on looks out for their next one."""
 
@@ -102,7 +104,7 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, abo
         call = within(timeout_s + _CATCH_UP_S, lambda: _next_call(store, rank))
     except (TimeoutError, RuntimeError) as error:
         raise _located(store_lost(error), SoleRank(), about) from error
-    return GroupRanks(PrefixStore(f"bytecheckpoint/{call}", store), rank, names, timeout_s)
+    return GroupRanks(PrefixStore(f"bytecheckpoint/{call}", store), rank, names, timeout_s, block_ranks=BLOCK_RANKS)
 
 
 def _next_call(store: Store, rank: int) -> int:

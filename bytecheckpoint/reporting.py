@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from bytecheckpoint.agreement import Agreed
+from bytecheckpoint.chunk_check import FileBounds
+from bytecheckpoint.column_tensors import ColumnTensors
 from bytecheckpoint.compressing import Place
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.manifest import DataFile, Manifest
+from bytecheckpoint.places import PlaceTable, pack_places
 from bytecheckpoint.plan_cache import KnownPlan, Written
-from bytecheckpoint.planner.file_plan import are_exactly
-from bytecheckpoint.planner.save_plan import Write
-from bytecheckpoint.region import Region
+from bytecheckpoint.planner.file_plan import PlacedChunk
+from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.staging import PlannedFile
 
 
@@ -31,16 +34,14 @@ class WrittenFile(NamedTuple):
     """Where its chunks lie, in the plan's order; None where they lie as planned."""
 
 
-_Entry = tuple[int, tuple[int, ...], tuple[int, ...], int, int, int, str]
-"""A chunk: index of the offer, offsets, lengths; index of the file, byte offset, byte length, codec."""
-
-
 class _Report(msgspec.Struct, frozen=True, array_like=True):
     """What one rank has written."""
 
     files: list[DataFile]
-    chunks: list[_Entry]
-    """Empty where the coordinator knows all that."""
+    starts: list[int]
+    """Of each file: the byte from which the offsets in `places` count."""
+    places: bytes
+    """Of its chunks; see places.py. Empty where the coordinator knows all that."""
     varies: bool
     """Another save with the same plan may write them at other places: their lengths depend on their values."""
 
@@ -48,20 +49,21 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
 def encode_report(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
     """The report of a rank that wrote these files."""
     varies = any(file.places is not None for file in written)
-    chunks = []
-    if varies or not agreed.has_written:
-        for index, (planned, file) in enumerate(zip(agreed.known.files, written, strict=True)):
-            chunks += _entries(index, planned, file.places)
-    return msgspec.msgpack.encode(_Report([file.file for file in written], chunks, varies))
+    starts = [0 if file.places is not None else len(planned.header) for planned, file in _pairs(agreed, written)]
+    places = pack_places(_places(agreed, written), agreed.known) if varies or not agreed.has_written else b""
+    return msgspec.msgpack.encode(_Report([file.file for file in written], starts, places, varies))
 
 
-def _entries(index: int, planned: PlannedFile, places: Sequence[Place] | None) -> list[_Entry]:
-    start = len(planned.header)
-    as_planned = (Place(start + chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
-    return [
-        (chunk.offer, *chunk.region, index, *place)
-        for chunk, place in zip(planned.chunks, places or as_planned, strict=True)
-    ]
+def _pairs(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[PlannedFile, WrittenFile]]:
+    return zip(agreed.known.files, written, strict=True)
+
+
+def _places(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, Place]]:
+    """Each chunk, the number of its file, and where it lies from the start that is reported for the file."""
+    for number, (planned, file) in enumerate(_pairs(agreed, written)):
+        as_planned = (Place(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
+        for chunk, place in zip(planned.chunks, file.places or as_planned, strict=True):
+            yield chunk, number, place
 
 
 def build_manifest(
@@ -100,33 +102,30 @@ def remember_tensors(known: KnownPlan, decoded: Manifest) -> None:
 
 def _written(agreed: Agreed, reports: Sequence[_Report]) -> Written:
     """Where everything lies, by what the ranks say."""
-    num_files = 0
-    chunks: dict[str, list[Chunk]] = {}
-    described: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for rank, (offers, report) in enumerate(zip(agreed.known.offers, reports, strict=True)):
-        _check_chunks(agreed, rank, report)
-        for index, offsets, lengths, file, byte_offset, byte_length, codec in report.chunks:
-            offer = offers[index]
-            described[offer.fqn] = offer.dtype, offer.shape
-            chunk = Chunk(Region(offsets, lengths), num_files + file, byte_offset, byte_length, codec)
-            chunks.setdefault(offer.fqn, []).append(chunk)
-        num_files += len(report.files)
-    tensors: dict[str, TensorRecord] = {
-        fqn: tensor_record(*described[fqn], sorted(of_tensor)) for fqn, of_tensor in chunks.items()
-    }
-    return Written(tensors=tensors, file_lengths=[_lengths(report) for report in reports])
+    plan = agreed.known.plan
+    if plan is None:
+        raise TypeError("the coordinator has made the plan, or knows where the chunks lie")
+    table = PlaceTable([report.places for report in reports])
+    for rank, report in enumerate(reports):
+        _check_chunks(plan, rank, report, table)
+    files = [file for report in reports for file in report.files]
+    columns = table.columns(plan.tensors, [report.starts for report in reports])
+    return Written(
+        tensors=ColumnTensors([tensor.fqn for tensor in plan.tensors], columns, FileBounds(files)),
+        file_lengths=[_lengths(report) for report in reports],
+    )
 
 
 def _lengths(report: _Report) -> list[int]:
     return [file.byte_length for file in report.files]
 
 
-def _check_chunks(agreed: Agreed, rank: int, report: _Report) -> None:
-    planned = agreed.known.plan.writes[rank] if agreed.known.plan is not None else []
-    written = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths, *_ in report.chunks]
-    data_bytes = sum(chunk[-2] for chunk in report.chunks)
-    if not are_exactly(written, planned) or sum(_lengths(report)) < data_bytes:
-        raise _not_as_planned(rank, f"{len(planned)} chunks", f"{len(written)} in {sum(_lengths(report))} bytes")
+def _check_chunks(plan: SavePlan, rank: int, report: _Report, table: PlaceTable) -> None:
+    planned = np.concatenate([plan.kept[rank], np.ones(len(plan.parts[rank]), bool)])
+    written = table.is_written(rank)
+    if not np.array_equal(planned, written) or sum(_lengths(report)) < table.num_bytes(rank):
+        num_written = f"{np.count_nonzero(written)} in {sum(_lengths(report))} bytes"
+        raise _not_as_planned(rank, f"{np.count_nonzero(planned)} chunks", num_written)
 
 
 def _check_files(written: Written, reports: Sequence[_Report]) -> None:

@@ -13,9 +13,10 @@ import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.frames import count_frames, frame_bytes
+from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.codec_choice import CodecOption, codec_of
-from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files, split_writes
-from bytecheckpoint.planner.save_plan import Offer, Write
+from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files
+from bytecheckpoint.planner.offers import Offer, Write
 from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.storage.data_file import chunk_entry, encode_header
 from bytecheckpoint.storage.writer import BLOCK_BYTES
@@ -50,6 +51,15 @@ class PlannedFile(NamedTuple):
     """As it is gathered: the header, then the chunks, not yet compressed."""
 
 
+def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
+    """The shard, by rows in parts that each fit into a file where it is to be compressed and is too large for one."""
+    max_bytes = min(options.max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
+    if shard.tensor.nbytes <= max_bytes or codec_of(shard.fqn, options.codec) == "none":
+        return [shard]
+    parts = split_rows(shard.region, max_bytes // shard.tensor.element_size())
+    return [shard._replace(region=part, tensor=view_region(shard, part)) for part in parts]
+
+
 def plan_files(
     offers: Sequence[Offer], writes: Sequence[Write], *, max_file_bytes: int, codec: CodecOption
 ) -> list[PlannedFile]:
@@ -59,8 +69,7 @@ def plan_files(
     others = [write for write in writes if codecs[write.offer] != "none"]
     files = [_plan_file(chunks, offers) for chunks in lay_out_files(offers, raw, max_file_bytes=max_file_bytes)]
     max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
-    parts = split_writes(offers, others, max_bytes=max_bytes)
-    compressed = lay_out_files(offers, parts, max_file_bytes=max_bytes)
+    compressed = lay_out_files(offers, others, max_file_bytes=max_bytes)
     return files + [
         _plan_compressed_file(chunks, offers, [codecs[chunk.offer] for chunk in chunks]) for chunks in compressed
     ]

@@ -1,10 +1,10 @@
-"""The tensors of a manifest and the chunks that hold them: records to work with, columns to write down. A record is
-made when it is asked for, because most ranks want few of a checkpoint's tensors. It knows no file's name or checksum.
+"""The tensors of a manifest and the chunks that hold them, as records to work with and as the columns that are written
+down. It knows no file's name or checksum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
 from operator import itemgetter
@@ -13,15 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from bytecheckpoint.int_columns import decode_column, decode_counts, encode_column
-from bytecheckpoint.manifest_check import (
-    MAX_CHUNKS,
-    MAX_DIMS,
-    MAX_TENSORS,
-    Columns,
-    bad_manifest,
-    refuse_more_than,
-)
-from bytecheckpoint.region import Region
+from bytecheckpoint.manifest_check import MAX_CHUNKS, MAX_DIMS, MAX_TENSORS, Columns, bad_manifest, refuse_more_than
+from bytecheckpoint.region import Region, intersect, part_of_grid
 
 
 class Chunk(NamedTuple):
@@ -72,6 +65,15 @@ class TensorRecord(NamedTuple):
         codecs = (self.codecs,) if self.codecs else ()
         return list(map(Chunk, regions, self.files, self.byte_offsets, self.byte_lengths, *codecs))
 
+    def chunks_meeting(self, region: Region) -> list[Chunk]:
+        """Those that hold elements of the region."""
+        return [chunk for chunk in self.chunks if has_common(chunk.region, region)]
+
+
+def has_common(a: Region, b: Region) -> bool:
+    """Whether two regions share an element."""
+    return (a == b and bool(a.numel)) or intersect(a, b) is not None
+
 
 def tensor_record(dtype: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) -> TensorRecord:
     """The record of a tensor that lies in these chunks."""
@@ -93,57 +95,90 @@ def transpose(records: Collection[tuple[Any, ...]], num_fields: int) -> list[lis
     return [list(map(itemgetter(index), records)) for index in range(num_fields)]
 
 
-def encode_tensors(tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """The `TensorFields` of these tensors, by name."""
-    if isinstance(tensors, DecodedTensors):  # of a save with a known plan: they were columns before
-        return tensors.encode()
+def columns_of(tensors: Mapping[str, TensorRecord]) -> Columns:
+    """The columns of these tensors. Raises UnsafeCheckpointError (limits_exceeded)."""
     dtypes, shapes, coordinates, files, byte_offsets, byte_lengths, codecs = transpose(list(tensors.values()), 7)
-    codec_names, codec_indices = _encode_codecs(codecs, files)
-    dtype_indices = {dtype: index for index, dtype in enumerate(dict.fromkeys(dtypes))}
     refuse_more_than(MAX_CHUNKS, sum(map(len, files)), "chunks")
-    return {
-        "dtypes": list(dtype_indices),
-        "tensor_dtypes": encode_column(map(dtype_indices.__getitem__, dtypes)),
-        "tensor_num_dims": encode_column(map(len, shapes)),
-        "tensor_num_chunks": encode_column(map(len, files)),
-        "tensor_shapes": encode_column(chain.from_iterable(shapes)),
-        "chunk_coordinates": encode_column(chain.from_iterable(coordinates)),
-        "chunk_files": encode_column(chain.from_iterable(files)),
-        "chunk_byte_offsets": encode_column(chain.from_iterable(byte_offsets)),
-        "chunk_byte_lengths": encode_column(chain.from_iterable(byte_lengths)),
-        "codecs": codec_names,
-        "chunk_codecs": codec_indices,
-    }
+    parts = list(map(part_of_grid, shapes, coordinates, map(len, files)))
+    codec_names, codec_column = _codec_column(codecs, files)
+    dtype_indices = {dtype: index for index, dtype in enumerate(dict.fromkeys(dtypes))}
+    explicit = [of_tensor for of_tensor, part in zip(coordinates, parts, strict=True) if part is None]
+    return Columns(
+        dtype_names=list(dtype_indices),
+        dtypes=_array(map(dtype_indices.__getitem__, dtypes)),
+        num_dims=_array(map(len, shapes)).astype(np.int64),
+        num_chunks=_array(map(len, files)).astype(np.int64),
+        shapes=_array(chain.from_iterable(shapes)),
+        is_grid=np.fromiter((part is not None for part in parts), bool),
+        grid_parts=_array(chain.from_iterable(part for part in parts if part is not None)),
+        coordinates=_array(chain.from_iterable(explicit)),
+        files=_array(chain.from_iterable(files)),
+        byte_offsets=_array(chain.from_iterable(byte_offsets)),
+        byte_lengths=_array(chain.from_iterable(byte_lengths) if codec_names else ()),
+        codec_names=codec_names,
+        codecs=codec_column,
+    )
 
 
-def _encode_codecs(codecs: Sequence[Sequence[str]], files: Sequence[Sequence[int]]) -> tuple[list[str], bytes]:
-    """The names, and the column of indices into them, which is empty where no chunk of any tensor is compressed."""
+def _array(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.uint64)
+
+
+def _codec_column(codecs: Sequence[Sequence[str]], files: Sequence[Sequence[int]]) -> tuple[list[str], np.ndarray]:
+    """The names, and an index into them for each chunk; nothing where no chunk of any tensor is compressed."""
     if not any(codecs):
-        return [], b""
+        return [], _array(())
     of_chunks = [of_tensor or ["none"] * len(at) for of_tensor, at in zip(codecs, files, strict=True)]
     indices = {name: index for index, name in enumerate(dict.fromkeys(chain.from_iterable(of_chunks)))}
-    return list(indices), encode_column(map(indices.__getitem__, chain.from_iterable(of_chunks)))
+    return list(indices), _array(map(indices.__getitem__, chain.from_iterable(of_chunks)))
 
 
 class TensorFields(Protocol):
     """The fields of a manifest's body about tensors and chunks, as docs/format.md lists them."""
 
     dtypes: list[str]
-    tensor_dtypes: bytes
-    tensor_num_dims: bytes
-    tensor_num_chunks: bytes
-    tensor_shapes: bytes
-    chunk_coordinates: bytes
-    chunk_files: bytes
-    chunk_byte_offsets: bytes
-    chunk_byte_lengths: bytes
+    tensor_dtypes: memoryview
+    tensor_num_dims: memoryview
+    tensor_num_chunks: memoryview
+    tensor_shapes: memoryview
+    tensor_is_grid: memoryview
+    grid_parts: memoryview
+    chunk_coordinates: memoryview
+    chunk_files: memoryview
+    chunk_byte_offsets: memoryview
+    chunk_byte_lengths: memoryview
     codecs: list[str]
-    chunk_codecs: bytes
+    chunk_codecs: memoryview
+
+
+def encode_columns(columns: Columns) -> dict[str, Any]:
+    """The `TensorFields` of these columns, by name."""
+    is_compressed = any(columns.codec_names[index] != "none" for index in np.unique(columns.codecs))
+    return {
+        "dtypes": list(columns.dtype_names),
+        "tensor_dtypes": encode_column(columns.dtypes),
+        "tensor_num_dims": encode_column(columns.num_dims),
+        "tensor_num_chunks": encode_column(columns.num_chunks),
+        "tensor_shapes": encode_column(columns.shapes),
+        "tensor_is_grid": encode_column(columns.is_grid.astype(np.uint8)),
+        "grid_parts": encode_column(columns.grid_parts),
+        "chunk_coordinates": encode_column(columns.coordinates),
+        "chunk_files": encode_column(columns.files),
+        "chunk_byte_offsets": encode_column(columns.byte_offsets),
+        "chunk_byte_lengths": encode_column(columns.byte_lengths) if is_compressed else memoryview(b""),
+        "codecs": list(columns.codec_names) if is_compressed else [],
+        "chunk_codecs": encode_column(columns.codecs) if is_compressed else memoryview(b""),
+    }
 
 
 def decode_columns(wire: TensorFields, num_tensors: int) -> Columns:
+    """Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (limits_exceeded)."""
     num_dims = decode_counts(wire.tensor_num_dims, num_tensors, "dimensions", MAX_DIMS * MAX_TENSORS)
     num_chunks = decode_counts(wire.tensor_num_chunks, num_tensors, "chunks", MAX_CHUNKS)
+    is_grid = decode_column(wire.tensor_is_grid, num_tensors if wire.tensor_is_grid else 0, "marks of grids")
+    if is_grid.max(initial=0) > 1:
+        raise bad_manifest(f"it marks a grid with {is_grid.max()}")
+    is_grid = is_grid.astype(bool) if len(is_grid) else np.zeros(num_tensors, bool)
     total = int(num_chunks.sum())
     return Columns(
         dtype_names=wire.dtypes,
@@ -151,80 +186,16 @@ def decode_columns(wire: TensorFields, num_tensors: int) -> Columns:
         num_dims=num_dims,
         num_chunks=num_chunks,
         shapes=decode_column(wire.tensor_shapes, int(num_dims.sum()), "shapes"),
-        coordinates=decode_column(wire.chunk_coordinates, int((2 * num_dims * num_chunks).sum()), "coordinates"),
+        is_grid=is_grid,
+        grid_parts=decode_column(wire.grid_parts, int(num_dims[is_grid].sum()), "parts of grids"),
+        coordinates=decode_column(
+            wire.chunk_coordinates, int((2 * num_dims * num_chunks)[~is_grid].sum()), "coordinates"
+        ),
         files=decode_column(wire.chunk_files, total, "file numbers"),
         byte_offsets=decode_column(wire.chunk_byte_offsets, total, "byte offsets"),
-        byte_lengths=decode_column(wire.chunk_byte_lengths, total, "byte lengths"),
+        byte_lengths=decode_column(
+            wire.chunk_byte_lengths, total if wire.chunk_byte_lengths or wire.codecs else 0, "byte lengths"
+        ),
         codec_names=wire.codecs,
         codecs=decode_column(wire.chunk_codecs, total if wire.codecs else 0, "codecs"),
     )
-
-
-class DecodedTensors(Mapping[str, TensorRecord]):
-    """The tensors of a decoded manifest. A record is made when it is asked for: most ranks want few of them."""
-
-    def __init__(self, fqns: Sequence[str], columns: Columns) -> None:
-        self._indices = dict(zip(fqns, range(len(fqns)), strict=True))
-        if len(self._indices) != len(fqns):
-            raise bad_manifest("it lists a tensor twice")
-        self._columns = columns
-        self._first_dims = _starts(columns.num_dims)
-        self._first_chunks = _starts(columns.num_chunks)
-        self._first_coordinates = _starts(2 * columns.num_dims * columns.num_chunks)
-
-    def __getitem__(self, fqn: str) -> TensorRecord:
-        index, columns = self._indices[fqn], self._columns
-        chunks = slice(self._first_chunks[index], self._first_chunks[index + 1])
-        coordinates = columns.coordinates[self._first_coordinates[index] : self._first_coordinates[index + 1]]
-        dtype, shape = self.describe(fqn)
-        return TensorRecord(
-            dtype,
-            shape,
-            coordinates.tolist(),
-            columns.files[chunks].tolist(),
-            columns.byte_offsets[chunks].tolist(),
-            columns.byte_lengths[chunks].tolist(),
-            self._codecs(chunks) if columns.codec_names else (),
-        )
-
-    def _codecs(self, chunks: slice) -> Sequence[str]:
-        columns = self._columns
-        codecs = [columns.codec_names[index] for index in columns.codecs[chunks].tolist()]
-        return codecs if codecs.count("none") < len(codecs) else ()
-
-    def encode(self) -> dict[str, Any]:
-        """The `TensorFields` of these tensors, by name, made of whole columns."""
-        columns = self._columns
-        is_compressed = any(columns.codec_names[index] != "none" for index in np.unique(columns.codecs))
-        return {
-            "dtypes": list(columns.dtype_names),
-            "tensor_dtypes": encode_column(columns.dtypes),
-            "tensor_num_dims": encode_column(columns.num_dims),
-            "tensor_num_chunks": encode_column(columns.num_chunks),
-            "tensor_shapes": encode_column(columns.shapes),
-            "chunk_coordinates": encode_column(columns.coordinates),
-            "chunk_files": encode_column(columns.files),
-            "chunk_byte_offsets": encode_column(columns.byte_offsets),
-            "chunk_byte_lengths": encode_column(columns.byte_lengths),
-            "codecs": list(columns.codec_names) if is_compressed else [],
-            "chunk_codecs": encode_column(columns.codecs) if is_compressed else b"",
-        }
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __contains__(self, fqn: object) -> bool:
-        return fqn in self._indices
-
-    def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype and global shape, without making the record."""
-        index, columns = self._indices[fqn], self._columns
-        shape = columns.shapes[self._first_dims[index] : self._first_dims[index + 1]]
-        return columns.dtype_names[columns.dtypes[index]], tuple(shape.tolist())
-
-
-def _starts(counts: np.ndarray) -> list[int]:
-    return [0, *np.cumsum(counts).tolist()]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api, writing
+from bytecheckpoint import api, reporting, writing
 from bytecheckpoint.agreement import Agreed
+from bytecheckpoint.plan_cache import KnownPlan
 from bytecheckpoint.reporting import WrittenFile
 from bytecheckpoint.storage.store import Block, Store
 
@@ -155,13 +155,12 @@ def test_two_values_of_one_place_cannot_be_mixed(tmp_path: Path) -> None:
 
 
 def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode_report = writing.encode_report
+    pack_places = reporting.pack_places
 
-    def without_the_last_chunk(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
-        files, chunks, varies = msgspec.msgpack.decode(encode_report(agreed, written))
-        return msgspec.msgpack.encode((files, chunks[:-1], varies))
+    def without_the_last_chunk(places: Iterable[Any], known: KnownPlan) -> bytes:
+        return pack_places(list(places)[:-1], known)
 
-    monkeypatch.setattr(writing, "encode_report", without_the_last_chunk)
+    monkeypatch.setattr(reporting, "pack_places", without_the_last_chunk)
     with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
         bcp.save(tmp_path, {"never": {"saved": torch.ones(3), "before": torch.ones(2)}})
     assert error.value.kind == "storage"

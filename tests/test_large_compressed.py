@@ -205,3 +205,18 @@ def test_other_ranks_in_other_numbers_load_it(workers: WorkerPool, tmp_path: Pat
     assert max(raw_bytes_by_file(tmp_path / "step_00000001")) <= LIMIT
     for other in (None, 0, 1):
         assert workers.run(load_placed, str(tmp_path), other, world_size=3) == [[]] * 3
+
+
+def save_with_another_codec(rank: int, world_size: int, path: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "MAX_COMPRESSED_FILE_BYTES", LIMIT)
+        options = bcp.SaveOptions(codec="none" if rank else "zstd", timeout_s=60)
+        with pytest.raises(bcp.CheckpointMismatchError) as raised:
+            bcp.save(path, {"w": torch.ones(3 * LIMIT)}, options=options)
+    return str(raised.value)
+
+
+def test_a_codec_that_differs_from_rank_to_rank_is_refused_and_named(workers: WorkerPool, tmp_path: Path) -> None:
+    assert all(
+        "options.codec" in message for message in workers.run(save_with_another_codec, str(tmp_path), world_size=2)
+    )

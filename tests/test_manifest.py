@@ -217,6 +217,9 @@ def test_every_truncation_and_any_addition_is_found() -> None:
     assert kind_of(data + b"\0") == "bad_manifest"
 
 
+NO_GRIDS = {"tensor_is_grid": b"", "grid_parts": b""}
+
+
 def chunk_columns(**changes: bytes) -> bytes:
     """Of `weight` twice, `step`, `empty`."""
     columns = {
@@ -225,7 +228,7 @@ def chunk_columns(**changes: bytes) -> bytes:
         "chunk_byte_offsets": column(4096, 4096, 4120, 4128),
         "chunk_byte_lengths": column(24, 24, 8, 0),
     }
-    return with_body(**(columns | changes))
+    return with_body(**(NO_GRIDS | columns | changes))
 
 
 def test_the_columns_of_the_bad_manifests_are_good_but_for_the_change() -> None:
@@ -233,7 +236,9 @@ def test_the_columns_of_the_bad_manifests_are_good_but_for_the_change() -> None:
 
 
 TENSORS = {"tensor_fqns": ["t"], "tensor_dtypes": column(0), "tensor_num_chunks": column(0), "dtypes": ["float32"]}
-NO_CHUNKS = dict.fromkeys(("chunk_coordinates", "chunk_files", "chunk_byte_offsets", "chunk_byte_lengths"), b"")
+NO_CHUNKS = NO_GRIDS | dict.fromkeys(
+    ("chunk_coordinates", "chunk_files", "chunk_byte_offsets", "chunk_byte_lengths"), b""
+)
 
 
 def one_tensor(*shape: int, **changes: object) -> bytes:
@@ -241,8 +246,28 @@ def one_tensor(*shape: int, **changes: object) -> bytes:
     return with_body(**(TENSORS | NO_CHUNKS | parts | changes))
 
 
+def grid(*parts: int, num_chunks: int = 2, **changes: object) -> bytes:
+    """`weight`, of 4 x 3, as a grid."""
+    counts = column(num_chunks, 1, 1, 0)
+    return with_body(**({"grid_parts": column(*parts), "tensor_num_chunks": counts} | changes))
+
+
+def test_the_grids_of_the_bad_manifests_are_good_but_for_the_change() -> None:
+    assert same(decode_manifest(grid(2, 3)), small_manifest())
+
+
 HUGE = (1 << 64) - 1
 BAD = {
+    "a grid of another number of chunks": grid(1, 3),
+    "a grid of parts without elements": grid(2, 0),
+    "a grid of parts larger than the tensor": grid(2, 4),
+    "a grid of parts beyond int64": grid(HUGE, 3),
+    "a grid without its parts": grid(2),
+    "a grid without elements": grid(2, 3, tensor_is_grid=column(1, 1, 1, 0), chunk_coordinates=b""),
+    "a mark that is none": grid(2, 3, tensor_is_grid=column(2, 1, 0, 0)),
+    "a grid of more chunks than can be counted": one_tensor(
+        1 << 40, 1 << 21, dtypes=["uint8"], tensor_is_grid=column(1), grid_parts=column(1, 1)
+    ),
     "a save id that is empty": with_body(save_id=""),
     "a negative step": with_body(step=-1),
     "a step beyond any": with_body(step=HUGE),
@@ -341,7 +366,7 @@ def compressed(byte_length: int = 700_005, **changes: object) -> bytes:
         "tensor_shapes": column(FRAME // 4 + 10, 24),
         "aliases": {},
     }
-    return with_body(**(columns | tensors | changes))
+    return with_body(**(NO_GRIDS | columns | tensors | changes))
 
 
 def three_frames(*extent_lengths: int) -> bytes:
@@ -370,7 +395,8 @@ def test_a_compressed_chunk_is_one_extent_for_each_frame() -> None:
 def test_codecs_cost_nothing_where_there_are_none() -> None:
     body = body_of(encode_manifest(small_manifest()))
     assert (body["codecs"], body["chunk_codecs"]) == ([], b"")
-    named = with_body(codecs=["none"], chunk_codecs=column(0, 0, 0, 0, width=1))
+    lengths = column(24, 24, 8, 0, width=1)
+    named = with_body(codecs=["none"], chunk_codecs=column(0, 0, 0, 0, width=1), chunk_byte_lengths=lengths)
     assert same(decode_manifest(named), small_manifest())
     assert encode_manifest(decode_manifest(named)) == encode_manifest(small_manifest())
 
@@ -467,7 +493,7 @@ def test_chunks_whose_volumes_wrap_around_are_no_tiling() -> None:
         "chunk_byte_offsets": column(*[0] * 5),
         "chunk_byte_lengths": column(*[size] * 5),
         "aliases": {},
-    }
+    } | NO_GRIDS
     with pytest.raises(CheckpointCorruptError, match="elements, its shape has"):
         decode_manifest(with_body(**changes))
 

@@ -288,7 +288,7 @@ def test_a_hit_reports_its_files_and_no_chunks(tmp_path: Path, monkeypatch: pyte
     for number in range(3):
         bcp.save(tmp_path, {f"t{index}": torch.ones(3) for index in range(500)}, step=number)
     lengths = [len(report) for report in reports]
-    assert lengths[0] > 5_000
+    assert lengths[0] > 500
     assert lengths[1] == lengths[2] < 300
 
 
@@ -305,7 +305,10 @@ def test_states_that_take_turns_are_saved_right_whether_their_plans_are_kept_or_
 
 def test_the_plan_that_was_used_longest_ago_goes_first() -> None:
     cache = PlanCache()
-    plans = [KnownPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[]) for n in range(MAX_PLANS + 1)]
+    plans = [
+        KnownPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], num_offers=0, parts=[])
+        for n in range(MAX_PLANS + 1)
+    ]
     for number, plan in enumerate(plans[:MAX_PLANS]):
         cache.keep(bytes([number]), plan)
     assert cache.find(bytes([0])) is plans[0]

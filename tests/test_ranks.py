@@ -27,7 +27,7 @@ NAMES = (4, 5, 9)
 def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[Any]:
     """What the function returns or raises on each of three ranks."""
     store = HashStore()
-    ranks = [GroupRanks(store, rank, NAMES, timeout_s) for rank in range(len(NAMES))]
+    ranks = [GroupRanks(store, rank, NAMES, timeout_s, block_ranks=64) for rank in range(len(NAMES))]
 
     def run(of_rank: Ranks) -> Any:
         try:
@@ -37,6 +37,76 @@ def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[An
 
     with ThreadPoolExecutor(len(NAMES)) as pool:
         return list(pool.map(run, ranks))
+
+
+def in_blocks(function: Callable[[Ranks], Any], num_ranks: int, timeout_s: float = 20.0) -> list[Any]:
+    """The same on more ranks, in blocks of two or three; None from those whose function is None."""
+    store = HashStore()
+    ranks = [GroupRanks(store, rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3) for rank in range(num_ranks)]
+
+    def run(of_rank: Ranks) -> Any:
+        try:
+            return function(of_rank)
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [4, 6, 7, 8])
+def test_blocks_of_ranks_hear_and_say_the_same(num_ranks: int) -> None:
+    def exchange(ranks: Ranks) -> Any:
+        gathered = [ranks.gather(b"%d-%d" % (ranks.rank, number)) for number in range(3)]
+        own = ranks.scatter([b"for %d" % rank for rank in range(ranks.num_ranks)] if ranks.rank == 0 else [])
+        told = ranks.broadcast(b"all")
+        again = ranks.gather(own)
+        ranks.farewell()
+        return gathered, own, told, again
+
+    (gathered, _, _, again), *others = results = in_blocks(exchange, num_ranks)
+    assert gathered == [[b"%d-%d" % (rank, number) for rank in range(num_ranks)] for number in range(3)]
+    assert again == [b"for %d" % rank for rank in range(num_ranks)]
+    assert [result[1] for result in results] == again
+    assert {result[2] for result in results} == {b"all"}
+    assert all(result[0] == [[]] * 3 and result[3] == [] for result in others)
+
+
+def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
+    store = HashStore()
+    ranks = [GroupRanks(store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
+
+    def call(of_rank: Ranks) -> None:
+        of_rank.gather(b"x")
+        of_rank.scatter([b"y"] * 7)
+        of_rank.farewell()
+
+    with ThreadPoolExecutor(7) as pool:
+        list(pool.map(call, ranks))
+    assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize("missing", [1, 3, 4, 6])
+def test_a_rank_of_a_block_that_does_not_come_is_named(missing: int) -> None:
+    def phases(ranks: Ranks) -> Any:
+        if ranks.rank == missing:
+            return None
+        with together(ranks, "trying", about=ABOUT):
+            ranks.gather(b"")
+            ranks.broadcast(b"")
+        return "fine"
+
+    errors = [error for error in in_blocks(phases, 7, timeout_s=1.0) if error is not None]
+    assert len(errors) == 6
+    assert {(error.kind, error.ranks) for error in errors} == {("rank_missing", (10 + missing,))}
+
+
+@pytest.mark.parametrize("failing_rank", range(7))
+def test_a_rank_of_a_block_that_fails_fails_all(failing_rank: int) -> None:
+    errors = in_blocks(failing(failing_rank, KeyError("x")), 7)
+    assert {(type(error), error.kind, error.ranks) for error in errors} == {
+        (CheckpointSaveError, "rank_failed", (10 + failing_rank,))
+    }
 
 
 def test_messages_arrive_in_order() -> None:
@@ -157,7 +227,7 @@ def lose_the_store(rank: int, world_size: int, port: int, end: signal.Signals) -
         return "", (), ""
     store = TCPStore("127.0.0.1", port, is_master=False)
     pid = int(store.get("pid"))
-    ranks = GroupRanks(PrefixStore("x", store), 1, (0, 1), timeout_s=1.0)
+    ranks = GroupRanks(PrefixStore("x", store), 1, (0, 1), timeout_s=1.0, block_ranks=64)
     store.set("is up", "yes")
     time.sleep(0.4)
     try:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.save_plan import Offer, Write
-from bytecheckpoint.region import Region, find_tiling_fault, intersect, relative, split_rows
+from bytecheckpoint.planner.offers import Offer, Write
+from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20
 """A checksum covers at most this much: what a partial read may have to read beyond what it wants, at each end."""
@@ -62,33 +62,6 @@ def lay_out_files(
         files[-1].append(PlacedChunk(write.offer, offer.fqn, offer.dtype, offer.shape, write.region, end, byte_length))
         end += byte_length
     return [tuple(file) for file in files]
-
-
-def split_writes(offers: Sequence[Offer], writes: Iterable[Write], *, max_bytes: int) -> list[Write]:
-    """The writes, those of more than `max_bytes` cut by rows into several, and within a row where one is too large.
-
-    Nothing that comes of it is larger: `max_bytes` is at least what an element takes.
-    """
-    return [
-        Write(write.offer, part)
-        for write in writes
-        for part in split_rows(write.region, max_bytes // itemsize(offers[write.offer].dtype))
-    ]
-
-
-def are_exactly(chunks: Sequence[Write], writes: Sequence[Write]) -> bool:
-    """Whether the chunks are these writes, no less and no more, each write as it is or cut into several chunks."""
-    found, planned = set(chunks), set(writes)
-    parts: dict[int, list[Region]] = {}
-    for part in found - planned:
-        parts.setdefault(part.offer, []).append(part.region)
-    num_parts = 0
-    for cut in planned - found:
-        of_cut = [region for region in parts.get(cut.offer, ()) if intersect(region, cut.region)]
-        if not of_cut or find_tiling_fault(cut.region.lengths, [relative(part, cut.region) for part in of_cut]):
-            return False
-        num_parts += len(of_cut)
-    return len(found) == len(chunks) and num_parts == len(found - planned)
 
 
 def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: int) -> list[int]:

@@ -11,14 +11,14 @@ from typing import NamedTuple
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.frames import CODECS, unknown_codec
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
-from bytecheckpoint.planner.save_plan import describe, first_lines
+from bytecheckpoint.planner.holders import first_lines
 from bytecheckpoint.region import (
     Region,
+    describe,
     find_hole,
-    find_tiling_fault,
     flat_span,
     intersect,
     is_contiguous_in,
@@ -73,22 +73,13 @@ def plan_load(
     about all. Raises CheckpointCorruptError (unsupported_version) where a chunk has a codec that is not known.
     """
     of_files: dict[int, _OfFile] = {}
-    uncovered: list[str] = []
-    chunks_by_fqn: dict[str, tuple[int, list[Chunk]]] = {}
+    uncovered = _find_overlaps(manifest, wants)
+    used: list[tuple[str, Chunk]] = []
     for index, want in enumerate(wants):
-        found = chunks_by_fqn.get(want.fqn)
-        if found is None:
-            record = manifest.tensors[want.fqn]
-            if want.is_flat and _is_in_one_piece(record, want.region):
-                # Of many small tensors nearly all are like this: no more objects are made for them than it takes.
-                part = FlatPart(index, record.byte_offsets[0], record.byte_lengths[0], 0)
-                of_files.setdefault(record.files[0], _OfFile([], {})).parts.append(part)
-                continue
-            found = chunks_by_fqn[want.fqn] = itemsize(record.dtype), record.chunks
-            uncovered += _check_stored(want.fqn, record.shape, found[1])
-        item_bytes, chunks = found
+        item_bytes = itemsize(manifest.describe(want.fqn)[0])
         num_wanted, num_covered = want.region.numel, 0
-        for chunk in chunks:
+        for chunk in manifest.chunks_meeting(want.fqn, want.region):
+            used.append((want.fqn, chunk))
             # Mostly a load has the layout of the save: nothing has to be cut then.
             is_same = chunk.region == want.region
             common = want.region if is_same else intersect(chunk.region, want.region)
@@ -108,9 +99,10 @@ def plan_load(
                 limits = _Limits(item_bytes, max_skipped, max_fetch_bytes)
                 of_file.parts.extend(_parts(index, want, chunk, common, limits))
         if num_covered < num_wanted:
-            uncovered.append(_describe_hole(want, chunks))
+            uncovered.append(_describe_hole(want, manifest))
     if uncovered:
         raise _not_covered(uncovered)
+    manifest.refuse_shared_bytes(used)
     return [
         fetch
         for file in sorted(of_files)
@@ -123,16 +115,6 @@ def plan_load(
             max_fetch_bytes=max_fetch_bytes,
         )
     ]
-
-
-def _is_in_one_piece(record: TensorRecord, region: Region) -> bool:
-    """Whether the tensor is one chunk, which is this region, not empty and not compressed."""
-    return (
-        len(record.files) == 1
-        and not record.codecs
-        and record.byte_lengths[0] > 0
-        and tuple(record.coordinates) == region.offsets + region.lengths
-    )
 
 
 def _mean_extent(file: DataFile) -> int:
@@ -148,18 +130,18 @@ def _not_covered(lines: Sequence[str]) -> CheckpointMismatchError:
     )
 
 
-def _check_stored(fqn: str, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[str]:
-    """An overlap between chunks of a tensor, of which nobody could say which one is right."""
-    if len(chunks) == 1:
-        return []
-    fault = find_tiling_fault(shape, [chunk.region for chunk in chunks])
-    if fault is None or fault.overlap is None:
-        return []
-    return [f"{fqn}{list(shape)}: two chunks hold {describe(fault.overlap)}"]
+def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:
+    """Overlaps between chunks of one tensor, of which nobody could say which one is right."""
+    overlaps = {fqn: manifest.find_overlap(fqn) for fqn in dict.fromkeys(want.fqn for want in wants)}
+    return [
+        f"{fqn}{list(manifest.describe(fqn)[1])}: two chunks hold {describe(overlap)}"
+        for fqn, overlap in overlaps.items()
+        if overlap is not None
+    ]
 
 
-def _describe_hole(want: Want, chunks: Sequence[Chunk]) -> str:
-    hole = find_hole(want.region, [chunk.region for chunk in chunks])
+def _describe_hole(want: Want, manifest: Manifest) -> str:
+    hole = find_hole(want.region, [chunk.region for chunk in manifest.chunks_meeting(want.fqn, want.region)])
     return f"{want.fqn}: {describe(hole) if hole else 'a part'} of {describe(want.region)} lies in no chunk"
 
 

@@ -17,7 +17,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.manifest import Manifest, decode_manifest
+from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Block, Store
 
@@ -162,7 +162,8 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
     Raises CheckpointNotFoundError (not_committed) and what `decode_manifest` raises, with the path.
     """
-    return parse_manifest(read_manifest_bytes(store, folder), path=join_name(str(store), folder, MANIFEST_NAME))
+    path = join_name(str(store), folder, MANIFEST_NAME)
+    return parse_manifest(read_manifest_bytes(store, folder), path=path, whole=True)
 
 
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
@@ -185,10 +186,10 @@ def read_manifest_bytes(store: Store, folder: str) -> bytes:
     return bytes(content)
 
 
-def parse_manifest(content: bytes, *, path: str) -> Manifest:
-    """`decode_manifest` with the path in its errors."""
+def parse_manifest(content: bytes, *, path: str, whole: bool) -> Manifest:
+    """`decode_manifest`, or `open_manifest` where not the whole is to be checked, with the path in its errors."""
     try:
-        return decode_manifest(content)
+        return decode_manifest(content) if whole else open_manifest(content)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error.message}", kind=error.kind, path=path) from error
 

@@ -228,7 +228,7 @@ def save_many_tensors(rank: int, world_size: int, path: str) -> list[int]:
 
 def test_what_a_hit_sends_does_not_grow_with_the_state(workers: WorkerPool, tmp_path: Path) -> None:
     for rank, (miss, *hits) in enumerate(workers.run(save_many_tensors, str(tmp_path), world_size=2)):
-        assert miss > 20_000
+        assert miss > 10_000
         assert max(hits) < (400 if rank == 0 else 200)
 
 

@@ -30,7 +30,7 @@ from snapshot_cases import running
 
 from bytecheckpoint.adapters.tensors import LocalShards
 from bytecheckpoint.forking import ForkedState
-from bytecheckpoint.planner.save_plan import Offer, Write
+from bytecheckpoint.planner.offers import Offer, Write
 from bytecheckpoint.staging import LiveFile, plan_files
 from bytecheckpoint.storage.scratch import Scratch
 from distributed.workers import WorkerPool

@@ -4,7 +4,9 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,9 +15,12 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.planner.file_plan import EXTENT_BYTES, are_exactly, cut_extents, lay_out_files, split_writes
-from bytecheckpoint.planner.save_plan import MIN_SPLIT_BYTES, Offer, SavePlan, Write, plan_save
-from bytecheckpoint.region import Region, find_tiling_fault, intersect, whole
+from bytecheckpoint.planner import holders
+from bytecheckpoint.planner.file_plan import EXTENT_BYTES, cut_extents, lay_out_files
+from bytecheckpoint.planner.offers import Offer, Write, pack_offers
+from bytecheckpoint.planner.replicas import MIN_SPLIT_BYTES
+from bytecheckpoint.planner.save_plan import PlannedTensor, SavePlan, plan_save
+from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, intersect, split_flat_range, whole
 
 MiB = 1 << 20
 
@@ -27,18 +32,58 @@ def offer(
     return Offer(fqn, dtype, tuple(shape), region.offsets, region.lengths, digest)
 
 
-def plan(offers: Sequence[Sequence[Offer]], aliases: Sequence[dict[str, str]] | None = None) -> SavePlan:
-    return plan_save(offers, aliases or [{}] * len(offers), names=range(len(offers)))
+class Planned(NamedTuple):
+    """A plan, and what each rank writes by it."""
+
+    plan: SavePlan
+    writes: list[list[Write]]
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return self.plan.aliases
 
 
-def bytes_by_rank(found: SavePlan, offers: Sequence[Sequence[Offer]]) -> list[int]:
+def plan(offers: Sequence[Sequence[Offer]], aliases: Sequence[dict[str, str]] | None = None) -> Planned:
+    """Of offers that travel as they do between ranks. What ranks write is what the plan says of the tensors."""
+    found = plan_save(list(map(pack_offers, offers)), aliases or [{}] * len(offers), names=range(len(offers)))
+    writes = [
+        [*(Write(index, of_rank[index].region) for index in np.flatnonzero(kept).tolist()), *parts]
+        for of_rank, kept, parts in zip(offers, found.kept, found.parts, strict=True)
+    ]
+    slots = [[*map(Write, range(len(of_rank)), [each.region for each in of_rank])] for of_rank in offers]
+    written = [
+        (rank, (slots[rank] + list(found.parts[rank]))[slot], tensor.fqn, region)
+        for tensor in found.tensors
+        for rank, slot, region in zip(tensor.ranks, tensor.slots, regions_of(tensor), strict=True)
+    ]
+    assert sorted((rank, write) for rank, write, _, _ in written) == sorted(
+        (rank, write) for rank, of_rank in enumerate(writes) for write in of_rank
+    )
+    assert all(write.region == region and offers[rank][write.offer].fqn == fqn for rank, write, fqn, region in written)
+    return Planned(found, writes)
+
+
+def regions_of(tensor: PlannedTensor) -> list[Region]:
+    """Of its chunks, in their order, which is that of their offsets."""
+    if tensor.part is not None:
+        return grid_regions(tensor.shape, tensor.part)
+    numbers, num_dims = list(map(int, tensor.coordinates)), len(tensor.shape)
+    regions = [
+        Region(tuple(numbers[at : at + num_dims]), tuple(numbers[at + num_dims : at + 2 * num_dims]))
+        for at in range(0, len(numbers), 2 * num_dims)
+    ]
+    assert regions == sorted(regions)
+    return regions
+
+
+def bytes_by_rank(found: Planned, offers: Sequence[Sequence[Offer]]) -> list[int]:
     return [
         sum(write.region.numel * itemsize(of_rank[write.offer].dtype) for write in writes)
         for writes, of_rank in zip(found.writes, offers, strict=True)
     ]
 
 
-def check_whole(found: SavePlan, offers: Sequence[Sequence[Offer]]) -> None:
+def check_whole(found: Planned, offers: Sequence[Sequence[Offer]]) -> None:
     """Every tensor is tiled by what is written, and a rank writes only what it offered."""
     written: dict[str, list[Region]] = {}
     shapes = {each.fqn: each.shape for of_rank in offers for each in of_rank}
@@ -129,7 +174,7 @@ def test_the_plan_is_the_same_each_time_and_whatever_the_order_of_offers() -> No
     turned = [list(reversed(of_rank)) for of_rank in offers]
     by_name = [
         [
-            [(of_rank[write.offer].fqn, write.region) for write in writes]
+            sorted((of_rank[write.offer].fqn, write.region) for write in writes)
             for writes, of_rank in zip(plan(these).writes, these, strict=True)
         ]
         for these in (offers, offers, turned)
@@ -140,7 +185,7 @@ def test_the_plan_is_the_same_each_time_and_whatever_the_order_of_offers() -> No
 def test_differing_small_replicas_are_told_and_the_lowest_rank_writes() -> None:
     offers = [[offer("x", (4,), digest=rank), offer("same", (4,), digest=7)] for rank in (5, 1, 1)]
     found = plan(offers)
-    assert list(found.differing_replicas) == ["x"]
+    assert list(found.plan.differing_replicas) == ["x"]
     assert Write(0, whole((4,))) in found.writes[0]
 
 
@@ -204,53 +249,6 @@ def test_files_hold_all_chunks_without_gaps_each_aligned(
         assert ends[-1] <= max_file_bytes or len(file) == 1
 
 
-@given(st.lists(st.tuples(shapes, dtypes), max_size=6), st.sampled_from([MiB // 4, MiB, 3 * MiB + 1]))
-@settings(max_examples=50, deadline=None)
-def test_large_writes_are_cut_and_nothing_is_lost(tensors: list[tuple[tuple[int, ...], str]], max_bytes: int) -> None:
-    offers = [offer(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]
-    writes = [Write(index, each.region) for index, each in enumerate(offers)]
-    parts = split_writes(offers, writes, max_bytes=max_bytes)
-    for index, each in enumerate(offers):
-        of_offer = [part.region for part in parts if part.offer == index]
-        assert find_tiling_fault(each.shape, of_offer) is None
-        assert all(region.numel * itemsize(each.dtype) <= max_bytes for region in of_offer)
-        assert len(of_offer) == 1 or each.region.numel * itemsize(each.dtype) > max_bytes
-    assert are_exactly(parts[::-1], writes)
-    assert not parts or not are_exactly(parts[1:], writes)
-
-
-ROWS = Region((4, 0), (6, 5))
-"""What is planned below, beside another part of the same offer and one of another."""
-PLANNED = [Write(0, ROWS), Write(0, Region((10, 0), (2, 5))), Write(1, Region((), ())), Write(2, Region((0,), (0,)))]
-
-
-@pytest.mark.parametrize(
-    ("chunks", "is_right"),
-    [
-        ([ROWS], True),
-        ([Region((4, 0), (2, 5)), Region((6, 0), (4, 5))], True),
-        ([Region((4, 0), (6, 2)), Region((4, 2), (6, 3))], True),
-        ([], False),
-        ([ROWS, ROWS], False),
-        ([ROWS, Region((4, 0), (2, 5))], False),
-        ([ROWS, Region((12, 0), (1, 5))], False),
-        ([ROWS, Region((4, 0), (0, 5))], False),
-        ([Region((4, 0), (2, 5)), Region((7, 0), (3, 5))], False),
-        ([Region((4, 0), (3, 5)), Region((6, 0), (4, 5))], False),
-        ([Region((4, 0), (3, 5)), Region((4, 0), (3, 5))], False),
-        ([Region((3, 0), (7, 5))], False),
-        ([Region((4, 0), (7, 5))], False),
-        ([Region((4, 0), (3, 5)), Region((7, 0), (4, 5))], False),
-    ],
-)
-def test_what_was_written_is_compared_with_what_was_planned(chunks: list[Region], is_right: bool) -> None:
-    others = PLANNED[1:]
-    assert are_exactly([*others, *(Write(0, region) for region in chunks)], PLANNED) == is_right
-    for missing in range(len(others)):
-        left = others[:missing] + others[missing + 1 :]
-        assert not are_exactly([*left, *(Write(0, region) for region in chunks)], PLANNED)
-
-
 @given(
     st.integers(1, 3 * MiB),
     st.lists(st.integers(0, 3 * MiB) | st.sampled_from([0, MiB - 1, MiB, MiB + 1]), max_size=20),
@@ -295,3 +293,87 @@ def test_two_tensors_of_one_name_on_one_rank_are_refused() -> None:
         plan([[offer("w", (4,)), offer("w", (4,))], []])
     assert error.value.kind == "conflict"
     assert error.value.ranks == (0,)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[list[Offer]]:
+    """A few tensors on up to 12 ranks: cut along two dimensions, or as runs of the flat tensor, by groups of replicas,
+    now and then with something wrong.
+    """
+    num_ranks, num_replicas = draw(st.integers(1, 6)), draw(st.integers(1, 2))
+    offers: list[list[Offer]] = [[] for _ in range(num_ranks * num_replicas)]
+    for index in range(draw(st.integers(1, 3))):
+        shape = draw(st.lists(st.integers(0, 9), max_size=2).map(tuple))
+        regions = draw(st.sampled_from([by_rows, by_runs, by_both]))(shape, num_ranks)
+        if draw(st.integers(0, 9)) == 0:
+            regions[-1:] = [draw(st.sampled_from([[], [whole(shape)], regions[0]]))]
+        for rank, of_rank in enumerate(offers):
+            of_rank += [offer(f"t{index}", shape, region) for region in regions[rank % num_ranks]]
+    return offers
+
+
+def by_rows(shape: tuple[int, ...], num_ranks: int) -> list[list[Region]]:
+    if not shape:
+        return [[whole(shape)]] * num_ranks
+    part = -(-shape[0] // num_ranks)
+    starts = [min(rank * part, shape[0]) for rank in range(num_ranks)]
+    return [[Region((at, *[0] * len(shape[1:])), (min(part, shape[0] - at), *shape[1:]))] for at in starts]
+
+
+def by_runs(shape: tuple[int, ...], num_ranks: int) -> list[list[Region]]:
+    numel = int(np.prod(shape))
+    cuts = [numel * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [split_flat_range(shape, start, end - start) for start, end in pairwise(cuts)]
+
+
+def by_both(shape: tuple[int, ...], num_ranks: int) -> list[list[Region]]:
+    if len(shape) < 2 or num_ranks % 2:
+        return by_rows(shape, num_ranks)
+    halves = by_rows(shape[1:], 2)
+    return [
+        [Region((row.offsets[0], *column.offsets), (row.lengths[0], *column.lengths))]
+        for (row,) in by_rows(shape, num_ranks // 2)
+        for (column,) in halves
+    ]
+
+
+@given(layouts())
+@settings(max_examples=100, deadline=None)
+def test_at_once_or_region_by_region_the_plan_is_the_same(offers: list[list[Offer]]) -> None:
+    outcomes = []
+    for least in (1, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(holders, "MIN_ARRAY_OFFERS", least)
+            try:
+                found = plan(offers)
+            except CheckpointMismatchError as error:
+                outcomes.append((error.kind, str(error), error.ranks))
+            else:
+                check_whole(found, offers)
+                tensors = {tensor.fqn: regions_of(tensor) for tensor in found.plan.tensors}
+                outcomes.append((tensors, [sorted(of_rank) for of_rank in found.writes], found.plan.aliases))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_many_ranks_are_planned_as_grids(num_replicas: int) -> None:
+    regions = by_rows((1000, 3), 64) * num_replicas
+    offers = [[offer("t", (1000, 3), region), offer("s", (), digest=5)] for (region,) in regions]
+    found = plan(offers)
+    check_whole(found, offers)
+    parts = {tensor.fqn: tensor.part for tensor in found.plan.tensors}
+    assert parts == {"t": (16, 3), "s": ()}
+    assert found.plan.compared == {tuple(range(64 * num_replicas)): [[1]] * 64 * num_replicas}
+
+
+def test_one_of_many_replicas_that_differs_is_told() -> None:
+    found = plan([[offer("x", (4,), digest=7 + (rank == 31))] for rank in range(64)])
+    assert found.plan.differing_replicas == ["x"]
+    assert found.plan.compared == {}
+    assert [len(of_rank) for of_rank in found.writes] == [1, *[0] * 63]
+
+
+def test_ranks_that_hold_the_same_tensors_send_the_same_description() -> None:
+    packed = [pack_offers([offer("t", (64, 3), region)]) for (region,) in by_rows((64, 3), 64)]
+    assert len({of_rank.described for of_rank in packed}) == 1
+    assert len({of_rank.coordinates for of_rank in packed}) == 64
