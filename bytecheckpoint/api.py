@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,8 +22,8 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.exchange import Traffic, read_together
-from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
-from bytecheckpoint.info import LoadReport
+from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background, step_back
+from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
 from bytecheckpoint.matching import Match, Verdict, match_state, refuse_meta, share_findings
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -144,6 +145,7 @@ def _write_in_background(
     """Returns when the state may change; for a lazy snapshot at once, because the optimizers wait for it. False, with
     nothing done, where there can be no more threads: the interpreter may be exiting.
     """
+    has_returned = threading.Event()
 
     def stage() -> None:
         with saving.clock.phase("stage"):
@@ -151,14 +153,26 @@ def _write_in_background(
         if saving.ranks.rank == COORDINATOR:
             logger.info("staged %s in %.2f s", saving.path, saving.clock.total)
 
+    def stage_later() -> None:
+        has_returned.wait()  # threads that run at once would hold up the one that is to return
+        step_back()
+        stage()
+
+    def write() -> CheckpointInfo:
+        saving.snapshot.wait()
+        return write_and_commit(saving)
+
     if kind == "lazy":
         IN_FLIGHT.hold(optimizers_in(entries))
-    if not IN_FLIGHT.start(handle, lambda: write_and_commit(saving), turn):
+    if not IN_FLIGHT.start(handle, write, turn):
         saving.snapshot.close()
         return False
-    if kind != "lazy" or not in_background("bcp-stage", stage):
-        stage()
-    saving.clock.end_stall()
+    try:
+        if kind != "lazy" or not in_background("bcp-stage", stage_later):
+            stage()
+        saving.clock.end_stall()
+    finally:
+        has_returned.set()
     return True
 
 

@@ -74,6 +74,9 @@ class ForkedState:
     def fail(self, error: BaseException) -> None:
         """Nothing can fail after the fork."""
 
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
     @contextmanager
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
         with self._shared.lend() as block:

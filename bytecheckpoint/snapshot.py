@@ -32,6 +32,9 @@ class Snapshot(Protocol):
     def fail(self, error: BaseException) -> None:
         """Staging has failed: `content` raises this from now on."""
 
+    def wait(self) -> None:
+        """Returns when writing may begin without taking time from staging, for which training may be waiting."""
+
     def content(self, file: int, byte_offset: int, byte_length: int) -> AbstractContextManager[memoryview]:
         """A range of a file, as the state was, for as long as the context lasts. Entered in file order, from any
         thread, one at a time.
@@ -56,6 +59,9 @@ class LiveState:
 
     def fail(self, error: BaseException) -> None:
         """Nothing can fail."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
     @contextmanager
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
@@ -101,6 +107,9 @@ class StagedState:
         self._error = error
         self._is_staged.set()
 
+    def wait(self) -> None:
+        self._is_staged.wait()
+
     @contextmanager
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
         self._is_staged.wait()
@@ -144,6 +153,9 @@ class StateInWaves:
         with self._changed:
             self._error = error
             self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Staging waits for what is written."""
 
     @contextmanager
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
