@@ -21,7 +21,7 @@ from bytecheckpoint.chunk_check import (
 )
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.manifest_check import Columns, bad_manifest, shown
-from bytecheckpoint.region import Region, grid_regions, parts_meeting
+from bytecheckpoint.region import Region, grid_regions, parts_meeting, whole
 from bytecheckpoint.tensor_records import Chunk, TensorRecord
 
 _CHUNKS_AT_ONCE = 1 << 20
@@ -45,6 +45,7 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         self._first_parts = _starts(columns.num_dims * columns.is_grid)
         self._first_coordinates = _starts(2 * columns.num_dims * columns.num_chunks * ~columns.is_grid)
         self._checked: set[int] = set()
+        self._described: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def check_all(self) -> None:
         """Checks every chunk. Raises CheckpointCorruptError (bad_manifest)."""
@@ -125,6 +126,11 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         if not columns.is_grid[index] or len(columns.byte_lengths):
             return self._select(self._checked_slice(fqn), fqn, region)
         dtype, shape = self.describe(fqn)
+        if self._first_chunks[index + 1] - self._first_chunks[index] == 1:
+            # Of many small tensors nearly all are like this, and mostly all of it is asked for.
+            found = region if region.lengths == shape else whole(shape)
+            num_bytes = found.numel * itemsize(dtype)
+            return [self._checked_chunk(fqn, self._first_chunks[index], found, num_bytes)] if region.numel else []
         part = columns.grid_parts[self._first_parts[index] : self._first_parts[index + 1]].tolist()
         return [
             self._checked_chunk(fqn, self._first_chunks[index] + number, found, found.numel * itemsize(dtype))
@@ -168,9 +174,13 @@ class ColumnTensors(Mapping[str, TensorRecord]):
 
     def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and global shape, without looking at any chunk."""
-        index, columns = self._indices[fqn], self.columns
-        shape = columns.shapes[self._first_dims[index] : self._first_dims[index + 1]]
-        return columns.dtype_names[columns.dtypes[index]], tuple(shape.tolist())
+        described = self._described.get(fqn)
+        if described is None:
+            index, columns = self._indices[fqn], self.columns
+            shape = columns.shapes[self._first_dims[index] : self._first_dims[index + 1]]
+            described = columns.dtype_names[columns.dtypes[index]], tuple(shape.tolist())
+            self._described[fqn] = described
+        return described
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._indices)
