@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from bytecheckpoint.agreement import Target, agree, check_same, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
+from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background, step_back
 from bytecheckpoint.info import CheckpointInfo, LoadReport
@@ -164,13 +166,18 @@ def _write_in_background(
 
     if kind == "lazy":
         IN_FLIGHT.hold(optimizers_in(entries))
-    if not IN_FLIGHT.start(handle, write, turn):
-        saving.snapshot.close()
-        return False
     try:
+        if not IN_FLIGHT.start(handle, write, turn):
+            saving.snapshot.close()
+            return False
         if kind != "lazy" or not in_background("bcp-stage", stage_later):
             stage()
         saving.clock.end_stall()
+    except BaseException as error:
+        # The writer may be under way: it must not wait for what nobody is going to stage.
+        message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
+        saving.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
+        raise
     finally:
         has_returned.set()
     return True
@@ -297,16 +304,24 @@ def _wanted_step(step: object) -> int | Literal["latest"] | None:
 
 def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions) -> Source:
     """The checkpoint, its manifest read by one rank for all."""
-    asked = ranks.gather(f"{store} (step={step})".encode())
+    asked = [
+        msgspec.msgpack.decode(payload, type=tuple[str, bool])
+        for payload in ranks.gather(msgspec.msgpack.encode((f"{store} (step={step})", options.verify)))
+    ]
     answer = b""
     if ranks.rank == COORDINATOR:
-        check_same("load from", [target.decode() for target in asked], ranks.names)
+        check_same("load from", [target for target, _ in asked], ranks.names)
         folder = layout.find_checkpoint(store, step, location=str(store))
         # One rank decides for all, whose options may differ.
         wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(store))
         is_exchanged = wanted and ranks.num_ranks > 1
-        answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder), is_exchanged))
-    folder, content, is_exchanged = msgspec.msgpack.decode(ranks.broadcast(answer), type=tuple[str, bytes, bool])
+        # What is passed on is verified by who reads it, for those who want that.
+        is_verified = is_exchanged and any(verify for _, verify in asked)
+        answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder), is_exchanged, is_verified))
+    folder, content, is_exchanged, is_verified = msgspec.msgpack.decode(
+        ranks.broadcast(answer), type=tuple[str, bytes, bool, bool]
+    )
+    options = replace(options, verify=options.verify or is_verified)
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
     return Source(
         store, folder, layout.parse_manifest(content, path=path, whole=False), options, is_exchanged=is_exchanged

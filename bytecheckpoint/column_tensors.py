@@ -21,11 +21,14 @@ from bytecheckpoint.chunk_check import (
 )
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.manifest_check import Columns, bad_manifest, shown
-from bytecheckpoint.region import Region, grid_regions, parts_meeting, whole
+from bytecheckpoint.region import Region, count_parts_meeting, grid_regions, parts_meeting, whole
 from bytecheckpoint.tensor_records import Chunk, TensorRecord
 
 _CHUNKS_AT_ONCE = 1 << 20
 """What is checked at once, so that millions of chunks take the memory of few."""
+
+_CHUNKS_ONE_BY_ONE = 4096
+"""Of one tensor. Where more are asked for, all of them are checked before a record of any is made."""
 
 
 class ColumnTensors(Mapping[str, TensorRecord]):
@@ -132,6 +135,8 @@ class ColumnTensors(Mapping[str, TensorRecord]):
             num_bytes = found.numel * itemsize(dtype)
             return [self._checked_chunk(fqn, self._first_chunks[index], found, num_bytes)] if region.numel else []
         part = columns.grid_parts[self._first_parts[index] : self._first_parts[index + 1]].tolist()
+        if count_parts_meeting(part, region) > _CHUNKS_ONE_BY_ONE:
+            self._checked_slice(fqn)  # a small file can claim millions, which share bytes
         return [
             self._checked_chunk(fqn, self._first_chunks[index] + number, found, found.numel * itemsize(dtype))
             for number, found in parts_meeting(shape, part, region)

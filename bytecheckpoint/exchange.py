@@ -165,12 +165,15 @@ class _Exchange:
         passed_on = [self._passing_on(fetch) for fetch in work.passed_on]
         reads = [*passed_on, *self._source.reads(work.alone, self._targets, self._stored_fqns)]
         with ThreadPoolExecutor(len(by_reader) + len(deal.share.takers) + 1, thread_name_prefix="bcp-exchange") as pool:
-            futures = [
-                pool.submit(self._receive_all, self._peer(reader), deal.addresses[reader], arrivals)
-                for reader, arrivals in by_reader.items()
-            ]
+            futures: list[Future[None]] = []
             try:
-                futures += (pool.submit(self._send_all, outbox) for outbox in self._admit(listener, deal.share.takers))
+                with self._failing_together():  # a thread may not be had
+                    futures.extend(
+                        pool.submit(self._receive_all, self._peer(reader), deal.addresses[reader], arrivals)
+                        for reader, arrivals in by_reader.items()
+                    )
+                    takers = self._admit(listener, deal.share.takers)
+                    futures.extend(pool.submit(self._send_all, outbox) for outbox in takers)
                 self._read_all(reads)
             finally:
                 listener.close()

@@ -157,10 +157,10 @@ class GroupRanks:
         the coordinator sees that for itself, and all are to hear the same of it.
         """
         keys = [self._up_key(number, rank) for rank in self._members(self.rank)]
-        # Before this message has come no other is sent down but a verdict, and those who have read it take theirs back.
+        # Before this message has come no other is sent down but a verdict. The coordinator may begin to wait later.
         verdict = self._down_key(self._num_down, "all")
         over = (_HAS_FAILURE, verdict)
-        if not _poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._timeout_s):
+        if not _poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._patience_s):
             return
         if not any(map(self._is_set, over)):
             payloads = [payload, *self._get_all(keys)]
@@ -172,6 +172,7 @@ class GroupRanks:
         silent = [leader for leader in self._leaders[1:] if not self._is_set(self._block_key(number, leader))]
         suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *self._members(leader))]
         absent = [rank for rank in suspects[1:] if not self._is_set(self._up_key(number, rank))]
+        absent = [rank for rank in absent if not self._is_set(self._block_key(number, rank - rank % self._block_ranks))]
         # A leader may have been lost with what its block had said.
         return absent or [leader for leader in silent if not self._is_set(self._block_key(number, leader))]
 
@@ -238,7 +239,8 @@ class GroupRanks:
         self._num_down += 1
         message: bytes = self._store.get(key)
         if message[:1] == _FAILURE:
-            self._remove(self._left)  # what the coordinator has not read it never will
+            if not self._has_blocks:  # else a leader may be about to read it
+                self._remove(self._left)  # what the coordinator has not read it never will
             self._leave()
             raise RankFailedError(_decode_failure(message))
         if message[:1] == _SHARED:

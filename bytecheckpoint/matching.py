@@ -13,7 +13,14 @@ import numpy as np
 import torch
 
 from bytecheckpoint.adapters.state import Entry
-from bytecheckpoint.adapters.stored import Problem, Stored, is_at_or_below, not_stored, shares_elements
+from bytecheckpoint.adapters.stored import (
+    Problem,
+    Stored,
+    has_all_memory,
+    is_at_or_below,
+    not_stored,
+    shares_elements,
+)
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.ranks import COORDINATOR, Ranks
@@ -83,6 +90,9 @@ def _problem(shard: LocalShard, stored: Stored, *, cast: bool) -> Problem | None
         text = (
             f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
         )
+        return Problem("conflict", fqn, text)
+    if not has_all_memory(shard.tensor):
+        text = f"{fqn}: the memory of the state's tensor has been freed; load where it has memory again"
         return Problem("conflict", fqn, text)
     return None
 

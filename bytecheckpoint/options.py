@@ -16,6 +16,10 @@ MIN_STAGING_BYTES = 32 * _MiB
 """Two blocks: one is written while the next is staged. Tensors may be larger: they are staged block by block."""
 
 
+_MAX_S = 1e8
+"""Three years: what sockets and locks can wait for, with what is added to it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
     """How to save. Checked on creation: a ValueError names the field, what it got and what it takes."""
@@ -126,5 +130,5 @@ def _check_at_least(owner: str, name: str, value: object, least: int) -> None:
 
 
 def _check_positive(owner: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{owner}.{name} takes a number of seconds above 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_S:
+        raise ValueError(f"{owner}.{name} takes a number of seconds above 0 and of at most {_MAX_S:g}, not {value!r}")

@@ -116,7 +116,7 @@ def connect(reader: Peer, address: Address, own_rank: int, request: bytes, timeo
     for host in address.hosts:
         try:
             connected = socket.create_connection((host, address.port), timeout=min(timeout_s, _HELLO_S))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
             reasons.append(f"{host}: {error}")
             continue
         try:

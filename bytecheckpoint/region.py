@@ -274,16 +274,25 @@ def parts_meeting(shape: Sequence[int], part: Sequence[int], region: Region) -> 
         return []
     counts = grid_counts(shape, part)
     strides = [prod(counts[dim + 1 :]) for dim in range(len(counts))]
-    spans = [
-        range(offset // of_part, -(-end // of_part))
-        for offset, end, of_part in zip(region.offsets, region.ends, part, strict=True)
-    ]
     found = []
-    for indices in product(*spans):
+    for indices in product(*_spans(part, region)):
         offsets = tuple(map(int.__mul__, indices, part))
         lengths = tuple(map(min, part, map(int.__sub__, shape, offsets)))
         found.append((sum(map(int.__mul__, indices, strides)), Region(offsets, lengths)))
     return found
+
+
+def count_parts_meeting(part: Sequence[int], region: Region) -> int:
+    """How many parts share elements with the region."""
+    return prod(map(len, _spans(part, region)))
+
+
+def _spans(part: Sequence[int], region: Region) -> list[range]:
+    """Along each dimension, the parts that the region meets."""
+    return [
+        range(offset // of_part, -(-end // of_part))
+        for offset, end, of_part in zip(region.offsets, region.ends, part, strict=True)
+    ]
 
 
 def part_of_grid(shape: Sequence[int], coordinates: Sequence[int], num_regions: int) -> tuple[int, ...] | None:

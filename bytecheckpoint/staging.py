@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.adapters.tensors import LocalShard, unsupported
 from bytecheckpoint.frames import count_frames, frame_bytes
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.codec_choice import CodecOption, codec_of
@@ -144,9 +144,13 @@ class LiveFile:
             tensor = shard.tensor if part is None else view_region(shard, part)
             # `is_flat`, written out: a file may have 100,000 small tensors, and this is done on every save.
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                address = tensor.data_ptr()
+                if not address and chunk.byte_length:
+                    advice = "save when it has its values again: outside of what frees it meanwhile"
+                    raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
                 self._starts.append(start)
                 self._lengths.append(chunk.byte_length)
-                self._addresses.append(tensor.data_ptr())
+                self._addresses.append(address)
             else:
                 self._add_other(tensor, start)
             start += chunk.byte_length

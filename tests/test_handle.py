@@ -4,6 +4,7 @@ asked about is told by the next save.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -179,3 +180,25 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     handle.result(0)
     monkeypatch.undo()
     bcp.save(tmp_path / "next", {"x": torch.ones(3)})
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
+def test_a_save_that_is_interrupted_while_its_threads_start_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == ("bcp-stage" if snapshot == "lazy" else "bcp-save"):
+            raise KeyboardInterrupt
+
+    state = {"w": torch.ones(10)}
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bcp.save(tmp_path / "a", state, async_save=True, options=bcp.SaveOptions(snapshot=snapshot))
+    monkeypatch.undo()
+    with contextlib.suppress(bcp.CheckpointSaveError):  # the interrupted one's, if it was not committed
+        bcp.save(tmp_path / "b", state)
+    bcp.save(tmp_path / "c", state)
+    assert torch.equal(bcp.open(tmp_path / "c")["w"][:], state["w"])

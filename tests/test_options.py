@@ -99,8 +99,7 @@ def test_a_codec_that_is_none_is_refused(codec: Any, words: str) -> None:
 def test_a_timeout_is_a_positive_number_of_seconds(kind: type[Any]) -> None:
     assert kind(timeout_s=1).timeout_s == 1
     assert kind(timeout_s=0.5).timeout_s == 0.5
-    assert kind(timeout_s=math.inf).timeout_s == math.inf
-    for value in (0, -1.0, math.nan, "5", None, True):
+    for value in (0, -1.0, math.nan, math.inf, 1e10, "5", None, True):
         with pytest.raises(ValueError, match=rf"{kind.__name__}\.timeout_s"):
             kind(timeout_s=value)
 

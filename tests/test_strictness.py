@@ -454,3 +454,24 @@ def test_the_report_tells_what_was_loaded(saved: Path) -> None:
     assert report.num_tensors == info.num_tensors
     assert report.num_bytes_read > 0
     assert not any((report.missing, report.unexpected, report.mismatched, report.cast, report.skipped))
+
+
+def test_memory_that_was_freed_or_cut_is_not_written_to(tmp_path: Path) -> None:
+    """As fully_shard does with what it gathered: the tensor still has its shape."""
+    bcp.save(tmp_path, {"t": torch.arange(1000.0), "other": torch.ones(3)})
+    for num_bytes in (0, 400, 3996):
+        state = {"t": torch.zeros(1000), "other": torch.zeros(3)}
+        state["t"].untyped_storage().resize_(num_bytes)
+        with pytest.raises(bcp.CheckpointMismatchError, match="t: the memory of the state's tensor has been freed"):
+            bcp.load(tmp_path, state)
+        assert state["other"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_memory_that_was_freed_is_not_saved(tmp_path: Path, async_save: bool) -> None:
+    state = {"t": torch.arange(1000.0), "other": torch.ones(3)}
+    state["t"].untyped_storage().resize_(0)
+    with pytest.raises(bcp.CheckpointSaveError, match="t is a tensor whose memory has been freed"):
+        bcp.save(tmp_path / "ckpt", state, async_save=async_save)
+    assert not (tmp_path / "ckpt").exists()
+    bcp.save(tmp_path / "ckpt", {"other": state["other"]}, async_save=async_save).result(60)

@@ -359,6 +359,14 @@ def shares_elements(tensor: torch.Tensor) -> bool:
     return False
 
 
+def has_all_memory(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor's elements is there: a storage can be freed or made smaller under it."""
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return True
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + reach + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
 def not_stored(fqn: str) -> Problem:
     return Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")
 

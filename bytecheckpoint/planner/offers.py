@@ -129,11 +129,14 @@ def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedOffers]
     described = msgspec.msgpack.decode(decompressor.decompress(content), type=_Described)
     starts = [0, *accumulate(2 * len(shape) for shape in described.shapes)]
     largest = max((length for shape in described.shapes for length in shape), default=0)
-    # Offsets and lengths are at most a shape's: in a narrow type a million of them take a third of the memory.
+    # Offsets and lengths should be at most a shape's: in a narrow type a million of them take a third of the memory.
     coordinates = np.empty((len(ranks), starts[-1]), np.uint32 if largest < 1 << 32 else np.int64)
     digests = np.empty((len(ranks), len(described.digested)), np.uint64)
     for row, rank in enumerate(ranks):
-        coordinates[row] = np.frombuffer(decompressor.decompress(packed[rank].coordinates), "<i8")
+        of_rank = np.frombuffer(decompressor.decompress(packed[rank].coordinates), "<i8")
+        if len(of_rank) and (of_rank.min() < 0 or of_rank.max() > largest):
+            coordinates = coordinates.astype(np.int64)  # it is wrong, and is refused with these numbers
+        coordinates[row] = of_rank
         digests[row] = np.frombuffer(packed[rank].digests, "<u8")
     return AlikeRanks(
         ranks=np.array(ranks, np.int32),

@@ -133,6 +133,17 @@ def test_all_ranks_together_read_the_state_once(
         assert codec != "none" or sum(num_received for _, _, num_received in results) < wanted
 
 
+def load_verifying_on_one(rank: int, world_size: int, path: str) -> tuple[bool, int, int]:
+    options = bcp.LoadOptions(exchange="on", verify=rank == 1, timeout_s=60)
+    return load_as(rank, world_size, path, Replicate(), options)
+
+
+def test_what_one_rank_wants_verified_is_verified_by_those_who_read_it(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=4)
+    assert [same for same, _, _ in workers.run(load_verifying_on_one, path, world_size=3)] == [True] * 3
+
+
 class Elsewhere(LocalFileSystem):
     """A folder that says it is none."""
 
