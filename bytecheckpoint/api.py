@@ -24,7 +24,7 @@ from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.exchange import Traffic, read_together
-from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background, step_back
+from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
 from bytecheckpoint.matching import Match, Verdict, match_state, refuse_meta, share_findings
@@ -157,7 +157,6 @@ def _write_in_background(
 
     def stage_later() -> None:
         has_returned.wait()  # threads that run at once would hold up the one that is to return
-        step_back()
         stage()
 
     def write() -> CheckpointInfo:

@@ -32,7 +32,8 @@ def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
 def combined_digest(tensors: Sequence[torch.Tensor]) -> int:
     """One xxh3-64 of all these small tensors. Cheaper than one for each: they are gathered and hashed in large runs."""
     state = xxhash.xxh3_64()
-    gathered = bytearray(_GATHERED_BYTES)
+    # Memory that is new to the process costs a page fault for each 4 KiB, while training waits.
+    gathered = bytearray(min(max(sum(tensor.nbytes for tensor in tensors), 1), _GATHERED_BYTES))
     base = ctypes.addressof(ctypes.c_char.from_buffer(gathered))
     filled = 0
     for tensor in _on_host(tensors):

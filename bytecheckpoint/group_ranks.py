@@ -7,7 +7,6 @@ can be used by the background thread of a save while the training thread runs co
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
+from bytecheckpoint.spare_threads import SpareThreads
 
 T = TypeVar("T")
 
@@ -325,8 +325,11 @@ def within(limit_s: float, do: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001  raised again below
             future.set_exception(error)
 
-    threading.Thread(target=run, name="bcp-ranks", daemon=True).start()
+    _THREADS.begin("bcp-ranks", run)
     return future.result(limit_s)
+
+
+_THREADS = SpareThreads(is_awaited=False)
 
 
 def store_lost(error: Exception) -> CheckpointError:

@@ -22,6 +22,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.kept import Kept
 from bytecheckpoint.snapshot import Snapshot
+from bytecheckpoint.spare_threads import SpareThreads
 
 _NICE = 5
 """How far background threads step back behind training, as nice(2) counts."""
@@ -149,11 +150,7 @@ class InFlight:
         self._handle = handle
         own_turn = turn.pop_all()
 
-        def run() -> None:
-            step_back()
-            handle.finish(finish, own_turn)
-
-        if in_background("bcp-save", run):
+        if in_background("bcp-save", lambda: handle.finish(finish, own_turn)):
             return True
         turn.push(own_turn)
         return False
@@ -212,23 +209,29 @@ class InFlight:
         self.kept = Kept()
 
 
-def step_back() -> None:
+def _step_back() -> None:
     """Lets training go first, from here on, where this thread and those that it starts compete with it."""
     with suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def in_background(name: str, do: Callable[[], None]) -> bool:
-    """Does it on a thread of its own. False, with nothing done, where the process can have no more threads or the
-    interpreter is exiting.
-
-    No daemon: the interpreter waits for it.
+    """Does it on a thread of its own, which the interpreter waits for, one that steps back. False, with nothing done,
+    where the process can have no more threads or the interpreter is exiting.
     """
+
+    def run() -> None:
+        _step_back()
+        do()
+
     try:
-        threading.Thread(target=do, name=name).start()
+        _THREADS.begin(name, run)
     except RuntimeError:
         return False
     return True
+
+
+_THREADS = SpareThreads(is_awaited=True)
 
 
 IN_FLIGHT = InFlight()

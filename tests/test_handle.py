@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from faults.seams import before, loads_as, raising, state_of
 import bytecheckpoint as bcp
 from bytecheckpoint import writing
 from bytecheckpoint.handle import SaveHandle
+from bytecheckpoint.spare_threads import SpareThreads
 
 WRITING = "bytecheckpoint.writing.write_image"
 
@@ -171,10 +172,10 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_more(self: threading.Thread) -> None:
+    def no_more(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("bytecheckpoint.handle.threading.Thread.start", no_more)
+    monkeypatch.setattr(SpareThreads, "begin", no_more)
     handle = bcp.save(tmp_path, {"x": torch.ones(3)}, async_save=True)
     assert handle.done()
     handle.result(0)
@@ -186,15 +187,15 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
 def test_a_save_that_is_interrupted_while_its_threads_start_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str
 ) -> None:
-    start = threading.Thread.start
+    begin = SpareThreads.begin
 
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        if thread.name == ("bcp-stage" if snapshot == "lazy" else "bcp-save"):
+    def interrupted(threads: SpareThreads, name: str, do: Callable[[], object]) -> None:
+        begin(threads, name, do)
+        if name == ("bcp-stage" if snapshot == "lazy" else "bcp-save"):
             raise KeyboardInterrupt
 
     state = {"w": torch.ones(10)}
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr(SpareThreads, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bcp.save(tmp_path / "a", state, async_save=True, options=bcp.SaveOptions(snapshot=snapshot))
     monkeypatch.undo()

@@ -26,6 +26,7 @@ MAY_CATCH_ALL = {
     "bytecheckpoint/ranks.py",  # a phase that fails on one rank fails on all
     "bytecheckpoint/group_ranks.py",  # what fails on a thread with a time limit is raised by the one that waits
     "bytecheckpoint/handle.py",  # what fails in the background is raised by the handle
+    "bytecheckpoint/spare_threads.py",  # what fails on a thread is reported, and the thread goes on
     "bytecheckpoint/storage/fsspec_store.py",  # client libraries raise classes of their own, translated in one place
 }
 MAY_PRINT = {

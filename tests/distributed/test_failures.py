@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import pytest
@@ -281,7 +282,7 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     with ExitStack() as stack:
         if own_rank == case.missing_rank:
             signal_number = signal.SIGKILL if case.how == "killed" else signal.SIGSTOP
-            stack.enter_context(before(case.function, once(lambda: os.kill(os.getpid(), signal_number))))
+            stack.enter_context(before(case.function, once(lambda: signal.pthread_kill(get_ident(), signal_number))))
         error = seen(_call(path, own_rank, case.kind, group))
     if case.how == "killed":
         return error, True

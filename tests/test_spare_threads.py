@@ -1,0 +1,108 @@
+"""Threads that are kept for the next job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from bytecheckpoint.spare_threads import SpareThreads
+
+WAIT_S = 20
+
+
+def thread_of_a_job(threads: SpareThreads) -> tuple[threading.Thread, str]:
+    """The thread that did it, and what it was called meanwhile."""
+    done = threading.Event()
+    seen: list[tuple[threading.Thread, str]] = []
+
+    def do() -> None:
+        seen.append((threading.current_thread(), threading.current_thread().name))
+        done.set()
+
+    threads.begin("at work", do)
+    assert done.wait(WAIT_S)
+    while seen[0][0].name == "at work":  # it is not spare again before
+        time.sleep(0.001)
+    return seen[0]
+
+
+def test_the_next_job_is_done_by_the_same_thread() -> None:
+    threads = SpareThreads(is_awaited=False)
+    first, name = thread_of_a_job(threads)
+    second, _ = thread_of_a_job(threads)
+    assert first is second
+    assert name == "at work"
+    assert first.name != name
+
+
+def test_jobs_at_the_same_time_have_a_thread_each() -> None:
+    threads = SpareThreads(is_awaited=False)
+    meeting = threading.Barrier(4)
+    for _ in range(3):
+        threads.begin("meet", lambda: meeting.wait(WAIT_S))
+    meeting.wait(WAIT_S)
+
+
+def test_a_job_that_raises_leaves_its_thread_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[BaseException | None] = []
+    monkeypatch.setattr(threading, "excepthook", lambda about: raised.append(about.exc_value))
+    threads = SpareThreads(is_awaited=False)
+    threads.begin("fail", lambda: 1 // 0)
+    thread_of_a_job(threads)
+    assert isinstance(raised[0], ZeroDivisionError)
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = SpareThreads(is_awaited=False)
+    done: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_more)
+        with pytest.raises(RuntimeError):
+            threads.begin("fail", lambda: done.append(1))
+    thread_of_a_job(threads)
+    assert done == []
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    threads = SpareThreads(is_awaited=False)
+    thread_of_a_job(threads)
+    child = os.fork()
+    if child == 0:
+        done = threading.Event()
+        threads.begin("child", done.set)
+        os._exit(0 if done.wait(WAIT_S) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+AT_EXIT = """
+import atexit, threading, time
+from bytecheckpoint.spare_threads import SpareThreads
+
+threads = SpareThreads(is_awaited=True)
+
+def too_late():
+    try:
+        threads.begin("late", print)
+    except RuntimeError as error:
+        print(error)
+
+atexit.register(too_late)
+done = threading.Event()
+threads.begin("quick", done.set)
+done.wait()
+threads.begin("slow", lambda: (time.sleep(0.3), print("done")))
+"""
+
+
+def test_the_interpreter_ends_after_the_jobs_and_begins_no_more() -> None:
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split("\n") == ["done", "the interpreter is exiting", ""]
+    assert ended.stderr == ""
