@@ -26,6 +26,7 @@ from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
+    from bytecheckpoint.adapters.rng import RngState
     from bytecheckpoint.adapters.stateful import RankLocal
     from bytecheckpoint.api import latest, load, open, save, steps, warm_up  # noqa: A004  bcp.open, as in gzip.open
     from bytecheckpoint.checkpoint import Checkpoint
@@ -43,6 +44,7 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "RankLocal",
+    "RngState",
     "SaveHandle",
     "SaveOptions",
     "StorageError",
@@ -59,6 +61,7 @@ __all__ = [
 _WITH_TORCH = {
     "Checkpoint": "bytecheckpoint.checkpoint",
     "RankLocal": "bytecheckpoint.adapters.stateful",
+    "RngState": "bytecheckpoint.adapters.rng",
     "SaveHandle": "bytecheckpoint.handle",
     **dict.fromkeys(("latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }

@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
     "LoadOptions",
     "LoadReport",
     "RankLocal",
+    "RngState",
     "SaveHandle",
     "SaveOptions",
     "StorageError",

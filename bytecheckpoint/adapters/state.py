@@ -13,6 +13,7 @@ from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, too_deep
+from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
@@ -160,4 +161,6 @@ def _special_entry(value: Any, fqn: str) -> Entry:
         return OptimizerEntry(fqn, items)
     if isinstance(value, RankLocal):
         return RankLocalEntry(fqn, value)
+    if isinstance(value, RngState):
+        return RankLocalEntry(fqn, RankLocal(value, missing="keep"))
     return StatefulEntry(fqn, value)
