@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.tensors import _held_intervals, _left_to_right, _right_to_left
+from bytecheckpoint.adapters.placements import _held_intervals, _left_to_right, _right_to_left
 
 LENGTHS = [*range(20), 37, 100]
 MESHES: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [

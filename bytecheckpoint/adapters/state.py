@@ -18,9 +18,9 @@ from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, Stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
 
-FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor")
+FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "vescale")
 """What `framework` may be. They share one adapter, because all of them are torch tensors that say how they lie; FSDP1's
-flat parameters, Megatron, DeepSpeed and veScale are not read yet."""
+flat parameters, Megatron and DeepSpeed are not read yet."""
 
 _CONTAINERS = (dict, list, tuple)
 

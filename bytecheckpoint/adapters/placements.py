@@ -1,0 +1,266 @@
+"""Which part of a tensor a rank holds, as the placements of a DTensor say.
+
+Takes Replicate, Shard and _StridedShard on meshes of any shape, veScale's RaggedShard and _StridedRaggedShard (told by
+their `dims` and `local_units`), and any placement with a method `checkpoint_regions`: see docs/placements.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # what fully_shard makes of tensor parallel
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.region import Region, split_flat_range, whole
+
+_Interval = tuple[int, int]
+"""First index and number of indices, along one tensor dimension."""
+
+_RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int], Sequence[int]]]]
+"""Of a shape, the number of ranks along the mesh axis, and which of them: offsets and lengths of each region that this
+one holds, in the order in which they lie in its memory."""
+
+
+class MeshAxis(NamedTuple):
+    """One axis of a mesh, as one rank sees it."""
+
+    placement: Any
+    num_parts: int
+    """How many ranks there are along the axis."""
+    coordinate: int
+    """Which of them this rank is."""
+
+
+class Part(NamedTuple):
+    """A region of a tensor, and where in the rank's local tensor it lies."""
+
+    region: Region
+    """In global coordinates."""
+    place: Region | int | None
+    """A region of the local tensor, or the first of consecutive elements of it; None where it is all of it."""
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of the local tensor that is this region."""
+        if self.place is None:
+            return local
+        if isinstance(self.place, int):
+            flat = local.view(-1)[self.place : self.place + self.region.numel]
+            return flat.view(self.region.lengths)
+        for dim, (position, length) in enumerate(zip(*self.place, strict=True)):
+            local = local.narrow(dim, position, length)
+        return local
+
+
+def is_known(placement: Any) -> bool:
+    """Whether a placement says where its parts lie."""
+    return isinstance(placement, Replicate | Shard | _StridedShard) or _regions_of(placement) is not None
+
+
+def held_parts(fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes: Sequence[MeshAxis]) -> Sequence[Part]:
+    """What this rank holds of a tensor of this shape: mostly one part. An empty share is one part of no elements.
+
+    Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
+    """
+    by_regions = [axis for axis in mesh_axes if _regions_of(axis.placement) is not None]
+    if by_regions:
+        return _parts_by_regions(fqn, shape, local, by_regions, [axis for axis in mesh_axes if axis not in by_regions])
+    local_shape = tuple(local.shape)
+    boxes = _boxes(_held_intervals(fqn, shape, local_shape, mesh_axes))
+    return [Part(box, None if place == whole(local_shape) else place) for box, place in boxes]
+
+
+def _regions_of(placement: Any) -> _RegionsOf | None:
+    """How a placement that is none of torch's cuts a tensor."""
+    if isinstance(placement, Replicate | Shard | _StridedShard):
+        return None
+    own: _RegionsOf | None = getattr(placement, "checkpoint_regions", None)
+    if own is not None:
+        return own
+    if hasattr(placement, "dims") and hasattr(placement, "local_units"):
+        return lambda shape, num_parts, index: _ragged(placement, shape, num_parts, index)
+    return None
+
+
+def _ragged(placement: Any, shape: tuple[int, ...], num_parts: int, index: int) -> list[Region]:
+    """A run of the flat tensor for each rank, as long as its units say. Raises ValueError."""
+    units, dims, numel = tuple(placement.local_units), tuple(placement.dims), prod(shape)
+    if len(units) != num_parts:
+        raise ValueError(f"it has {len(units)} local_units for {num_parts} ranks")
+    if dims != tuple(range(len(dims))) or not sum(units):
+        raise ValueError("its dims must be the first ones, and one of its local_units more than 0")
+    if numel % sum(units):
+        raise ValueError(f"{numel} elements cannot be divided into {sum(units)} local_units")
+    unit = numel // sum(units)
+    return split_flat_range(shape, sum(units[:index]) * unit, units[index] * unit)
+
+
+def _parts_by_regions(
+    fqn: str,
+    shape: tuple[int, ...],
+    local: torch.Tensor,
+    by_regions: Sequence[MeshAxis],
+    others: Sequence[MeshAxis],
+) -> Sequence[Part]:
+    """Of one placement that gives regions: it cuts what the others, which come first, have left."""
+    axis = by_regions[0]
+    intervals = [_left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
+    if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):
+        raise _does_not_fit(fqn, axis.placement, "beside it only Shard and Replicate placements are supported")
+    offsets, left = tuple(start for ((start, _),) in intervals), tuple(length for ((_, length),) in intervals)
+    regions_of = _regions_of(axis.placement)
+    try:
+        found = [] if regions_of is None else regions_of(left, axis.num_parts, axis.coordinate)
+        regions = [_shifted(Region(tuple(at), tuple(lengths)), offsets, left) for at, lengths in found]
+    except ValueError as error:
+        raise _does_not_fit(fqn, axis.placement, f"for a part of shape {list(left)}, {error}") from error
+    regions = regions or [Region(offsets, (0,) * len(shape))]
+    numel = sum(region.numel for region in regions)
+    if numel != local.numel() or not local.is_contiguous():
+        why = f"it gives this rank {numel} elements of {list(left)}, but the local tensor has {local.numel()}"
+        raise _does_not_fit(fqn, axis.placement, why if numel != local.numel() else "the local tensor has gaps")
+    parts, first = [], 0
+    for region in regions:
+        parts.append(Part(region, first))
+        first += region.numel
+    return parts
+
+
+def _shifted(region: Region, offsets: tuple[int, ...], within: tuple[int, ...]) -> Region:
+    """The region in global coordinates. Raises ValueError where it leaves the shape that it is to lie within."""
+    is_inside = len(region.offsets) == len(region.lengths) == len(within) and all(
+        at >= 0 and length >= 0 and at + length <= end
+        for at, length, end in zip(region.offsets, region.lengths, within, strict=True)
+    )
+    if not is_inside:
+        raise ValueError(f"it gives a region at {list(region.offsets)} of {list(region.lengths)}, which lies outside")
+    return Region(tuple(map(int.__add__, region.offsets, offsets)), region.lengths)
+
+
+def _does_not_fit(fqn: str, placement: Any, why: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{fqn}: the placement {placement} cannot be read: {why}. Nothing was written or changed", kind="conflict"
+    )
+
+
+def _held_intervals(
+    fqn: str, shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
+) -> list[list[_Interval]]:
+    """The indices along each dimension that this rank holds, in the order in which its local tensor has them.
+
+    Strided placements say two things where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
+    from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was.
+    Raises CheckpointMismatchError (conflict) where it fits neither, or both with different indices.
+    """
+    layouts = [[_left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)]]
+    if _may_be_fully_sharded(mesh_axes):
+        layouts.append([_right_to_left(dim, length, mesh_axes) for dim, length in enumerate(shape)])
+    fitting = [intervals for intervals in layouts if _lengths(intervals) == local_shape]
+    if fitting and all(intervals == fitting[0] for intervals in fitting):
+        return fitting[0]
+    placements = [placement for placement, _, _ in mesh_axes]
+    if fitting:
+        raise CheckpointMismatchError(
+            f"{fqn}: placements {placements} of a {list(shape)} tensor may be those of distribute_tensor or those of "
+            f"fully_shard over tensor parallelism, and it cannot be told which of the two it is: they give this rank "
+            f"indices {fitting[0]} or {fitting[1]}, as (first, number) along each dimension. Nothing was written or "
+            "changed; pad the tensor so that its lengths divide evenly",
+            kind="conflict",
+        )
+    raise CheckpointMismatchError(
+        f"{fqn}: placements {placements} of a {list(shape)} tensor give this rank {list(_lengths(layouts[0]))}, but "
+        f"its local tensor is {list(local_shape)}; build the DTensor from shards that follow torch.chunk",
+        kind="conflict",
+    )
+
+
+def _lengths(intervals: Sequence[Sequence[_Interval]]) -> tuple[int, ...]:
+    return tuple(sum(length for _, length in of_dim) for of_dim in intervals)
+
+
+def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
+    """Whether fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
+    strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
+    if len(strided) != 1:
+        return False
+    placement = mesh_axes[strided[0]][0]
+    later = [num_parts for other, num_parts, _ in mesh_axes[strided[0] + 1 :] if _shards(other, placement.dim)]
+    return int(placement.split_factor) == prod(later)
+
+
+def _shards(placement: Any, dim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def _right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[_Interval]:
+    """As fully_shard lays out what is sharded already: its own axis, the strided one, cuts last."""
+    held: list[_Interval] = [(0, length)]
+    for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
+        if _shards(placement, dim):
+            held = _nth(_chunk(held, num_parts), coordinate)
+    return held
+
+
+def _left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[_Interval]:
+    """As distribute_tensor does it: each axis cuts what those before it left."""
+    held: list[_Interval] = [(0, length)]
+    for placement, num_parts, coordinate in mesh_axes:
+        if isinstance(placement, _StridedShard) and placement.dim == dim:
+            pieces = _chunk(held, int(placement.split_factor))
+            held = _joined([part for piece in pieces for part in _nth(_chunk(piece, num_parts), coordinate)])
+        elif isinstance(placement, Shard) and placement.dim == dim:
+            held = _nth(_chunk(held, num_parts), coordinate)
+    return held
+
+
+def _chunk(intervals: Sequence[_Interval], num_parts: int) -> list[list[_Interval]]:
+    """The listed indices cut like torch.chunk cuts a dimension: equal parts, rounded up, the last ones short."""
+    total = sum(length for _, length in intervals)
+    part_length = -(-total // num_parts)
+    return [_take(intervals, min(part * part_length, total), part_length) for part in range(num_parts)]
+
+
+def _take(intervals: Sequence[_Interval], first: int, count: int) -> list[_Interval]:
+    taken = []
+    for start, length in intervals:
+        skipped = min(first, length)
+        used = min(length - skipped, count)
+        if used:
+            taken.append((start + skipped, used))
+        first -= skipped
+        count -= used
+    return taken
+
+
+def _nth(parts: Sequence[list[_Interval]], index: int) -> list[_Interval]:
+    return parts[index] if index < len(parts) else []
+
+
+def _joined(intervals: Sequence[_Interval]) -> list[_Interval]:
+    joined: list[_Interval] = []
+    for start, length in intervals:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined
+
+
+def _boxes(intervals: Sequence[Sequence[_Interval]]) -> list[tuple[Region, Region]]:
+    """Every combination of one interval a dimension: its region in the global tensor, and in the local one."""
+    with_positions = []
+    for of_dim in intervals:
+        position, entries = 0, []
+        for start, length in of_dim or [(0, 0)]:
+            entries.append((start, length, position))
+            position += length
+        with_positions.append(entries)
+    boxes = []
+    for combination in product(*with_positions):
+        starts, lengths, positions = (tuple(entry[part] for entry in combination) for part in range(3))
+        boxes.append((Region(starts, lengths), Region(positions, lengths)))
+    return boxes
