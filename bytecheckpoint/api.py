@@ -164,6 +164,7 @@ def _write_in_background(
         return write_and_commit(saving)
 
     if kind == "lazy":
+        handle.share(saving.snapshot)
         IN_FLIGHT.hold(optimizers_in(entries))
     try:
         if not IN_FLIGHT.start(handle, write, turn):

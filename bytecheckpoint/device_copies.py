@@ -25,7 +25,9 @@ class DeviceCopies:
         self._done: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        """Queues the copies; the host goes on."""
+        """Queues the copies, unless that was done; the host goes on."""
+        if self._done:
+            return
         for device, copies in self._copies.items():
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_event(self._ready[device])

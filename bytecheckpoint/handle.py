@@ -34,6 +34,8 @@ class SaveHandle:
     def __init__(self, path: str) -> None:
         self._path = path
         self._staged = threading.Event()
+        self._shared: Snapshot | None = None
+        """What is being staged in the background, if it is."""
         self._future: Future[CheckpointInfo] = Future()
         self._error: BaseException | None = None
         self._was_seen = False
@@ -44,7 +46,7 @@ class SaveHandle:
 
     def staged(self) -> None:
         """Blocks until the training state may change again. Raises what the save raised if it failed before."""
-        self._staged.wait()
+        self._await_staging()
         if self._failed():
             self.result()
 
@@ -81,6 +83,18 @@ class SaveHandle:
         self._was_seen = self._was_seen or error is not None
         return error
 
+    def _await_staging(self) -> None:
+        """Who waits takes part: the background stages with few threads, which step back behind training."""
+        shared = self._shared
+        if shared is not None and not self._staged.is_set():
+            with suppress(Exception):  # the background meets the same, and tells all ranks
+                shared.stage()
+        self._staged.wait()
+
+    def share(self, snapshot: Snapshot) -> None:
+        """The snapshot will be staged in the background: from now on, who waits for that takes part."""
+        self._shared = snapshot
+
     def stage(self, snapshot: Snapshot) -> None:
         """Stages, and lets the training state change. A failure is for the writer to meet, who tells all ranks."""
         try:
@@ -94,6 +108,8 @@ class SaveHandle:
             raise
         else:
             self._staged.set()
+        finally:
+            self._shared = None
 
     def finish(self, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
         """Runs the rest of the save, ends its turn and keeps its outcome. Whatever it raises is for `result`."""
@@ -166,7 +182,7 @@ class InFlight:
         """Returns when no save in flight needs the training state any more, well or not."""
         handle = self._handle
         if handle is not None:
-            handle._staged.wait()
+            handle._await_staging()
 
     def _wait_for_staging(self, *_: Any) -> None:
         self.wait_until_staged()

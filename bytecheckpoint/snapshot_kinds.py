@@ -45,6 +45,8 @@ def take_snapshot(kind: Kind, files: Sequence[LiveFile], kept: Kept, *, staging_
     if staging_bytes is not None and num_bytes > staging_bytes:
         return StateInWaves(files, kept.staging.take(staging_bytes))
     threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
+    if kind == "lazy":  # half of them beside training, and the others when it waits: see SaveHandle.staged
+        threads = max(threads // 2, 1)
     return StagedState(files, kept.staging.take(num_bytes), threads=threads)
 
 

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,49 @@ def test_buffers_that_views_and_other_names_share_may_change_at_once(tmp_path: P
     assert saved["model.running_mean"].tolist() == [0.0] * 8
     assert saved["alias"].tolist() == [0.0] * 8
     assert saved["part"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("fault", [None, OSError("no"), KeyboardInterrupt()])
+def test_who_waits_for_staging_takes_part_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException | None
+) -> None:
+    """The background is held in its first gather; who waits does the rest, and what failed there is done again."""
+    monkeypatch.setattr("bytecheckpoint.snapshot_kinds._MAX_COPY_THREADS", 2)  # one in the background
+    state = {f"x{number}": torch.full((1 << 18,), float(number)) for number in range(8)}
+    options = bcp.SaveOptions(snapshot="lazy", max_file_bytes=1 << 20)
+    go, begun = threading.Event(), threading.Event()
+    waiter = threading.current_thread()
+    faults = [fault] if fault is not None else []
+    num_gathered = 0
+
+    def gathering() -> None:
+        nonlocal num_gathered
+        if threading.current_thread() is not waiter:
+            begun.set()
+            assert go.wait(20)
+            return
+        assert begun.wait(20)
+        if faults:
+            raise faults.pop()
+        num_gathered += 1
+        if num_gathered == 7:
+            go.set()
+
+    with before(GATHER, gathering):
+        handle = bcp.save(tmp_path, state, async_save=True, options=options)
+        assert begun.wait(20)
+        if fault is None:
+            handle.staged()
+            assert num_gathered == 7
+        else:
+            threading.Timer(0.3, go.set).start()
+            with pytest.raises(KeyboardInterrupt) if isinstance(fault, KeyboardInterrupt) else nullcontext():
+                handle.staged()
+            handle.staged()
+    for tensor in state.values():
+        tensor.fill_(-1.0)
+    handle.result(20)
+    assert [float(bcp.open(tmp_path)[name][0]) for name in state] == [float(number) for number in range(8)]
 
 
 def test_what_changes_the_state_otherwise_asks_the_handle(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from snapshot_cases import (
 )
 
 import bytecheckpoint as bcp
+from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.staging import LiveFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -226,12 +227,13 @@ def refuse_fork(path: Path, why: str) -> None:
 def test_a_save_whose_thread_cannot_start_is_made_by_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_more(self: threading.Thread) -> None:
+    def no_more(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     state = {"flat": torch.full((1 << 20,), 3.0), "strided": torch.ones(100, 100)[:, ::3]}
     for kind, options in OPTIONS.items():
-        monkeypatch.setattr("bytecheckpoint.handle.threading.Thread.start", no_more)
+        monkeypatch.setattr(threading.Thread, "start", no_more)
+        monkeypatch.setattr(SpareThreads, "begin", no_more)
         handle = bcp.save(tmp_path / kind, state, async_save=True, options=options)
         assert handle.done()
         handle.result(0)
