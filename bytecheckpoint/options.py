@@ -86,7 +86,10 @@ class LoadOptions:
     """Host memory for what cannot be read straight into its target, and for what is passed on to other ranks, per
     rank. In bytes."""
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
+    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
+
+    For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
+    """
 
     def __post_init__(self) -> None:
         _check_bool("LoadOptions", "verify", self.verify)

@@ -20,7 +20,8 @@ from bytecheckpoint.planner.exchange_parts import Piece, Unit
 
 _HEADER = struct.Struct("<QQQQ")
 HEADER_BYTES = _HEADER.size
-_BROKEN_OFF = (1 << 64) - 1
+_BROKEN_OFF, _GETTING_ON = (1 << 64) - 1, (1 << 64) - 2
+"""What stands in place of the number of a file where no parcel follows."""
 
 Request = dict[Unit, tuple[Piece, ...]]
 """What a taker wants of the units of a reader."""
@@ -38,6 +39,8 @@ class Header(NamedTuple):
 
 FAREWELL = _HEADER.pack(_BROKEN_OFF, 0, 0, 0)
 """Sent instead of a header by a reader that breaks off."""
+SIGN_OF_LIFE = _HEADER.pack(_GETTING_ON, 0, 0, 0)
+"""Sent between parcels by a reader that gets on, though not with what the taker waits for."""
 
 
 def encode_request(request: Request) -> bytes:
@@ -52,12 +55,12 @@ def encode_header(header: Header) -> bytes:
     return _HEADER.pack(*header)
 
 
-def decode_header(content: bytes) -> Header:
-    """Raises PeerLeftError where it is a farewell."""
+def decode_header(content: bytes) -> Header | None:
+    """None for a sign of life. Raises PeerLeftError where it is a farewell."""
     header = Header(*_HEADER.unpack(content))
     if header.file == _BROKEN_OFF:
         raise PeerLeftError
-    return header
+    return header if header.file != _GETTING_ON else None
 
 
 def slices(content: memoryview, unit: Unit, pieces: Sequence[Piece]) -> list[memoryview] | None:
