@@ -12,6 +12,7 @@ _MiB = 1 << 20
 
 SNAPSHOTS = ("auto", "copy", "lazy", "fork")
 EXCHANGES = ("auto", "on", "off")
+MIN_SCRATCH_BYTES = 8 * _MiB
 MIN_STAGING_BYTES = 32 * _MiB
 """Two blocks: one is written while the next is staged. Tensors may be larger: they are staged block by block."""
 
@@ -97,7 +98,7 @@ class LoadOptions:
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
         if self.max_gap_bytes is not None:
             _check_at_least("LoadOptions", "max_gap_bytes", self.max_gap_bytes, 0)
-        _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, 8 * _MiB)
+        _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, MIN_SCRATCH_BYTES)
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
 
 

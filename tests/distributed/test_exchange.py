@@ -23,63 +23,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import bytecheckpoint as bcp
 from bytecheckpoint.peers import Connection
-from distributed.layouts import LAYOUTS, Builder, differences
 from distributed.workers import WorkerDied, WorkerPool
 
 ON = bcp.LoadOptions(exchange="on", timeout_s=30)
 IMPATIENT = bcp.LoadOptions(exchange="on", timeout_s=2.0)
-SOURCES = ("fsdp3", "hsdp2x2", "tp2", "pp2_tp2")
-DESTINATIONS = ("ddp2", "fsdp4", "hsdp2x2", "fsdp2_tp2")
-VARIANTS = [(0, 1), (4096, 700), (1 << 20, 1 << 20)]
-"""Largest gap that is read over, and size of units, in bytes."""
-
-
-@contextmanager
-def small_sizes(unit_bytes: int) -> Iterator[None]:
-    """The state of these tests is small, and what is to be cut has to be smaller."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.planner.file_plan.EXTENT_BYTES", 512)
-        patch.setattr("bytecheckpoint.planner.coalesce.MIN_DIRECT_BYTES", 256)
-        patch.setattr("bytecheckpoint.arrivals._MIN_DIRECT_BYTES", 64)
-        patch.setattr("bytecheckpoint.reading.Source.unit_bytes", unit_bytes)
-        yield
-
-
-def save_truth(rank: int, world_size: int, layout: str, path: str) -> None:
-    with small_sizes(1):
-        bcp.save(path, Builder(layout, rank).truth("adamw"))
-
-
-def load_each(rank: int, world_size: int, layout: str, paths: dict[str, str]) -> tuple[list[str], int]:
-    """What is wrong on this rank after loading each checkpoint, and how much came from others."""
-    builder = Builder(layout, rank)
-    expected = builder.truth("adamw")
-    problems, num_received = [], 0
-    for number, (source, path) in enumerate(paths.items()):
-        max_gap_bytes, unit_bytes = VARIANTS[number % len(VARIANTS)]
-        options = bcp.LoadOptions(exchange="on", max_gap_bytes=max_gap_bytes, reader_threads=1 + number % 2)
-        state = builder.stateless("adamw")
-        with small_sizes(unit_bytes):
-            num_received += bcp.load(path, state, options=options).num_bytes_received
-        problems += [f"{source}: {problem}" for problem in differences(state, expected)]
-    return problems, num_received
-
-
-@pytest.fixture(scope="module")
-def saved(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    paths = {layout: str(tmp_path_factory.mktemp(layout)) for layout in SOURCES}
-    for layout, path in paths.items():
-        workers.run(save_truth, layout, path, world_size=LAYOUTS[layout].world_size)
-    return paths
-
-
-@pytest.mark.parametrize("layout", DESTINATIONS)
-def test_what_ranks_pass_on_is_bit_equal(workers: WorkerPool, saved: dict[str, str], layout: str) -> None:
-    results = workers.run(load_each, layout, saved, world_size=LAYOUTS[layout].world_size, timeout_s=150)
-    assert [problems for problems, _ in results] == [[]] * len(results)
-    assert any(num_received for _, num_received in results)
-
-
 ROWS, COLUMNS = 1500, 901
 
 
