@@ -32,9 +32,10 @@ from bytecheckpoint.parcels import (
     Request,
     decode_header,
     decode_request,
-    digest_of,
     encode_request,
+    not_asked_for,
     pack,
+    sealed,
     slices,
 )
 from bytecheckpoint.peers import Connection, Peer, PeerLeftError
@@ -214,7 +215,7 @@ class _Exchange:
         with self._activity.waiting():
             for connection, request in listener.accept(takers, timeout_s, patience_s=patience_s):
                 if connection is not None:
-                    yield self._outbox(connection, decode_request(request))
+                    yield self._outbox(connection, decode_request(request, taker=connection.peer.name))
                 if self._is_long_over():  # who comes before gets a farewell
                     raise PeerLeftError
 
@@ -264,8 +265,9 @@ class _Exchange:
             self._outgoing.take(num_bytes)
             buffers = [np.empty(num_bytes, np.uint8).data]
             pack(content, unit, pieces, buffers[0])
-        digest = digest_of(buffers) if self._source.options.verify else 0
-        header = Header(unit.file, unit.byte_offset, num_bytes, digest)
+        header = Header(unit.file, unit.byte_offset, num_bytes, 0)
+        if self._source.options.verify:
+            header = sealed(header, buffers)
         return Parcel(header, buffers, num_takers=num_takers, done=partial(self._outgoing.give, taken))
 
     def _send_all(self, outbox: Outbox) -> None:
@@ -292,8 +294,12 @@ class _Exchange:
             left = {(arrival.unit.file, arrival.unit.byte_offset): arrival for arrival in arrivals}
             while left and not self._over.is_set():
                 header = decode_header(connection.receive(HEADER_BYTES))
-                if header is not None:
-                    self._arrivals.take_in(connection, header, left.pop((header.file, header.unit_byte_offset)))
+                if header is None:
+                    continue
+                arrival = left.pop((header.file, header.unit_byte_offset), None)
+                if arrival is None:
+                    raise not_asked_for(header, reader.name)
+                self._arrivals.take_in(connection, header, arrival)
 
     def _connections(self) -> list[Connection]:
         with self._lock:
