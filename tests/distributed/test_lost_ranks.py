@@ -151,3 +151,29 @@ def test_a_reader_that_is_slow_is_waited_for(workers: WorkerPool, tmp_path: Path
     outcomes = workers.run(load_from_a_slow_store, str(tmp_path), world_size=3, timeout_s=120)
     assert [is_right for is_right, _ in outcomes] == [True] * 3
     assert min(seconds for _, seconds in outcomes) > SLOW_READ_S * NUM_SLOW_READS > 3 * TIMEOUT_S
+
+
+HOLD_S = 4.0
+
+
+def interrupt_rank_1(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...], float]:
+    """While rank 0 answers nobody, rank 1 is interrupted: what each raises, and when rank 1 has and rank 0 goes on."""
+    bcp.save(path, state_of(rank, 1.0))
+    times = []
+    wait = lambda: (time.sleep(HOLD_S), times.append(time.monotonic()))  # noqa: E731
+    interrupt = before(PHASES["letting in"], raising(KeyboardInterrupt()))
+    options = bcp.LoadOptions(exchange="on", timeout_s=20)
+    try:
+        with before(PHASES["dividing the work"], wait) if rank == 0 else interrupt:
+            bcp.load(path, state_of(rank, 0.0), options=options)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", (), time.monotonic()
+    except bcp.CheckpointError as error:
+        return error.kind, error.ranks, times[0]
+    return "", (), 0.0
+
+
+def test_an_interrupt_does_not_wait_for_a_reader_that_does_not_answer(workers: WorkerPool, tmp_path: Path) -> None:
+    outcomes = workers.run(interrupt_rank_1, str(tmp_path), world_size=2, timeout_s=60)
+    assert [outcome[:2] for outcome in outcomes] == [("rank_missing", (1,)), ("KeyboardInterrupt", ())]
+    assert outcomes[1][2] < outcomes[0][2]
