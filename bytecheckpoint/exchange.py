@@ -300,6 +300,8 @@ class _Exchange:
                 if arrival is None:
                     raise not_asked_for(header, reader.name)
                 self._arrivals.take_in(connection, header, arrival)
+            if not left:
+                connection.confirm()
 
     def _connections(self) -> list[Connection]:
         with self._lock:

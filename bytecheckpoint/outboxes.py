@@ -74,7 +74,7 @@ class Outbox:
         self._parcels.put(None)
 
     def send_all(self, is_over: threading.Event) -> None:
-        """Sends parcels until there are no more, or says that this rank breaks off.
+        """Sends parcels until there are no more and the taker has them, or says that this rank breaks off.
 
         Raises PeerLeftError or CheckpointError (rank_missing) about the taker.
         """
@@ -86,6 +86,9 @@ class Outbox:
             self._num_left -= 1
         if is_over.is_set():
             self.connection.send(FAREWELL)
+        elif not self._num_left:
+            with self._activity.waiting():
+                self.connection.await_receipt()
 
     def _next(self) -> Parcel | None:
         """What to send next; while there is nothing, the taker is looked after."""

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
 
-_LEAVING = b"\x00"
-"""The only thing that a taker ever says after it was let in."""
+_LEAVING, _HAS_ALL = b"\x00", b"\x01"
+"""All that a taker ever says after it was let in."""
 
 
 class PeerLeftError(Exception):
@@ -61,6 +61,28 @@ class Connection:
         """Raises as `send` does where the taker, who has nothing to say, has left or is gone."""
         if self._has_news():
             raise self._loss("the connection was closed")
+
+    def await_receipt(self) -> None:
+        """Returns when the taker has all that was sent, or is slow to say so. Raises where it has left or is gone.
+
+        One that is stuck misses the end of the load. Others notice, and must not miss this rank as well.
+        """
+        try:
+            self._socket.settimeout(self._timeout_s / 4)
+            said = self._socket.recv(1)
+        except TimeoutError:
+            return
+        except OSError as error:
+            raise self._loss(str(error)) from error
+        if said == _LEAVING:
+            raise PeerLeftError
+        if said != _HAS_ALL:
+            raise self._loss("the connection was closed")
+
+    def confirm(self) -> None:
+        """Tells the reader that all has arrived."""
+        with suppress(OSError):  # where it is gone already, others are told why
+            self._socket.send(_HAS_ALL)
 
     def receive_into(self, buffer: memoryview) -> None:
         """Fills the buffer. Raises CheckpointError (rank_missing) when the other end is stuck or dead."""

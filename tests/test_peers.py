@@ -204,7 +204,9 @@ def test_a_reader_that_gets_on_gives_signs_of_life_and_one_that_does_not_gives_n
         outbox.put(Parcel(header, [memoryview(b"pieces")], num_takers=1, done=lambda: None))
         assert decode_header(theirs.receive(HEADER_BYTES)) == header
         assert theirs.receive(6) == b"pieces"
-        sent.result()
+        assert not sent.done()
+        theirs.confirm()
+        sent.result(20)
     ours.close()
     theirs.close()
 
@@ -216,6 +218,28 @@ def test_a_taker_that_dies_while_there_is_nothing_to_send_is_named(listener: Lis
         theirs.close()
         with pytest.raises(CheckpointError, match="rank 41 was to take"):
             sent.result(20)
+    ours.close()
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_a_taker_that_goes_with_parcels_on_the_way_is_noticed(listener: Listener, is_dead: bool) -> None:
+    ours, theirs = pair(listener, 60.0)
+    outbox = outbox_to(ours, Activity())
+    outbox.put(Parcel(Header(1, 2, 6, 0), [memoryview(b"pieces")], num_takers=1, done=lambda: None))
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(outbox.send_all, threading.Event())
+        theirs.receive(HEADER_BYTES)
+        theirs.close() if is_dead else theirs.leave()
+        with pytest.raises(CheckpointError if is_dead else PeerLeftError):
+            sent.result(20)
+    theirs.close()
+    ours.close()
+
+
+def test_a_reader_does_not_wait_for_ever_for_one_that_is_stuck_at_the_end(listener: Listener) -> None:
+    ours, theirs = pair(listener, 0.4)
+    ours.await_receipt()
+    theirs.close()
     ours.close()
 
 
