@@ -192,7 +192,7 @@ def coordinate(connection: Connection, tensors: list[Tensor], num_ranks: int) ->
     payloads = receive_all(connection)
     started = time.process_time()
     with collector_paused():
-        content = encode_manifest(build_manifest(agreed, payloads, step=1000, metadata={}))
+        content = encode_manifest(build_manifest(agreed, payloads, names=range(len(payloads)), step=1000, metadata={}))
         decoded = decode_manifest(content)
     manifest_s = time.process_time() - started
     num_chunks = int(decoded.tensors.columns.num_chunks.sum())

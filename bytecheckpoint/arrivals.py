@@ -42,7 +42,8 @@ class Arrivals:
         if header.byte_length != sum(lengths):
             raise CheckpointError(
                 f"rank {connection.peer.name} passed on {header.byte_length} bytes of {self._names(arrival)}, and "
-                f"{sum(lengths)} were asked for; do all ranks have the same release of bytecheckpoint?",
+                f"{sum(lengths)} were asked for: they were damaged on the way, or the ranks have different releases of "
+                "bytecheckpoint",
                 kind="rank_failed",
             )
         scratch_bytes = sum(length for length, into in zip(lengths, memory, strict=True) if into is None)

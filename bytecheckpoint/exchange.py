@@ -7,10 +7,9 @@ the help of others, so every parcel that is sent arrives, and makes room for the
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
@@ -22,9 +21,10 @@ import numpy as np
 
 from bytecheckpoint.arrivals import Arrivals
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.greetings import Address, Listener, connect
 from bytecheckpoint.matching import Match
+from bytecheckpoint.outboxes import Activity, Outbox
 from bytecheckpoint.parcels import (
-    FAREWELL,
     HEADER_BYTES,
     Budget,
     Header,
@@ -32,12 +32,13 @@ from bytecheckpoint.parcels import (
     Request,
     decode_header,
     decode_request,
-    digest_of,
     encode_request,
+    not_asked_for,
     pack,
+    sealed,
     slices,
 )
-from bytecheckpoint.peers import Address, Connection, Listener, Peer, PeerLeftError, connect
+from bytecheckpoint.peers import Connection, Peer, PeerLeftError
 from bytecheckpoint.placing import Target
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_parts import (
@@ -58,7 +59,10 @@ from bytecheckpoint.storage.reader import Read
 _GRACE_S = 1.0
 """How long a rank that lost another one waits for news of what happened, and for its own farewell to be sent."""
 _MAX_GRACE_S = 5.0
-"""How much longer a rank waits for a reader than the reader for its takers, so that who is stuck is named."""
+"""How much longer a reader waits for a taker than the taker for its readers, so that who is stuck is named: a taker may
+be held up by another reader, while a reader that is held up by a taker says that it gets on."""
+_BEATS_IN_TIMEOUT = 4
+_MAX_BEAT_S = 30.0
 
 
 class Traffic(NamedTuple):
@@ -74,6 +78,7 @@ class _Wish(msgspec.Struct, frozen=True, array_like=True):
     address: Address
     runs: list[Run]
     unit_bytes: int
+    timeout_s: float
 
 
 class _Deal(msgspec.Struct, frozen=True, array_like=True):
@@ -83,6 +88,8 @@ class _Deal(msgspec.Struct, frozen=True, array_like=True):
     addresses: dict[int, Address]
     """Of the readers of what it receives, by rank."""
     unit_bytes: int
+    beat_s: float
+    """How often a taker hears that its reader gets on: several times within what any of them waits."""
 
 
 def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
@@ -100,10 +107,12 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
     with closing(Listener(towards=ranks.meeting_host)) as listener:
-        deal = _agree(ranks, _Wish(listener.address, wanted_runs(sharable, extents), source.unit_bytes), extents)
+        runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
+        deal = _agree(ranks, _Wish(listener.address, runs, source.unit_bytes, timeout_s), extents)
         work = divide_work(sharable, deal.share, extents, unit_bytes=deal.unit_bytes)
         work = work._replace(alone=[*work.alone, *unsharable])
-        exchange = _Exchange(ranks, source, source.targets(match.shards, match.stored_fqns), match.stored_fqns)
+        targets = source.targets(match.shards, match.stored_fqns)
+        exchange = _Exchange(ranks, source, targets, match.stored_fqns, beat_s=deal.beat_s)
         try:
             return exchange.run(work, deal, listener)
         except PeerLeftError:
@@ -121,36 +130,38 @@ def _agree(ranks: Ranks, wish: _Wish, extents: Extents) -> _Deal:
     wishes = [msgspec.msgpack.decode(content, type=_Wish) for content in ranks.gather(msgspec.msgpack.encode(wish))]
     shares = share_out([wish.runs for wish in wishes], extents)
     unit_bytes = min((wish.unit_bytes for wish in wishes), default=0)
+    beat_s = min((wish.timeout_s / _BEATS_IN_TIMEOUT for wish in wishes), default=0.0)
     deals = [
-        _Deal(share, {reader: wishes[reader].address for reader, _ in share.received}, unit_bytes) for share in shares
+        _Deal(
+            share,
+            {reader: wishes[reader].address for reader, _ in share.received},
+            unit_bytes,
+            min(beat_s, _MAX_BEAT_S),
+        )
+        for share in shares
     ]
     return msgspec.msgpack.decode(ranks.scatter([msgspec.msgpack.encode(deal) for deal in deals]), type=_Deal)
-
-
-class _Outbox:
-    """What is on its way to one taker."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
-        """None is the end."""
 
 
 class _Exchange:
     """The connections, threads and memory of one load on one rank."""
 
-    def __init__(self, ranks: Ranks, source: Source, targets: Sequence[Target], stored_fqns: Sequence[str]) -> None:
+    def __init__(
+        self, ranks: Ranks, source: Source, targets: Sequence[Target], stored_fqns: Sequence[str], *, beat_s: float
+    ) -> None:
         self._ranks = ranks
         self._source = source
         self._targets = targets
         self._stored_fqns = stored_fqns
+        self._beat_s = beat_s
         # A quarter for each direction: the other half is for reading.
         self._outgoing = Budget(source.options.scratch_bytes // 4)
         self._arrivals = Arrivals(
             targets, stored_fqns, scratch_bytes=source.options.scratch_bytes // 4, verify=source.options.verify
         )
-        self._outboxes: list[_Outbox] = []
-        self._takers_of: dict[Unit, dict[tuple[Piece, ...], list[_Outbox]]] = {}
+        self._activity = Activity()
+        self._outboxes: list[Outbox] = []
+        self._takers_of: dict[Unit, dict[tuple[Piece, ...], list[Outbox]]] = {}
         self._inbound: list[Connection] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -162,35 +173,49 @@ class _Exchange:
         by_reader: dict[int, list[Arrival]] = {reader: [] for reader in deal.addresses}
         for arrival in work.received:
             by_reader[arrival.reader].append(arrival)
-        passed_on = [self._passing_on(fetch) for fetch in work.passed_on]
-        reads = [*passed_on, *self._source.reads(work.alone, self._targets, self._stored_fqns)]
-        with ThreadPoolExecutor(len(by_reader) + len(deal.share.takers) + 1, thread_name_prefix="bcp-exchange") as pool:
+        alone = self._source.reads(work.alone, self._targets, self._stored_fqns)
+        reads = [*map(self._passing_on, work.passed_on), *map(self._counted, alone)]
+        num_others = len(by_reader) + len(deal.share.takers)
+        with ThreadPoolExecutor(num_others + 1, thread_name_prefix="bcp-exchange") as pool:
             futures: list[Future[None]] = []
             try:
-                with self._failing_together():  # a thread may not be had
-                    futures.extend(
-                        pool.submit(self._receive_all, self._peer(reader), deal.addresses[reader], arrivals)
-                        for reader, arrivals in by_reader.items()
-                    )
-                    takers = self._admit(listener, deal.share.takers)
-                    futures.extend(pool.submit(self._send_all, outbox) for outbox in takers)
-                self._read_all(reads)
+                with self._failing_together():  # a thread may not be had, and whoever waits may be interrupted
+                    futures.extend(self._begin(pool, by_reader, deal, listener))
+                    self._read_all(reads)
+                    wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 listener.close()
-                self._await_all(futures)
+                self._end(futures)
         received = sum(piece_of(item).byte_length for arrival in work.received for item in arrival.items)
         return Traffic(sum(read.byte_length for read in reads), received)
+
+    def _begin(
+        self, pool: ThreadPoolExecutor, by_reader: Mapping[int, list[Arrival]], deal: _Deal, listener: Listener
+    ) -> Iterator[Future[None]]:
+        """A thread for each rank that this one takes from or passes on to."""
+        for reader, arrivals in by_reader.items():
+            yield pool.submit(self._receive_all, self._peer(reader), deal.addresses[reader], arrivals)
+        for outbox in self._admit(listener, deal.share.takers):
+            yield pool.submit(self._send_all, outbox)
+
+    def _read_all(self, reads: Sequence[Read]) -> None:
+        """Reads, and has what others want sent."""
+        self._source.run(reads)
+        for outbox in self._outboxes:
+            outbox.end()
 
     def _peer(self, rank: int) -> Peer:
         return Peer(rank, self._ranks.names[rank])
 
-    def _admit(self, listener: Listener, ranks: Sequence[int]) -> Iterator[_Outbox]:
+    def _admit(self, listener: Listener, ranks: Sequence[int]) -> Iterator[Outbox]:
         """Lets all takers in, and notes what they want."""
+        timeout_s = self._source.options.timeout_s
+        patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
         takers = [self._peer(rank) for rank in ranks]
-        with self._failing_together():
-            for connection, request in listener.accept(takers, self._source.options.timeout_s):
+        with self._activity.waiting():
+            for connection, request in listener.accept(takers, timeout_s, patience_s=patience_s):
                 if connection is not None:
-                    yield self._outbox(connection, decode_request(request))
+                    yield self._outbox(connection, decode_request(request, taker=connection.peer.name))
                 if self._is_long_over():  # who comes before gets a farewell
                     raise PeerLeftError
 
@@ -198,19 +223,21 @@ class _Exchange:
         with self._lock:
             return self._failure is not None and time.monotonic() > self._failed_at + _GRACE_S
 
-    def _outbox(self, connection: Connection, request: Request) -> _Outbox:
-        outbox = _Outbox(connection)
+    def _outbox(self, connection: Connection, request: Request) -> Outbox:
+        outbox = Outbox(connection, num_parcels=len(request), activity=self._activity, beat_s=self._beat_s)
         self._outboxes.append(outbox)
         for unit, pieces in request.items():
             self._takers_of.setdefault(unit, {}).setdefault(pieces, []).append(outbox)
         return outbox
 
-    def _read_all(self, reads: Sequence[Read]) -> None:
-        """Reads, and has what others want sent."""
-        with self._failing_together():
-            self._source.run(reads)
-            for outbox in self._outboxes:
-                outbox.parcels.put(None)
+    def _counted(self, read: Read) -> Read:
+        """A read that others do not want, but that shows them that this rank gets on."""
+
+        def place(content: memoryview) -> None:
+            read.place(content)
+            self._activity.step()
+
+        return read._replace(place=place)
 
     def _passing_on(self, fetch: Fetch) -> Read:
         """The read of a unit, after which those who want parts of it get them."""
@@ -219,10 +246,11 @@ class _Exchange:
 
         def pass_on(content: memoryview) -> None:
             read.place(content)
+            self._activity.step()
             for pieces, outboxes in self._takers_of.get(unit, {}).items():
                 parcel = self._parcel(unit, pieces, content, len(outboxes), is_lasting=read.target is not None)
                 for outbox in outboxes:
-                    outbox.parcels.put(parcel)
+                    outbox.put(parcel)
 
         return read._replace(place=pass_on)
 
@@ -237,39 +265,47 @@ class _Exchange:
             self._outgoing.take(num_bytes)
             buffers = [np.empty(num_bytes, np.uint8).data]
             pack(content, unit, pieces, buffers[0])
-        digest = digest_of(buffers) if self._source.options.verify else 0
-        header = Header(unit.file, unit.byte_offset, num_bytes, digest)
+        header = Header(unit.file, unit.byte_offset, num_bytes, 0)
+        if self._source.options.verify:
+            header = sealed(header, buffers)
         return Parcel(header, buffers, num_takers=num_takers, done=partial(self._outgoing.give, taken))
 
-    def _send_all(self, outbox: _Outbox) -> None:
-        """Sends parcels until there are no more, or says that this rank breaks off."""
+    def _send_all(self, outbox: Outbox) -> None:
         with self._failing_together():
             try:
-                self._send_parcels(outbox)
+                outbox.send_all(self._over)
             except PeerLeftError:
                 self._over.wait(_GRACE_S)  # where it also was to send something here, that tells why
                 raise
 
-    def _send_parcels(self, outbox: _Outbox) -> None:
-        while (parcel := outbox.parcels.get()) is not None and not self._over.is_set():
-            for content in parcel.content:
-                outbox.connection.send(content)
-            parcel.sent()
-        if self._over.is_set():
-            outbox.connection.send(FAREWELL)
-
     def _receive_all(self, reader: Peer, address: Address, arrivals: Sequence[Arrival]) -> None:
-        options = self._source.options
-        patience_s = options.timeout_s + min(options.timeout_s, _MAX_GRACE_S)
         with self._failing_together():
             request = {arrival.unit: tuple(map(piece_of, arrival.items)) for arrival in arrivals}
-            connection = connect(reader, address, self._ranks.rank, encode_request(request), patience_s)
+            connection = connect(
+                reader,
+                address,
+                self._ranks.rank,
+                encode_request(request),
+                timeout_s=self._source.options.timeout_s,
+                is_wanted=lambda: not self._over.is_set(),
+            )
             with self._lock:
                 self._inbound.append(connection)
             left = {(arrival.unit.file, arrival.unit.byte_offset): arrival for arrival in arrivals}
             while left and not self._over.is_set():
                 header = decode_header(connection.receive(HEADER_BYTES))
-                self._arrivals.take_in(connection, header, left.pop((header.file, header.unit_byte_offset)))
+                if header is None:
+                    continue
+                arrival = left.pop((header.file, header.unit_byte_offset), None)
+                if arrival is None:
+                    raise not_asked_for(header, reader.name)
+                self._arrivals.take_in(connection, header, arrival)
+            if not left:
+                connection.confirm()
+
+    def _connections(self) -> list[Connection]:
+        with self._lock:
+            return [*self._inbound, *(outbox.connection for outbox in self._outboxes)]
 
     def _failing_together(self) -> _FailingTogether:
         return _FailingTogether(self)
@@ -286,23 +322,20 @@ class _Exchange:
         self._arrivals.break_off()
         self._outgoing.break_off()
         for outbox in self._outboxes:
-            outbox.parcels.put(None)
+            outbox.end()
         for connection in inbound:
-            connection.interrupt()
+            connection.leave()
 
-    def _await_all(self, futures: Sequence[Future[None]]) -> None:
-        """Until all is sent and received. Raises the first error that there was."""
-        if self._failure is None:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        connections = [*self._inbound, *(outbox.connection for outbox in self._outboxes)]
+    def _end(self, futures: Sequence[Future[None]]) -> None:
+        """Until nothing is under way. Raises the first error that there was."""
         if self._failure is not None:
             for outbox in self._outboxes:
-                outbox.parcels.put(None)  # again, for those who came after the failure
+                outbox.end()  # again, for those who came after the failure
             wait(futures, timeout=_GRACE_S)
-            for connection in connections:
+            for connection in self._connections():
                 connection.interrupt()
         wait(futures)
-        for connection in connections:
+        for connection in self._connections():
             connection.close()
         if isinstance(self._failure, CheckpointError) and self._failure.kind == "rank_missing":
             time.sleep(min(_GRACE_S, self._source.options.timeout_s))  # what it has failed with says more

@@ -94,6 +94,8 @@ class GroupRanks:
         """Keys that are to go when the call is over."""
         self._has_given_up = False
         self._is_store_lost = False
+        self._has_failed = False
+        """Known on the coordinator."""
 
     @property
     def meeting_host(self) -> str | None:
@@ -197,6 +199,7 @@ class GroupRanks:
 
     def _fail(self, error: CheckpointError) -> CheckpointError:
         if self.rank == COORDINATOR:
+            self._has_failed = True
             if error.kind == "rank_missing" and self._is_set(_HAS_FAILURE):
                 error = _merge([error, *self._failures()])
             self._send_down(_FAILURE + _encode_failure(error))
@@ -213,17 +216,21 @@ class GroupRanks:
             return verdict.error
         return error
 
-    def _leave(self, missing: Sequence[int] = ()) -> None:
-        """Says goodbye, or on the coordinator waits for that of all but the missing (global) ranks."""
+    def _leave(self, missing: Sequence[int] = (), left: Sequence[str] = ()) -> None:
+        """Says goodbye, or on the coordinator waits for that of all but the missing (global) ranks. What has been left
+        in the store then goes: nobody reads any more.
+        """
         if self.rank != COORDINATOR:
-            self._put(self._goodbye_key(self.rank), b"")
+            self._put(self._goodbye_key(self.rank), msgspec.msgpack.encode(left) if left else b"")
             return
         others = range(1, self.num_ranks)
         awaited = [self._goodbye_key(rank) for rank in others if self.names[rank] not in missing]
         _poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s))
         goodbyes = [self._goodbye_key(rank) for rank in others]
         if self._is_set(*goodbyes):  # else the last word stays, for those who come late
-            self._remove([*goodbyes, *self._left, _HAS_FAILURE])
+            said = self._get_all(goodbyes) if self._has_failed else []
+            lists = [msgspec.msgpack.decode(message, type=list[str]) for message in said if message]
+            self._remove([*goodbyes, *self._left, *chain.from_iterable(lists), _HAS_FAILURE])
 
     def _send_down(self, message: bytes) -> None:
         self._put(self._down_key(self._num_down, "all"), message)
@@ -241,7 +248,7 @@ class GroupRanks:
         if message[:1] == _FAILURE:
             if not self._has_blocks:  # else a leader may be about to read it
                 self._remove(self._left)  # what the coordinator has not read it never will
-            self._leave()
+            self._leave(left=self._left if self._has_blocks else ())
             raise RankFailedError(_decode_failure(message))
         if message[:1] == _SHARED:
             return message[1:]
@@ -333,10 +340,11 @@ _THREADS = SpareThreads(is_awaited=False)
 
 
 def store_lost(error: Exception) -> CheckpointError:
+    """Names a global rank, as every error does: the store of any group is one of the default group."""
     reason = str(error).partition("\n")[0] or "it does not answer"
     return CheckpointError(
-        f"rank 0, or the launcher, which holds the store of the process group, is gone or stopped ({reason}), so the "
-        "ranks cannot agree. Look at its log, and start the job again from the last checkpoint",
+        f"rank 0 of the whole job, or the launcher, which holds the store of all process groups, is gone or stopped "
+        f"({reason}), so the ranks cannot agree. Look at its log, and start the job again from the last checkpoint",
         kind="rank_missing",
         ranks=(0,),
     )

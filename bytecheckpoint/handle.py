@@ -162,12 +162,28 @@ class InFlight:
             raise error
 
     def start(self, handle: SaveHandle, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> bool:
-        """Finishes a save, and the turn that it takes over, on a thread of its own. False where there can be none."""
-        self._handle = handle
-        own_turn = turn.pop_all()
+        """Finishes a save, and the turn that it takes over, on a thread of its own. False where there can be none.
 
-        if in_background("bcp-save", lambda: handle.finish(finish, own_turn)):
-            return True
+        Where the caller is interrupted before there is such a thread, the turn stays with the caller.
+        """
+        self._handle = handle
+        claim = threading.Lock()
+        """On the turn: of the thread that begins, or of the caller that is interrupted before it has."""
+        own_turn = ExitStack()
+
+        def run() -> None:
+            if claim.acquire(blocking=False):
+                handle.finish(finish, own_turn)
+
+        try:
+            own_turn.push(turn.pop_all())
+            if in_background("bcp-save", run):
+                return True
+        except BaseException:
+            if claim.acquire(blocking=False):
+                self._handle = None
+                turn.push(own_turn)
+            raise
         turn.push(own_turn)
         return False
 

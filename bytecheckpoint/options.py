@@ -12,6 +12,7 @@ _MiB = 1 << 20
 
 SNAPSHOTS = ("auto", "copy", "lazy", "fork")
 EXCHANGES = ("auto", "on", "off")
+MIN_SCRATCH_BYTES = 8 * _MiB
 MIN_STAGING_BYTES = 32 * _MiB
 """Two blocks: one is written while the next is staged. Tensors may be larger: they are staged block by block."""
 
@@ -86,7 +87,10 @@ class LoadOptions:
     """Host memory for what cannot be read straight into its target, and for what is passed on to other ranks, per
     rank. In bytes."""
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
+    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
+
+    For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
+    """
 
     def __post_init__(self) -> None:
         _check_bool("LoadOptions", "verify", self.verify)
@@ -94,7 +98,7 @@ class LoadOptions:
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
         if self.max_gap_bytes is not None:
             _check_at_least("LoadOptions", "max_gap_bytes", self.max_gap_bytes, 0)
-        _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, 8 * _MiB)
+        _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, MIN_SCRATCH_BYTES)
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
 
 

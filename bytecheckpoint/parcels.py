@@ -18,9 +18,11 @@ from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.peers import PeerLeftError
 from bytecheckpoint.planner.exchange_parts import Piece, Unit
 
+_DIGEST = struct.Struct("<Q")
 _HEADER = struct.Struct("<QQQQ")
 HEADER_BYTES = _HEADER.size
-_BROKEN_OFF = (1 << 64) - 1
+_BROKEN_OFF, _GETTING_ON = (1 << 64) - 1, (1 << 64) - 2
+"""What stands in place of the number of a file where no parcel follows."""
 
 Request = dict[Unit, tuple[Piece, ...]]
 """What a taker wants of the units of a reader."""
@@ -33,18 +35,26 @@ class Header(NamedTuple):
     unit_byte_offset: int
     byte_length: int
     digest: int
-    """The xxh3-64 of all pieces together; 0 where nothing is verified."""
+    """The xxh3-64 of the rest of the header and of all pieces; 0 where nothing is verified."""
 
 
 FAREWELL = _HEADER.pack(_BROKEN_OFF, 0, 0, 0)
 """Sent instead of a header by a reader that breaks off."""
+SIGN_OF_LIFE = _HEADER.pack(_GETTING_ON, 0, 0, 0)
+"""Sent between parcels by a reader that gets on, though not with what the taker waits for."""
 
 
 def encode_request(request: Request) -> bytes:
-    return msgspec.msgpack.encode([(unit, pieces) for unit, pieces in request.items()])
+    """With a digest: from a damaged request would come other bytes than are wanted, and they would be intact."""
+    content = msgspec.msgpack.encode([(unit, pieces) for unit, pieces in request.items()])
+    return _DIGEST.pack(xxhash.xxh3_64_intdigest(content)) + content
 
 
-def decode_request(content: bytes) -> Request:
+def decode_request(sent: bytes, *, taker: int) -> Request:
+    """Raises CheckpointCorruptError (checksum) where it is not what the taker has sent."""
+    content = sent[_DIGEST.size :]
+    if sent[: _DIGEST.size] != _DIGEST.pack(xxhash.xxh3_64_intdigest(content)):
+        raise _damaged(f"what rank {taker} asked for ({len(sent)} bytes) was")
     return dict(msgspec.msgpack.decode(content, type=list[tuple[Unit, tuple[Piece, ...]]]))
 
 
@@ -52,12 +62,12 @@ def encode_header(header: Header) -> bytes:
     return _HEADER.pack(*header)
 
 
-def decode_header(content: bytes) -> Header:
-    """Raises PeerLeftError where it is a farewell."""
+def decode_header(content: bytes) -> Header | None:
+    """None for a sign of life. Raises PeerLeftError where it is a farewell."""
     header = Header(*_HEADER.unpack(content))
     if header.file == _BROKEN_OFF:
         raise PeerLeftError
-    return header
+    return header if header.file != _GETTING_ON else None
 
 
 def slices(content: memoryview, unit: Unit, pieces: Sequence[Piece]) -> list[memoryview] | None:
@@ -81,11 +91,12 @@ def pack(content: memoryview, unit: Unit, pieces: Sequence[Piece], into: memoryv
         position += piece.byte_length
 
 
-def digest_of(buffers: Sequence[memoryview]) -> int:
-    digest = xxhash.xxh3_64()
+def sealed(header: Header, buffers: Sequence[memoryview]) -> Header:
+    """The header with the digest of what it says and of the pieces behind it."""
+    digest = xxhash.xxh3_64(encode_header(header._replace(digest=0)))
     for buffer in buffers:
         digest.update(buffer)
-    return digest.intdigest()
+    return header._replace(digest=digest.intdigest())
 
 
 class Budget:
@@ -148,11 +159,25 @@ class Parcel:
 
 def check_digest(header: Header, buffers: Sequence[memoryview], *, reader: int, wanted_by: str) -> None:
     """Raises CheckpointCorruptError (checksum) where what came is not what was sent."""
-    found = digest_of(buffers)
+    found = sealed(header, buffers).digest
     if found != header.digest:
-        raise CheckpointCorruptError(
-            f"{header.byte_length} bytes of {wanted_by} that rank {reader} had read and passed on were damaged on the "
-            f"way (checksum {header.digest:016x} sent, {found:016x} arrived). The checkpoint is as it was: look at the "
-            'network and the memory of both hosts, or load with LoadOptions(exchange="off")',
-            kind="checksum",
+        raise _damaged(
+            f"{header.byte_length} bytes of {wanted_by} that rank {reader} had read and passed on (checksum "
+            f"{header.digest:016x} sent, {found:016x} arrived) were"
         )
+
+
+def not_asked_for(header: Header, reader: int) -> CheckpointCorruptError:
+    """Of a parcel that nobody waits for."""
+    return _damaged(
+        f"a parcel of {header.byte_length} bytes from rank {reader}, which was not asked for (file {header.file}, byte "
+        f"{header.unit_byte_offset}), was"
+    )
+
+
+def _damaged(what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{what} damaged on the way. The checkpoint is as it was: look at the network and the memory of both hosts, or "
+        'load with LoadOptions(exchange="off")',
+        kind="checksum",
+    )

@@ -67,18 +67,18 @@ def _places(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[Pl
 
 
 def build_manifest(
-    agreed: Agreed, payloads: Sequence[bytes], *, step: int | None, metadata: Mapping[str, Any]
+    agreed: Agreed, payloads: Sequence[bytes], *, names: Sequence[int], step: int | None, metadata: Mapping[str, Any]
 ) -> Manifest:
-    """The manifest of what all ranks report, checked against what they were to write.
+    """The manifest of what all ranks report, checked against what they were to write. `names` are their global ranks.
 
     Raises CheckpointSaveError (storage) where a rank reports something else than the plan says.
     """
     reports = [msgspec.msgpack.decode(payload, type=_Report) for payload in payloads]
     written = agreed.known.written
     if written is not None:
-        _check_files(written, reports)
+        _check_files(written, reports, names)
     else:
-        written = _written(agreed, reports)
+        written = _written(agreed, reports, names)
         if not any(report.varies for report in reports):
             agreed.known.written = written
     return Manifest(
@@ -100,14 +100,14 @@ def remember_tensors(known: KnownPlan, decoded: Manifest) -> None:
         known.written = replace(known.written, tensors=decoded.tensors)
 
 
-def _written(agreed: Agreed, reports: Sequence[_Report]) -> Written:
+def _written(agreed: Agreed, reports: Sequence[_Report], names: Sequence[int]) -> Written:
     """Where everything lies, by what the ranks say."""
     plan = agreed.known.plan
     if plan is None:
         raise TypeError("the coordinator has made the plan, or knows where the chunks lie")
     table = PlaceTable([report.places for report in reports])
     for rank, report in enumerate(reports):
-        _check_chunks(plan, rank, report, table)
+        _check_chunks(plan, rank, report, table, name=names[rank])
     files = [file for report in reports for file in report.files]
     columns = table.columns(plan.tensors, [report.starts for report in reports])
     return Written(
@@ -120,26 +120,26 @@ def _lengths(report: _Report) -> list[int]:
     return [file.byte_length for file in report.files]
 
 
-def _check_chunks(plan: SavePlan, rank: int, report: _Report, table: PlaceTable) -> None:
+def _check_chunks(plan: SavePlan, rank: int, report: _Report, table: PlaceTable, *, name: int) -> None:
     planned = np.concatenate([plan.kept[rank], np.ones(len(plan.parts[rank]), bool)])
     written = table.is_written(rank)
     if not np.array_equal(planned, written) or sum(_lengths(report)) < table.num_bytes(rank):
         num_written = f"{np.count_nonzero(written)} in {sum(_lengths(report))} bytes"
-        raise _not_as_planned(rank, f"{np.count_nonzero(planned)} chunks", num_written)
+        raise _not_as_planned(name, f"{np.count_nonzero(planned)} chunks", num_written)
 
 
-def _check_files(written: Written, reports: Sequence[_Report]) -> None:
-    for rank, (expected, report) in enumerate(zip(written.file_lengths, reports, strict=True)):
+def _check_files(written: Written, reports: Sequence[_Report], names: Sequence[int]) -> None:
+    for name, expected, report in zip(names, written.file_lengths, reports, strict=True):
         if list(expected) != _lengths(report):
-            raise _not_as_planned(rank, f"files of {list(expected)} bytes", f"files of {_lengths(report)} bytes")
+            raise _not_as_planned(name, f"files of {list(expected)} bytes", f"files of {_lengths(report)} bytes")
 
 
-def _not_as_planned(rank: int, planned: str, reported: str) -> CheckpointSaveError:
+def _not_as_planned(name: int, planned: str, reported: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"rank {rank} was to write {planned} and reports {reported}; nothing was committed: this is a bug, please "
+        f"rank {name} was to write {planned} and reports {reported}; nothing was committed: this is a bug, please "
         "report it",
         kind="storage",
-        ranks=(rank,),
+        ranks=(name,),
     )
 
 

@@ -195,7 +195,13 @@ def _write_image(saving: Saving, image: Image) -> DataFile:
 def _encode_manifest(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:
     """The manifest as it will be committed, and what `save` tells about it."""
     with collector_paused():
-        manifest = build_manifest(saving.agreed, reports, step=saving.about.step, metadata=saving.metadata)
+        manifest = build_manifest(
+            saving.agreed,
+            reports,
+            names=saving.ranks.names,
+            step=saving.about.step,
+            metadata=saving.metadata,
+        )
         content = encode_manifest(manifest)
         decoded = _decode_checked(content)
         remember_tensors(saving.agreed.known, decoded)

@@ -183,6 +183,28 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     bcp.save(tmp_path / "next", {"x": torch.ones(3)})
 
 
+@pytest.mark.parametrize("where", ["__init__", "start"])
+def test_a_save_that_is_interrupted_before_its_thread_exists_gives_its_turn_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    original = getattr(threading.Thread, where)
+
+    def interrupted(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        name = thread.name if where == "start" else kwargs.get("name")
+        if name == "bcp-save":
+            raise KeyboardInterrupt
+        original(thread, *args, **kwargs)
+
+    state = {"w": torch.ones(10)}
+    monkeypatch.setattr(threading.Thread, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bcp.save(tmp_path / "a", state, async_save=True)
+    monkeypatch.undo()
+    bcp.load(bcp.save(tmp_path / "b", state, async_save=True).result(20).path, state)
+    assert bcp.latest(tmp_path / "a") is None
+    assert torch.equal(bcp.open(tmp_path / "b")["w"][:], state["w"])
+
+
 @pytest.mark.parametrize("snapshot", ["copy", "lazy"])
 def test_a_save_that_is_interrupted_while_its_threads_start_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str

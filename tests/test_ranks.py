@@ -86,6 +86,28 @@ def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
     assert store.num_keys() == 0
 
 
+@pytest.mark.parametrize("failing_rank", range(7))
+@pytest.mark.parametrize("num_said_before", [0, 2])
+def test_nothing_of_a_call_that_fails_in_blocks_stays_in_the_store(failing_rank: int, num_said_before: int) -> None:
+    store = HashStore()
+    ranks = [GroupRanks(store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
+
+    def call(of_rank: Ranks) -> None:
+        with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
+            for _ in range(num_said_before):
+                of_rank.gather(bytes(2000))
+                of_rank.scatter([b"%d" % rank for rank in range(7)])
+            if of_rank.rank == failing_rank:
+                raise KeyError("x")
+            of_rank.gather(b"x")
+            of_rank.broadcast(b"y")
+            pytest.fail("one rank has failed, and another one goes on")
+
+    with ThreadPoolExecutor(7) as pool:
+        list(pool.map(call, ranks))
+    assert store.num_keys() == 0
+
+
 @pytest.mark.parametrize("missing", [1, 3, 4, 6])
 def test_a_rank_of_a_block_that_does_not_come_is_named(missing: int) -> None:
     def phases(ranks: Ranks) -> Any:

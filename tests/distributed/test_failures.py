@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -353,6 +354,33 @@ def test_a_failure_is_not_kept_waiting_for_a_rank_that_does_not_come(workers: Wo
     first, _, third = workers.run(load_beside_another_failure, str(tmp_path), world_size=3, timeout_s=40)
     assert first == third
     assert (first.kind, first.ranks) == ("rank_failed", (2,))
+
+
+def report_too_little(rank: int, world_size: int, path: str) -> Seen | None:
+    """The last rank of a group that is not the first says that its file is shorter than it was to be."""
+    from bytecheckpoint import reporting, writing
+
+    def lie(agreed: Any, written: Any) -> bytes:
+        report = msgspec.msgpack.decode(reporting.encode_report(agreed, written), type=reporting._Report)
+        files = [file._replace(byte_length=1) for file in report.files]
+        return msgspec.msgpack.encode(msgspec.structs.replace(report, files=files))
+
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(writing, "encode_report", lie)
+        return seen(lambda: bcp.save(path, state_of(rank, 1.0), options=OPTIONS, process_group=group))
+
+
+def test_a_rank_that_reports_something_else_is_named_by_its_global_rank(workers: WorkerPool, tmp_path: Path) -> None:
+    _, *errors = workers.run(report_too_little, str(tmp_path), world_size=3)
+    assert errors[0] is not None
+    assert errors == [errors[0]] * 2
+    assert (errors[0].kind, errors[0].ranks) == ("storage", (2,))
+    assert "rank 2 was to write" in errors[0].message
+    assert bcp.steps(tmp_path) == []
 
 
 def save_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[int, int, int]]:

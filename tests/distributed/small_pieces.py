@@ -1,0 +1,21 @@
+"""Small checkpoints that are cut like large ones: the state of a test has to have many extents, reads and parcels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+@contextmanager
+def small_pieces(*, extent_bytes: int = 512) -> Iterator[None]:
+    """Within the block what is saved has extents of so many bytes, what is loaded is read straight into place from
+    half of that on, and `scratch_bytes` may be as small as one likes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.planner.file_plan.EXTENT_BYTES", extent_bytes)
+        patch.setattr("bytecheckpoint.planner.coalesce.MIN_DIRECT_BYTES", extent_bytes // 2)
+        patch.setattr("bytecheckpoint.arrivals._MIN_DIRECT_BYTES", extent_bytes // 8)
+        patch.setattr("bytecheckpoint.options.MIN_SCRATCH_BYTES", 1)
+        yield

@@ -1,0 +1,199 @@
+"""A rank that dies or stops in a load whose ranks exchange what they read: whatever it was doing, all others raise and
+name it, and the next load works. One that is only slow is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.seams import Seen, before, loads_as, raising, seen, state_of
+
+import bytecheckpoint as bcp
+from distributed.small_pieces import small_pieces
+from distributed.workers import WorkerDied, WorkerPool
+
+PHASES = {
+    "finding": "bytecheckpoint.api.open_store",
+    "matching": "bytecheckpoint.api.match_state",
+    "planning what to exchange": "bytecheckpoint.exchange.wanted_runs",
+    "dividing the work": "bytecheckpoint.exchange.divide_work",
+    "connecting": "bytecheckpoint.exchange.connect",
+    "letting in": "bytecheckpoint.greetings._Hall.arrivals",
+    "reading": "bytecheckpoint.reading.Source.run",
+    "passing on": "bytecheckpoint.exchange.sealed",
+    "taking in": "bytecheckpoint.arrivals.check_digest",
+    "finishing": "bytecheckpoint.adapters.containers.PlainEntry.finish",
+}
+GROUP_SIZE, NUM_GROUPS = 2, 4
+
+
+class Case(NamedTuple):
+    """A rank of a group that goes missing."""
+
+    phase: str
+    missing_rank: int
+    how: str
+
+
+def cases_of(phases: list[str]) -> list[Case]:
+    """In each phase one rank dies and the other one stops, in the next phase the other way round."""
+    return [
+        Case(phase, (number + (how == "stopped")) % GROUP_SIZE, how)
+        for number, phase in enumerate(phases)
+        for how in ("killed", "stopped")
+    ]
+
+
+CASES = cases_of([*PHASES])
+BATCHES = [CASES[first : first + NUM_GROUPS] for first in range(0, len(CASES), NUM_GROUPS)]
+
+
+def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[Seen | None, bool]:
+    """In each group one rank goes missing in a load, all groups at once. The other wakes it when it has its error, and
+    then both load again.
+    """
+    number, own_rank = divmod(rank, GROUP_SIZE)
+    firsts = range(0, world_size, GROUP_SIZE)
+    group = [dist.new_group([*range(first, first + GROUP_SIZE)]) for first in firsts][number]
+    case, path = cases[number], f"{root}/{number}"
+    pids: list[int] = [0] * GROUP_SIZE
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    bcp.save(path, state_of(own_rank, 1.0), process_group=group)
+    options = bcp.LoadOptions(exchange="on", timeout_s=1.5)
+    with going_missing(case) if own_rank == case.missing_rank else nullcontext():
+        error = seen(lambda: bcp.load(path, state_of(own_rank, 9.0), options=options, process_group=group))
+    if case.how == "killed":
+        return error, True
+    if own_rank != case.missing_rank:
+        os.kill(pids[case.missing_rank], signal.SIGCONT)
+    dist.barrier(group=group)
+    patient = bcp.LoadOptions(exchange="on", timeout_s=30)
+    return error, loads_as(path, own_rank, 1.0, options=patient, process_group=group)
+
+
+def going_missing(case: Case) -> Any:
+    left = [signal.SIGKILL if case.how == "killed" else signal.SIGSTOP]
+    return before(PHASES[case.phase], lambda: os.kill(os.getpid(), left.pop()) if left else None)
+
+
+@pytest.mark.parametrize("cases", BATCHES, ids=lambda cases: ", ".join(dict.fromkeys(case.phase for case in cases)))
+def test_a_rank_that_is_lost_in_any_phase_is_named(workers: WorkerPool, tmp_path: Path, cases: list[Case]) -> None:
+    outcomes = workers.run_each(go_missing, str(tmp_path), cases, world_size=GROUP_SIZE * len(cases), timeout_s=60)
+    for number, case in enumerate(cases):
+        of_group = outcomes[number * GROUP_SIZE : (number + 1) * GROUP_SIZE]
+        lost = of_group.pop(case.missing_rank)
+        assert isinstance(lost.error, WorkerDied) == (case.how == "killed"), (case, lost)
+        for outcome in of_group:
+            assert outcome.error is None, (case, outcome.error)
+            error, next_loads = outcome.value
+            assert error is not None, case
+            assert (error.kind, error.ranks) == ("rank_missing", (number * GROUP_SIZE + case.missing_rank,)), case
+            assert next_loads, case
+
+
+def test_every_phase_is_tried_with_a_dead_and_a_stopped_rank() -> None:
+    assert [case for cases in BATCHES for case in cases] == CASES
+    hows = {"killed", "stopped"}
+    assert {(case.phase, case.how) for case in CASES} == {(phase, how) for phase in PHASES for how in hows}
+    assert {(case.missing_rank, case.how) for case in CASES} == {(rank, how) for rank in (0, 1) for how in hows}
+
+
+def fail_in(rank: int, world_size: int, path: str, phase: str, failing_rank: int) -> tuple[Seen | None, bool]:
+    bcp.save(path, state_of(rank, 1.0))
+    options = bcp.LoadOptions(exchange="on", timeout_s=30)
+    with before(PHASES[phase], raising(OSError("boom"))) if rank == failing_rank else nullcontext():
+        error = seen(lambda: bcp.load(path, state_of(rank, 0.0), options=options))
+    dist.barrier()
+    return error, loads_as(path, rank, 1.0, options=options)
+
+
+@pytest.mark.parametrize("phase", ["planning what to exchange", "letting in", "taking in", "finishing"])
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_what_fails_in_any_phase_fails_all(workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int) -> None:
+    """Other phases are in test_exchange.py and test_failures.py."""
+    outcomes = workers.run(fail_in, str(tmp_path), phase, failing_rank, world_size=3)
+    errors = [error for error, _ in outcomes]
+    assert errors == [errors[0]] * 3
+    assert errors[0] is not None
+    assert (errors[0].kind, errors[0].ranks) == ("rank_failed", (failing_rank,))
+    assert "boom" in errors[0].message
+    assert all(next_loads for _, next_loads in outcomes)
+
+
+TIMEOUT_S = 1.5
+NUM_SLOW_READS, SLOW_READ_S = 16, 0.3
+EXTENT_BYTES = 8192
+VALUES = {name: torch.arange(2 * NUM_SLOW_READS * EXTENT_BYTES // 4, dtype=torch.int32) for name in ("first", "second")}
+
+
+def load_from_a_slow_store(rank: int, world_size: int, path: str) -> tuple[bool, float]:
+    """Rank 1 reads half of `first` for itself and for rank 0 before rank 2 hears anything from it."""
+    state = {name: torch.zeros_like(value) for name, value in VALUES.items() if rank < 2 or name == "second"}
+    slow = before("bytecheckpoint.storage.local_store.LocalStore.read_into", lambda: time.sleep(SLOW_READ_S))
+    started = time.monotonic()
+    with small_pieces(extent_bytes=EXTENT_BYTES), slow if rank == 1 else nullcontext():
+        options = bcp.LoadOptions(exchange="on", timeout_s=TIMEOUT_S, reader_threads=1, scratch_bytes=40_000)
+        bcp.load(path, state, options=options)
+    return all(torch.equal(tensor, VALUES[name]) for name, tensor in state.items()), time.monotonic() - started
+
+
+def test_a_reader_that_is_slow_is_waited_for(workers: WorkerPool, tmp_path: Path) -> None:
+    with small_pieces(extent_bytes=EXTENT_BYTES):
+        bcp.save(tmp_path, VALUES)
+    outcomes = workers.run(load_from_a_slow_store, str(tmp_path), world_size=3, timeout_s=120)
+    assert [is_right for is_right, _ in outcomes] == [True] * 3
+    assert min(seconds for _, seconds in outcomes) > SLOW_READ_S * NUM_SLOW_READS > 3 * TIMEOUT_S
+
+
+def lose_a_taker(rank: int, world_size: int, path: str) -> Seen | None:
+    """Rank 2 has so much of its own to read that it reads nothing for others, and dies of the first parcel."""
+    state = {name: torch.zeros_like(value) for name, value in VALUES.items() if rank == 2 or name == "first"}
+    dies = before(PHASES["taking in"], lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with small_pieces(extent_bytes=EXTENT_BYTES), dies if rank == 2 else nullcontext():
+        options = bcp.LoadOptions(exchange="on", timeout_s=300, scratch_bytes=40_000)
+        return seen(lambda: bcp.load(path, state, options=options))
+
+
+def test_a_taker_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, tmp_path: Path) -> None:
+    with small_pieces(extent_bytes=EXTENT_BYTES):
+        bcp.save(tmp_path, VALUES)
+    *others, lost = workers.run_each(lose_a_taker, str(tmp_path), world_size=3, timeout_s=100)
+    assert isinstance(lost.error, WorkerDied)
+    for outcome in others:
+        assert outcome.error is None, outcome.error
+        assert (outcome.value.kind, outcome.value.ranks) == ("rank_missing", (2,))
+        assert "was to take what this one reads, and is gone" in outcome.value.message
+
+
+HOLD_S = 4.0
+
+
+def interrupt_rank_1(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...], float]:
+    """While rank 0 answers nobody, rank 1 is interrupted: what each raises, and when rank 1 has and rank 0 goes on."""
+    bcp.save(path, state_of(rank, 1.0))
+    times = []
+    wait = lambda: (time.sleep(HOLD_S), times.append(time.monotonic()))  # noqa: E731
+    interrupt = before(PHASES["letting in"], raising(KeyboardInterrupt()))
+    options = bcp.LoadOptions(exchange="on", timeout_s=20)
+    try:
+        with before(PHASES["dividing the work"], wait) if rank == 0 else interrupt:
+            bcp.load(path, state_of(rank, 0.0), options=options)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", (), time.monotonic()
+    except bcp.CheckpointError as error:
+        return error.kind, error.ranks, times[0]
+    return "", (), 0.0
+
+
+def test_an_interrupt_does_not_wait_for_a_reader_that_does_not_answer(workers: WorkerPool, tmp_path: Path) -> None:
+    outcomes = workers.run(interrupt_rank_1, str(tmp_path), world_size=2, timeout_s=60)
+    assert [outcome[:2] for outcome in outcomes] == [("rank_missing", (1,)), ("KeyboardInterrupt", ())]
+    assert outcomes[1][2] < outcomes[0][2]
