@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from bytecheckpoint.arrivals import Arrivals
+from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.matching import Match
 from bytecheckpoint.parcels import (
@@ -99,11 +100,13 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     extents = Extents(source.manifest.files)
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
-    with closing(Listener(towards=ranks.meeting_host)) as listener:
+    tensors = (shard.tensor for shard in match.shards)
+    with closing(Listener(towards=ranks.meeting_host)) as listener, lanes_to(tensors) as lanes:
         deal = _agree(ranks, _Wish(listener.address, wanted_runs(sharable, extents), source.unit_bytes), extents)
         work = divide_work(sharable, deal.share, extents, unit_bytes=deal.unit_bytes)
         work = work._replace(alone=[*work.alone, *unsharable])
-        exchange = _Exchange(ranks, source, source.targets(match.shards, match.stored_fqns), match.stored_fqns)
+        targets = source.targets(match.shards, match.stored_fqns, lanes)
+        exchange = _Exchange(ranks, source, targets, match.stored_fqns, lanes=lanes)
         try:
             return exchange.run(work, deal, listener)
         except PeerLeftError:
@@ -139,9 +142,12 @@ class _Outbox:
 class _Exchange:
     """The connections, threads and memory of one load on one rank."""
 
-    def __init__(self, ranks: Ranks, source: Source, targets: Sequence[Target], stored_fqns: Sequence[str]) -> None:
+    def __init__(
+        self, ranks: Ranks, source: Source, targets: Sequence[Target], stored_fqns: Sequence[str], *, lanes: Lanes
+    ) -> None:
         self._ranks = ranks
         self._source = source
+        self._lanes = lanes
         self._targets = targets
         self._stored_fqns = stored_fqns
         # A quarter for each direction: the other half is for reading.
@@ -208,7 +214,7 @@ class _Exchange:
     def _read_all(self, reads: Sequence[Read]) -> None:
         """Reads, and has what others want sent."""
         with self._failing_together():
-            self._source.run(reads)
+            self._source.run(reads, self._lanes)
             for outbox in self._outboxes:
                 outbox.parcels.put(None)
 
