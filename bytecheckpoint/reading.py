@@ -68,7 +68,7 @@ class Source:
             for shard, fqn in zip(shards, stored_fqns, strict=True)
         ]
         max_fetch_bytes = self._max_fetch_bytes
-        if any(has_streams(shard.tensor.device) for shard in shards):
+        if any(has_streams(device) for device in {shard.tensor.device for shard in shards}):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
         fetches = plan_load(
