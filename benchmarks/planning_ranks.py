@@ -84,7 +84,7 @@ def offers_of(tensors: list[Tensor], rank: int, num_ranks: int) -> list[Offer]:
 
 def wish_of_rank(offers: list[Offer]) -> Wish:
     options = SaveOptions()
-    return Wish(TARGET, (), offers, {}, {}, options.max_file_bytes, options.codec)
+    return Wish(TARGET, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec)
 
 
 def rows_of(tensors: list[Tensor], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ write. Where all of them did the same before, they only say so.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -43,8 +43,8 @@ class Wish(NamedTuple):
 
     target: Target
     shards: Sequence[LocalShard]
-    offers: Sequence[Offer]
-    """The shards as other ranks hear of them, in the same order and without digests."""
+    offers: Callable[[], list[Offer]]
+    """The shards as other ranks hear of them, in the same order and without digests: made where no plan is known."""
     aliases: Mapping[str, str]
     plain: Mapping[str, tuple[Scope, bytes]]
     max_file_bytes: int
@@ -52,7 +52,9 @@ class Wish(NamedTuple):
 
     def fingerprint(self, ranks: Ranks) -> bytes:
         """What a plan depends on, and nothing else."""
-        parts = (self.offers, self.aliases, self.max_file_bytes, self.codec, list(ranks.names), ranks.rank)
+        fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:-1]
+        options = (self.max_file_bytes, self.codec)
+        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank)
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
 
 
@@ -109,10 +111,10 @@ def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) 
     shards = [shard for of_entry in contents for shard in of_entry.shards]
     if options.codec != "none":
         shards = [part for shard in shards for part in cut_to_files(shard, options)]
-    offers = [
-        Offer(shard.fqn, shard.dtype, shard.global_shape, shard.region.offsets, shard.region.lengths)
-        for shard in shards
-    ]
+
+    def offers() -> list[Offer]:
+        return [Offer(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, _ in shards]
+
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
     return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec)
@@ -142,7 +144,7 @@ def _known_request(wish: Wish, known: KnownPlan) -> _Request:
 
 
 def _whole_request(wish: Wish, ranks: Ranks) -> _Request:
-    offers = list(wish.offers)
+    offers = wish.offers()
     if ranks.num_ranks > 1:
         for index, digest in enumerate(small_digests(wish.shards)):
             if digest is not None:
@@ -220,13 +222,14 @@ def _obey(ranks: Ranks, wish: Wish, known: KnownPlan | None) -> Agreed:
 
 
 def _planned(order: _Order, wish: Wish) -> KnownPlan:
-    num_offers = len(wish.offers)
+    offers = wish.offers()
+    num_offers = len(offers)
     kept = np.flatnonzero(np.unpackbits(np.frombuffer(order.kept, np.uint8), count=num_offers)).tolist()
     parts = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.parts]
-    writes = [*(Write(offer, wish.offers[offer].region) for offer in kept), *parts]
+    writes = [*(Write(offer, offers[offer].region) for offer in kept), *parts]
     return KnownPlan(
         plan_id=order.plan_id,
-        files=plan_files(wish.offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec),
+        files=plan_files(offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec),
         compared=order.compared,
         differing_replicas=order.differing_replicas,
         num_offers=num_offers,

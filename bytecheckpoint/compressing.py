@@ -5,13 +5,17 @@ then the header, which says how long they are. What is compressed is decided in 
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from functools import partial
 from itertools import accumulate, pairwise
+from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from bytecheckpoint.dtypes import itemsize
@@ -26,7 +30,7 @@ from bytecheckpoint.frames import (
 from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents
 from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.staging import PlannedFile, encode_file_header
-from bytecheckpoint.storage.codecs import decode_frame, encode_frame
+from bytecheckpoint.storage.codecs import FrameEncoder, decode_frame
 from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.writer import BLOCK_BYTES, Image
 
@@ -100,19 +104,51 @@ def compress_file(
     """
     chunks = _chunks_of(planned, memory)
     frames = ((chunk, number) for chunk in chunks for number in range(chunk.num_frames))
+    encoders = SimpleQueue[FrameEncoder]()
+    for _ in range(threads):
+        encoders.put(FrameEncoder())
 
-    def encode(job: tuple[_Chunk, int, memoryview]) -> None:
-        started = time.perf_counter()
-        job[0].add(job[1], job[2])
-        on_compressed(time.perf_counter() - started)
+    def encode(chunk: _Chunk, number: int, raw: memoryview) -> None:
+        encoder = encoders.get()
+        try:
+            started = time.perf_counter()
+            chunk.add(number, raw, encoder)
+            on_compressed(time.perf_counter() - started)
+        finally:
+            encoders.put(encoder)
 
-    for byte_offset, byte_length in planned.blocks:
-        with content(byte_offset, byte_length) as raw:
-            jobs = list(_jobs(frames, raw))
-            # The first frame of a chunk decides about the others.
-            do_side_by_side(encode, [job for job in jobs if job[1] == 0], num_threads=threads)
-            do_side_by_side(encode, [job for job in jobs if job[1] > 0], num_threads=threads)
+    with closing(_Blocks(planned.blocks, content)) as blocks:
+        blocks.enter_next()
+        while (raw := blocks.take()) is not None:
+            jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
+            # The next block is gathered while the last frames of this one are made.
+            do_side_by_side(lambda job: job(), [*jobs, blocks.enter_next], num_threads=threads)
     return _put_together(chunks)
+
+
+class _Blocks:
+    """The blocks of a file, one of them in use and another one entered ahead."""
+
+    def __init__(self, blocks: Iterable[tuple[int, int]], content: _Content) -> None:
+        self._left = iter(blocks)
+        self._content = content
+        self._in_use, self._ahead = ExitStack(), ExitStack()
+        self._next: memoryview | None = None
+
+    def enter_next(self) -> None:
+        """Waits until there is memory for it; on any thread."""
+        block = next(self._left, None)
+        self._next = None if block is None else self._ahead.enter_context(self._content(*block))
+
+    def take(self) -> memoryview | None:
+        """The block that was entered ahead; the one in use before is given back. None after the last."""
+        self._in_use.close()
+        self._in_use, self._ahead = self._ahead, self._in_use
+        return self._next
+
+    def close(self) -> None:
+        with self._in_use, self._ahead:
+            self._next = None
 
 
 def _chunks_of(planned: PlannedFile, memory: memoryview) -> list[_Chunk]:
@@ -134,6 +170,8 @@ class _Chunk:
         self.codec = codec if is_compressible(placed.byte_length) else "none"
         self.num_frames = count_frames(placed.byte_length)
         self.frames = [memory[:0]] * self.num_frames
+        self.digests = [0] * self.num_frames
+        self._is_decided = threading.Event()
 
     @property
     def num_stored_bytes(self) -> int:
@@ -142,11 +180,20 @@ class _Chunk:
     def frame_bytes(self, number: int) -> int:
         return frame_bytes(self.placed.byte_length, number)
 
-    def add(self, number: int, raw: memoryview) -> None:
-        """Takes one frame; frame 0 before all others."""
-        frame = raw if self.codec == "none" else encode_frame(self.codec, raw, self._item_bytes)
-        if number == 0 and len(frame) >= raw.nbytes:
-            self.codec, frame = "none", raw
+    def add(self, number: int, raw: memoryview, encoder: FrameEncoder) -> None:
+        """Takes one frame, on any thread. The first one decides about the others, which wait for it: another thread
+        must have begun with it.
+        """
+        if number > 0:
+            self._is_decided.wait()
+            self._keep(number, raw if self.codec == "none" else encoder.encode(self.codec, raw, self._item_bytes))
+            return
+        try:
+            frame = raw if self.codec == "none" else encoder.encode(self.codec, raw, self._item_bytes)
+            if len(frame) >= raw.nbytes:
+                self.codec, frame = "none", raw
+        finally:  # nobody may wait in vain
+            self._is_decided.set()
         self._keep(number, frame)
 
     def settle(self) -> None:
@@ -162,7 +209,8 @@ class _Chunk:
     def _keep(self, number: int, frame: bytes | bytearray | memoryview) -> None:
         start = number * MAX_ENCODED_BYTES
         self.frames[number] = self._memory[start : start + len(frame)]
-        self.frames[number][:] = frame
+        _copy(frame, self.frames[number])
+        self.digests[number] = xxhash.xxh3_64_intdigest(self.frames[number])
 
 
 def _jobs(frames: Iterator[tuple[_Chunk, int]], memory: memoryview) -> Iterator[tuple[_Chunk, int, memoryview]]:
@@ -183,22 +231,26 @@ def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
     header = encode_file_header([(chunk.placed, chunk.num_stored_bytes, chunk.codec) for chunk in in_file])
     ends = accumulate((chunk.num_stored_bytes for chunk in in_file), initial=len(header))
     starts = {id(chunk): start for chunk, start in zip(in_file, ends, strict=False)}
-    pieces = [memoryview(header), *(frame for chunk in in_file for frame in chunk.frames)]
-    extents = [part for piece in pieces for part in _extents(piece)]
+    frames = [frame for chunk in in_file for frame in chunk.frames]
+    header_extents = list(_extents(memoryview(header)))
     return CompressedFile(
-        pieces=pieces,
-        extent_lengths=[len(extent) for extent in extents],
-        extent_digests=[xxhash.xxh3_64_intdigest(extent) for extent in extents],
+        pieces=[memoryview(header), *frames],
+        # A frame is one extent, compressed or not.
+        extent_lengths=[*map(len, header_extents), *map(len, frames)],
+        extent_digests=[
+            *map(xxhash.xxh3_64_intdigest, header_extents),
+            *(digest for chunk in in_file for digest in chunk.digests),
+        ],
         places=[Place(starts[id(chunk)], chunk.num_stored_bytes, chunk.codec) for chunk in chunks],
     )
 
 
-def _extents(piece: memoryview) -> Iterator[memoryview]:
-    """A frame is one extent; what is longer, or stored raw, is cut as in other files."""
+def _extents(header: memoryview) -> Iterator[memoryview]:
+    """One, or where it is longer than a frame as in other files."""
     start = 0
-    is_long = len(piece) > MAX_ENCODED_BYTES
-    for length in cut_extents(len(piece), [], block_bytes=BLOCK_BYTES) if is_long else [len(piece)]:
-        yield piece[start : start + length]
+    is_long = len(header) > MAX_ENCODED_BYTES
+    for length in cut_extents(len(header), [], block_bytes=BLOCK_BYTES) if is_long else [len(header)]:
+        yield header[start : start + length]
         start += length
 
 
@@ -208,6 +260,11 @@ def _gather(pieces: Sequence[memoryview], starts: Sequence[int], byte_offset: in
     while filled < into.nbytes:
         skipped = byte_offset + filled - starts[index]
         part = pieces[index][skipped : skipped + into.nbytes - filled]
-        into[filled : filled + part.nbytes] = part
+        _copy(part, into[filled : filled + part.nbytes])
         filled += part.nbytes
         index += 1
+
+
+def _copy(content: bytes | bytearray | memoryview, into: memoryview) -> None:
+    """While other threads run: assigning to a slice of a memoryview would hold them up."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(content, np.uint8))

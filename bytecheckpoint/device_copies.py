@@ -47,6 +47,9 @@ class DeviceCopies:
 
 def mark_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
     """An event on the current stream of each accelerator among these: after it, tensors are as they are at the call."""
-    return {
-        device: torch.cuda.current_stream(device).record_event() for device in set(devices) if device.type == "cuda"
-    }
+    return {device: torch.cuda.current_stream(device).record_event() for device in set(devices) if has_streams(device)}
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies to and from the device can be queued. For any other they are done when torch returns from them."""
+    return device.type == "cuda"

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from bytecheckpoint.arrivals import Arrivals
+from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.greetings import Address, Listener, connect
 from bytecheckpoint.matching import Match
@@ -106,13 +107,14 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     extents = Extents(source.manifest.files)
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
-    with closing(Listener(towards=ranks.meeting_host)) as listener:
+    tensors = (shard.tensor for shard in match.shards)
+    with closing(Listener(towards=ranks.meeting_host)) as listener, lanes_to(tensors) as lanes:
         runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
         deal = _agree(ranks, _Wish(listener.address, runs, source.unit_bytes, timeout_s), extents)
         work = divide_work(sharable, deal.share, extents, unit_bytes=deal.unit_bytes)
         work = work._replace(alone=[*work.alone, *unsharable])
-        targets = source.targets(match.shards, match.stored_fqns)
-        exchange = _Exchange(ranks, source, targets, match.stored_fqns, beat_s=deal.beat_s)
+        targets = source.targets(match.shards, match.stored_fqns, lanes)
+        exchange = _Exchange(ranks, source, targets, match.stored_fqns, lanes=lanes, beat_s=deal.beat_s)
         try:
             return exchange.run(work, deal, listener)
         except PeerLeftError:
@@ -147,10 +149,18 @@ class _Exchange:
     """The connections, threads and memory of one load on one rank."""
 
     def __init__(
-        self, ranks: Ranks, source: Source, targets: Sequence[Target], stored_fqns: Sequence[str], *, beat_s: float
+        self,
+        ranks: Ranks,
+        source: Source,
+        targets: Sequence[Target],
+        stored_fqns: Sequence[str],
+        *,
+        lanes: Lanes,
+        beat_s: float,
     ) -> None:
         self._ranks = ranks
         self._source = source
+        self._lanes = lanes
         self._targets = targets
         self._stored_fqns = stored_fqns
         self._beat_s = beat_s
@@ -200,7 +210,7 @@ class _Exchange:
 
     def _read_all(self, reads: Sequence[Read]) -> None:
         """Reads, and has what others want sent."""
-        self._source.run(reads)
+        self._source.run(reads, self._lanes)
         for outbox in self._outboxes:
             outbox.end()
 

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.device_copies import has_streams
+from bytecheckpoint.device_loads import Lane
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
-from bytecheckpoint.tensor_memory import SAME_SIZE_INTEGERS, as_bytes, is_flat, view_region
+from bytecheckpoint.tensor_memory import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
 
 
 class Target(NamedTuple):
@@ -23,26 +25,29 @@ class Target(NamedTuple):
     shard: LocalShard
     stored_dtype: str
     address: int
-    """Of its first byte, where stored bytes can be put there as they are; else 0."""
+    """Of its first byte, where it is on the host and stored bytes can be put there as they are; else 0."""
     byte_length: int
-    """0 where there is no address."""
+    """0 where stored bytes cannot be put there as they are."""
+    lane: Lane | None
+    """The way to it, where it is on a device that has one."""
 
 
 def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
     """Whether stored bytes can be put into the shard's memory as they are."""
-    return shard.dtype == stored_dtype and is_flat(shard.tensor)
+    tensor = shard.tensor
+    return shard.dtype == stored_dtype and (tensor.is_cpu or has_streams(tensor.device)) and is_row_major(tensor)
 
 
-def target_of(shard: LocalShard, stored_dtype: str) -> Target:
+def target_of(shard: LocalShard, stored_dtype: str, lane: Lane | None) -> Target:
     # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
     tensor = shard.tensor
-    return Target(
-        shard, stored_dtype, *((tensor.data_ptr(), tensor.nbytes) if takes_bytes(shard, stored_dtype) else (0, 0))
-    )
+    if not takes_bytes(shard, stored_dtype):
+        return Target(shard, stored_dtype, 0, 0, lane)
+    return Target(shard, stored_dtype, tensor.data_ptr() if lane is None else 0, tensor.nbytes, lane)
 
 
 def memory_of(part: Part, targets: Sequence[Target]) -> memoryview | None:
-    """The memory that the bytes of a part are for, where they can be put there as they are."""
+    """The host memory that the bytes of a part are for, where they can be put there as they are."""
     target = targets[part.want]
     if not target.address or not isinstance(part, FlatPart):
         return None
@@ -60,7 +65,11 @@ def place_all(parts: Sequence[Part], byte_offset: int, targets: Sequence[Target]
         _, start, length, target_offset = part
         if target_offset + length > target.byte_length or start + length > byte_offset + fetched.nbytes:
             raise ValueError(f"the plan puts {length} bytes where {target.shard.fqn} has no memory that takes them")
-        ctypes.memmove(target.address + target_offset, source + start, length)
+        if target.lane is None:
+            ctypes.memmove(target.address + target_offset, source + start, length)
+        else:
+            memory = target.shard.tensor.reshape(-1).view(torch.uint8)[target_offset : target_offset + length]
+            target.lane.copy(memory, fetched[start - byte_offset :][:length], None)
 
 
 def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:
@@ -71,8 +80,19 @@ def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:
     is_raw = target.stored_dtype == target.shard.dtype and not destination.is_conj() and not destination.is_neg()
     if is_raw and integers is not None:
         dtype, destination = integers, destination.view(integers)
+
+    def shaped(stored: torch.Tensor) -> torch.Tensor:
+        return stored.view(dtype).as_strided(lengths, strides)
+
+    if target.lane is not None and target.stored_dtype == target.shard.dtype:
+        target.lane.copy(destination, content, shaped)
+        return
     stored = torch.frombuffer(content, dtype=torch.uint8)
     if stored.data_ptr() % dtype.itemsize:
         stored = stored.clone()  # files of others may hold it so; torch crashes on complex numbers that are not aligned
-    source = stored.view(dtype).as_strided(lengths, strides)
-    destination.copy_(source)
+    if target.lane is None:
+        destination.copy_(shaped(stored))
+        return
+    # Converted on the host, so that the result is the same as there.
+    converted = shaped(stored).to(destination.dtype).contiguous()
+    target.lane.copy(destination, as_bytes(converted), lambda raw: raw.view(destination.dtype).view(lengths))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.device_copies import has_streams
+from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
@@ -14,8 +16,11 @@ from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.reader import FrameRead, Read, run_reads
+from bytecheckpoint.storage.reader import ALIGNMENT, FrameRead, Read, run_reads
 from bytecheckpoint.storage.store import Store
+
+_EXTENT_BYTES = 1 << 20
+"""The most that an extent of an ordinary file has."""
 
 
 class Source:
@@ -62,37 +67,46 @@ class Source:
             Want(fqn, shard.region, takes_bytes(shard, self._stored_dtype(fqn)))
             for shard, fqn in zip(shards, stored_fqns, strict=True)
         ]
+        max_fetch_bytes = self._max_fetch_bytes
+        if any(has_streams(device) for device in {shard.tensor.device for shard in shards}):
+            # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
+            max_fetch_bytes = _fitting(max_fetch_bytes // 2)
         fetches = plan_load(
             self.manifest,
             wants,
             verify=options.verify,
             max_gap_bytes=self.store.access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
-            max_fetch_bytes=self._max_fetch_bytes,
+            max_fetch_bytes=max_fetch_bytes,
         )
         check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
         return fetches
 
-    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Target]:
+    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: Lanes) -> list[Target]:
         """The memory of these shards, as destinations of a load."""
-        return [target_of(shard, self._stored_dtype(fqn)) for shard, fqn in zip(shards, stored_fqns, strict=True)]
+        return [
+            target_of(shard, self._stored_dtype(fqn), lanes.to(shard.tensor))
+            for shard, fqn in zip(shards, stored_fqns, strict=True)
+        ]
 
     def reads(self, fetches: Sequence[Fetch], targets: Sequence[Target], stored_fqns: Sequence[str]) -> list[Read]:
         """The reads of a plan that was made for these shards."""
         return [self._read(fetch, targets, stored_fqns) for fetch in fetches]
 
-    def run(self, reads: Sequence[Read]) -> None:
-        """Carries out these reads."""
+    def run(self, reads: Sequence[Read], lanes: Lanes) -> None:
+        """Carries out these reads; copies into devices may still be under way until the lanes are closed."""
         run_reads(
             self.store,
             reads,
             threads=self.options.reader_threads,
             verify=self.options.verify,
             scratch_bytes=self._scratch_bytes,
+            memory=lanes,
         )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
-        self.run(self.reads(fetches, self.targets(shards, stored_fqns), stored_fqns))
+        with lanes_to(shard.tensor for shard in shards) as lanes:
+            self.run(self.reads(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
 
     def _stored_dtype(self, fqn: str) -> str:
         dtype = self._dtypes.get(fqn)
@@ -127,6 +141,14 @@ def frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
         target=memory,
         place=partial(place_all, frame.parts, 0, targets) if memory is None else _leave,
     )
+
+
+def _fitting(num_bytes: int) -> int:
+    """The bytes of a read that, widened to whole extents, mostly fits into that much pinned memory, of which torch
+    gives powers of two.
+    """
+    block_bytes = 1 << (num_bytes.bit_length() - 1)
+    return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
 
 
 def _leave(content: memoryview) -> None:

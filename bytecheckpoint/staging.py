@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, unsupported
+from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.frames import count_frames, frame_bytes
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.codec_choice import CodecOption, codec_of
@@ -170,8 +171,10 @@ class LiveFile:
         return {tensor.device for tensor in self._others.values()} | {torch.device("cpu")}
 
     def leave_out_devices(self) -> dict[int, torch.Tensor]:
-        """What lies on accelerators, by its byte offset in the file. From here on `gather` leaves it to the caller."""
-        on_devices = {index: tensor for index, tensor in self._others.items() if not tensor.is_cpu}
+        """What lies on devices with streams, by its byte offset in the file. From here on `gather` leaves it to the
+        caller.
+        """
+        on_devices = {index: tensor for index, tensor in self._others.items() if has_streams(tensor.device)}
         for index in on_devices:
             self._lengths[index] = 0
         return {self._starts[index]: tensor for index, tensor in on_devices.items()}

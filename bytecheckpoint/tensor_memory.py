@@ -28,7 +28,12 @@ def narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 def is_flat(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is its elements, row-major and without gaps, on the host."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and is_row_major(tensor)
+
+
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory, on whatever device, is its elements, row-major and without gaps."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -155,6 +155,22 @@ def test_a_file_that_fails_leaves_none_behind(tmp_path: Path, where: str, call: 
     assert differing(saved_bits(tmp_path / "c"), bits_of_all(state)) == []
 
 
+@pytest.mark.parametrize("call", [0, 1, 20])
+def test_a_frame_that_fails_leaves_nobody_waiting_and_no_memory_lent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """The frames of a chunk wait for its first one, and each block is entered while another one is in use."""
+    monkeypatch.setattr(staging, "MAX_COMPRESSED_FILE_BYTES", 40 << 20)
+    state = {"w": torch.arange(9 << 20)[: 35 << 17]}
+    for _ in range(3):
+        failing = before("bytecheckpoint.storage.codecs.FrameEncoder.encode", failing_at(call, MemoryError("no more")))
+        with failing, pytest.raises(CheckpointSaveError, match="no more"):
+            bcp.save(tmp_path / "c", state, options=ZSTD)
+    assert files_under(tmp_path) == []
+    bcp.save(tmp_path / "c", state, options=ZSTD)
+    assert differing(saved_bits(tmp_path / "c"), bits_of_all(state)) == []
+
+
 def test_a_slice_reads_the_chunks_that_it_touches(tmp_path: Path) -> None:
     tensor = torch.arange(20_000.0).reshape(100, 200)
     bcp.save(tmp_path / "c", {"w": tensor}, options=ZSTD)

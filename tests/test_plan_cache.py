@@ -292,6 +292,19 @@ def test_a_hit_reports_its_files_and_no_chunks(tmp_path: Path, monkeypatch: pyte
     assert lengths[1] == lengths[2] < 300
 
 
+def test_a_hit_describes_no_tensor_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    bcp.save(tmp_path, state, step=0)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an offer")
+
+    monkeypatch.setattr("bytecheckpoint.agreement.Offer", refuse)
+    bcp.save(tmp_path, state, step=1)
+    with pytest.raises(bcp.CheckpointError, match="an offer"):
+        bcp.save(tmp_path, state | {"c": torch.ones(1)}, step=2)
+
+
 @pytest.mark.parametrize("num_states", [MAX_PLANS, MAX_PLANS + 3])
 def test_states_that_take_turns_are_saved_right_whether_their_plans_are_kept_or_not(
     tmp_path: Path, num_states: int

@@ -21,7 +21,7 @@ from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
 from bytecheckpoint.region import flat_span, split_rows
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.reader import FrameRead, Read, run_reads
+from bytecheckpoint.storage.reader import FrameRead, HostMemory, Read, run_reads
 
 from .arguments import Opened
 from .element_values import decode_values, has_values
@@ -113,6 +113,7 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         threads=options.reader_threads,
         verify=options.verify,
         scratch_bytes=options.scratch_bytes,
+        memory=HostMemory(),
     )
     return found
 

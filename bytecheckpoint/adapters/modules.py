@@ -61,6 +61,14 @@ class _Part(NamedTuple):
                 name = prefix.removesuffix("module.") + name.removeprefix(prefix)
         return plain_name(name)
 
+    def plain_tensors(self) -> Mapping[str, torch.Tensor] | None:
+        """The state_dict, where all in it are plain tensors of the module under plain names: told by a few looks."""
+        if self.is_wrapped or not self.tree.is_saved_as_usual:
+            return None
+        values = self.tree.state_dict()
+        are_plain = PLAIN_TENSORS.issuperset(map(type, values.values())) and _EXTRA_STATE not in "".join(values)
+        return values if are_plain else None
+
     def state(self) -> Iterator[tuple[str, str, Any]]:
         """The state_dict: of each value the module's own name for it, the plain name, and the live value."""
         for name, value in self.tree.state_dict().items():
@@ -186,6 +194,10 @@ class ModuleEntry:
         extra: dict[str, Any] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
         for part in self._parts:
+            plain_tensors = part.plain_tensors()
+            if plain_tensors is not None:
+                found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
+                continue
             live = None if part.tree.is_saved_as_usual else part.tree.live()
             for name, plain, value in part.state():
                 fqn = prefix + plain
@@ -202,7 +214,11 @@ class ModuleEntry:
 
 def _untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {fqn: tensor for _, fqn, tensor in found}
+    addresses = [_address(tensor) for tensor in tensors.values()]
+    if len(set(addresses)) == len(found):  # no two share a name, or memory: nearly always
+        return tensors, {}
+    tensors = {}
     aliases: dict[str, str] = {}
     owners: dict[object, str] = {}
     for (name, fqn, tensor), memory in zip(found, _memories([tensor for _, _, tensor in found]), strict=True):
@@ -261,7 +277,7 @@ def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor if type(tensor) in PLAIN_TENSORS or not isinstance(tensor, DTensor) else tensor._local_tensor
     return local.data_ptr() if type(local) in PLAIN_TENSORS and local.layout is torch.strided else 0
 
 

@@ -250,7 +250,7 @@ def _new_state(
     if device is None:
         group = next(group for group in optimizer.param_groups if any(own is parameter for own in group["params"]))
         is_on_host = is_scalar and not (group.get("capturable") or group.get("fused"))
-        device = "cpu" if is_on_host else parameter.device.type
+        return torch.empty(stored.shape, dtype=dtype, device="cpu" if is_on_host else parameter.device)
     return torch.empty(stored.shape, dtype=dtype, device=device)
 
 

@@ -6,7 +6,7 @@ FQN. So a name depends on nothing that other ranks hold, and on nothing else tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,7 +88,9 @@ def _alone(name: str | None) -> ParameterNames | None:
     return ParameterNames(name, (name, join_fqn(MODEL, name)))
 
 
-def _check_unique(optimizer_fqn: str, names: Iterable[ParameterNames]) -> None:
+def _check_unique(optimizer_fqn: str, names: Collection[ParameterNames]) -> None:
+    if len({of_parameter.name for of_parameter in names}) == len(names):
+        return
     owners: dict[str, ParameterNames] = {}
     for of_parameter in names:
         owner = owners.setdefault(of_parameter.name, of_parameter)

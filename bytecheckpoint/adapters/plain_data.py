@@ -100,6 +100,8 @@ def _dict_to_wire(value: Mapping[Any, Any], fqn: str, on_tensor: TensorHook, dep
     if not (has_names and "".join(value).isascii()):
         for key in value:
             check_key(key, fqn)
+    if has_names and type(value) is dict and depth > 1 and _WRITTEN_AS_THEY_ARE.issuperset(map(type, value.values())):
+        return value
     prefix = f"{fqn}." if fqn else ""
     if has_names and type(value) is dict:
         return {

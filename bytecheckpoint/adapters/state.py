@@ -93,9 +93,8 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
     collected: list[Contents] = []
     for entry in entries:
         contents = entry.collect()
-        for shard in contents.shards:
-            if shard.tensor.is_meta:
-                check_has_memory(shard.fqn, shard.tensor)
+        for shard in [shard for shard in contents.shards if shard.tensor.is_meta]:
+            check_has_memory(shard.fqn, shard.tensor)
         if not taken.isdisjoint(contents.names):
             name = min(taken & contents.names)
             owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)

@@ -119,13 +119,14 @@ def coalesce(
 
     Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
     share; the rest is merged where gaps are small. A fetch, with the memory that it decompresses one frame after the
-    other into, takes more than `max_fetch_bytes` only where one part with its extents or one frame does.
+    other into, takes more than `max_fetch_bytes` only where one extent, one small part with its extents or one frame
+    does.
     """
     fetches: list[Fetch] = []
     small: list[Part | Frame] = [*frames]
     for part in parts:
         if isinstance(part, FlatPart) and part.byte_length >= MIN_DIRECT_BYTES:
-            direct, ends = _split_direct(file, part, extents)
+            direct, ends = _split_direct(file, part, extents, min(MAX_DIRECT_BYTES, max_fetch_bytes))
             fetches += direct
             small += ends
         else:
@@ -134,13 +135,15 @@ def coalesce(
     return fetches + _merge(file, small, extents, max_gap_bytes, max_fetch_bytes)
 
 
-def _split_direct(file: int, part: FlatPart, extents: ExtentIndex) -> tuple[list[Fetch], list[FlatPart]]:
+def _split_direct(
+    file: int, part: FlatPart, extents: ExtentIndex, max_bytes: int
+) -> tuple[list[Fetch], list[FlatPart]]:
     start, end = part.byte_offset, part.byte_offset + part.byte_length
     first, last = extents.shrink(start, end)
     fetches = []
     position = first
     while position < last:
-        stop = extents.shrink(position, min(position + MAX_DIRECT_BYTES, last))[1]
+        stop = extents.shrink(position, min(position + max_bytes, last))[1]
         if stop <= position:  # one extent is larger than a fetch
             stop = extents.widen(position, position + 1)[1]
         inner = _cut_flat(part, position, stop)

@@ -35,7 +35,7 @@ class Want(NamedTuple):
     region: Region
     """Global coordinates."""
     is_flat: bool
-    """The memory can take raw bytes: on the host, row-major without gaps, of the stored dtype."""
+    """The memory can take raw bytes: row-major without gaps, of the stored dtype."""
 
 
 class _Packed(NamedTuple):

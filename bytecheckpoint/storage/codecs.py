@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from bytecheckpoint.errors import CheckpointCorruptError
@@ -34,10 +35,29 @@ def encode_frames(codec: str, raw: memoryview, item_bytes: int) -> list[bytes] |
 
 def encode_frame(codec: str, raw: memoryview, item_bytes: int) -> bytes:
     """One frame with these raw bytes, at most FRAME_BYTES of them. Raises ValueError for a codec that has no frames."""
-    if codec != "zstd":
-        raise ValueError(f"{codec!r} is no codec that has frames")
-    # zstd's contexts serve one thread at a time, and making one costs nothing beside a frame.
-    return zstandard.ZstdCompressor(compression_params=_parameters()).compress(_shuffled(raw, item_bytes))
+    return FrameEncoder().encode(codec, raw, item_bytes)
+
+
+class FrameEncoder:
+    """Makes one frame after the other, in memory that it keeps: new memory for each would cost as much as sorting the
+    bytes. Serves one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._compressor = zstandard.ZstdCompressor(compression_params=_parameters())
+        self._sorted = np.empty(0, np.uint8)
+
+    def encode(self, codec: str, raw: memoryview, item_bytes: int) -> bytes:
+        """As `encode_frame`."""
+        if codec != "zstd":
+            raise ValueError(f"{codec!r} is no codec that has frames")
+        if item_bytes == 1:
+            return self._compressor.compress(raw)
+        if self._sorted.nbytes < raw.nbytes:
+            self._sorted = np.empty(raw.nbytes, np.uint8)
+        shuffled = self._sorted[: raw.nbytes]
+        _shuffle(np.frombuffer(raw, np.uint8), item_bytes, shuffled)
+        return self._compressor.compress(shuffled.data)
 
 
 @cache
@@ -83,14 +103,13 @@ def _damaged(what: str) -> CheckpointCorruptError:
     )
 
 
-def _shuffled(raw: memoryview, item_bytes: int) -> memoryview:
+_Bytes = npt.NDArray[np.uint8]
+
+
+def _shuffle(source: _Bytes, item_bytes: int, into: _Bytes) -> None:
     """The first byte of each item, then the second of each, ...; bytes that make no whole item stay at the end."""
-    if item_bytes == 1:
-        return raw
-    source = np.frombuffer(raw, np.uint8)
-    shuffled = np.empty(raw.nbytes, np.uint8)
-    num_sorted = raw.nbytes // item_bytes * item_bytes
-    planes = shuffled[:num_sorted].reshape(item_bytes, -1)
+    num_sorted = source.nbytes // item_bytes * item_bytes
+    planes = into[:num_sorted].reshape(item_bytes, -1)
     if item_bytes in {2, 4}:  # a narrowing cast is several times as fast as single bytes far apart
         words = source[:num_sorted].view(f"<u{item_bytes}")
         for number, plane in enumerate(planes):
@@ -98,8 +117,7 @@ def _shuffled(raw: memoryview, item_bytes: int) -> memoryview:
     else:
         for number, plane in enumerate(planes):
             plane[:] = source[number:num_sorted:item_bytes]
-    shuffled[num_sorted:] = source[num_sorted:]
-    return shuffled.data
+    into[num_sorted:] = source[num_sorted:]
 
 
 def _unshuffle(shuffled: bytes, item_bytes: int, into: memoryview) -> None:

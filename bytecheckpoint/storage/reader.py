@@ -8,7 +8,7 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -18,7 +18,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.codecs import decode_frame
 from bytecheckpoint.storage.store import Store
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Of the largest items, in bytes."""
 
 
@@ -55,16 +55,47 @@ class Read(NamedTuple):
     frames: Sequence[FrameRead] = ()
 
 
-def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool, scratch_bytes: int) -> None:
+class Buffers(Protocol):
+    """Scratch memory that reads share."""
+
+    def take(self) -> memoryview:
+        """One of the buffers; waits until there is one."""
+
+    def give(self, buffer: memoryview) -> None:
+        """Takes it back from a read that needs it no longer."""
+
+
+class Memory(Protocol):
+    """What scratch memory is made of."""
+
+    def block_bytes(self, byte_length: int) -> int:
+        """How much of it a buffer of that length takes."""
+
+    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
+        """At most so many buffers of that length."""
+
+
+def run_reads(
+    store: Store,
+    reads: Sequence[Read],
+    *,
+    threads: int,
+    verify: bool,
+    scratch_bytes: int,
+    memory: Memory,
+) -> None:
     """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
 
     Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
     More than that is taken only for one read that is longer, with the frame that it decompresses.
     """
-    read_bytes = max((read.byte_length for read in reads if read.target is None), default=0)
+    read_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
     raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
-    num_buffers = max(1, min(threads, scratch_bytes // max(1, read_bytes + raw_bytes)))
-    scratch, raw_scratch = _Scratch(num_buffers, read_bytes + _ALIGNMENT), _Scratch(num_buffers, raw_bytes)
+    # Two for each thread: what it gave back may still be on its way to a device.
+    taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes)
+    room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
+    num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
+    scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
     checks = {read.file.name: _Checks(read.file) for read in reads} if verify else {}
 
     def run(read: Read) -> None:
@@ -74,7 +105,7 @@ def run_reads(store: Store, reads: Sequence[Read], *, threads: int, verify: bool
         buffer = scratch.take()
         try:
             # What is aligned in the file is aligned in memory.
-            content = buffer[read.byte_offset % _ALIGNMENT :][: read.byte_length]
+            content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
             _run(store, read, content, checks.get(read.file.name))
             _decode_all(read, content, raw_scratch)
         finally:
@@ -110,18 +141,20 @@ def _raw_bytes(read: Read) -> int:
     return max((frame.raw_bytes for frame in read.frames if frame.target is None), default=0)
 
 
-def _decode_all(read: Read, content: memoryview, scratch: _Scratch) -> None:
-    if not read.frames:
-        return
-    raw = scratch.take()
-    try:
-        for frame in read.frames:
-            start = frame.byte_offset - read.byte_offset
-            into = raw[: frame.raw_bytes] if frame.target is None else frame.target
-            _decode(read, frame, content[start : start + frame.byte_length], into)
-            frame.place(into)
-    finally:
-        scratch.give(raw)
+def _decode_all(read: Read, content: memoryview, scratch: Buffers) -> None:
+    for frame in read.frames:
+        start = frame.byte_offset - read.byte_offset
+        encoded = content[start : start + frame.byte_length]
+        if frame.target is not None:
+            _decode(read, frame, encoded, frame.target)
+            frame.place(frame.target)
+            continue
+        raw = scratch.take()
+        try:
+            _decode(read, frame, encoded, raw[: frame.raw_bytes])
+            frame.place(raw[: frame.raw_bytes])
+        finally:
+            scratch.give(raw)
 
 
 def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview) -> None:
@@ -135,8 +168,18 @@ def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview)
         ) from error
 
 
-class _Scratch:
-    """Buffers that reads share, made when first needed."""
+class HostMemory:
+    """What reads into host memory go through."""
+
+    def block_bytes(self, byte_length: int) -> int:
+        return byte_length
+
+    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
+        return _HostBuffers(num_buffers, byte_length)
+
+
+class _HostBuffers:
+    """Buffers that are free when they are given back, made when first needed."""
 
     def __init__(self, num_buffers: int, byte_length: int) -> None:
         self._byte_length = byte_length

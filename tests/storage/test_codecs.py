@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.frames import CODECS, FRAME_BYTES, MAX_ENCODED_BYTES, MIN_CHUNK_BYTES, count_frames, frame_bytes
-from bytecheckpoint.storage.codecs import decode_frame, encode_frame, encode_frames
+from bytecheckpoint.storage.codecs import FrameEncoder, decode_frame, encode_frame, encode_frames
 
 ITEM_BYTES = [1, 2, 4, 8, 16]
 
@@ -51,6 +51,13 @@ def test_any_chunk_comes_back(item_bytes: int, num_bytes: int) -> None:
     parts = [decoded(frame, frame_bytes(num_bytes, at), item_bytes) for at, frame in enumerate(frames)]
     assert b"".join(parts) == raw
     assert sum(map(len, frames)) < num_bytes
+
+
+def test_an_encoder_makes_the_same_frames_whatever_it_made_before() -> None:
+    encoder = FrameEncoder()
+    for num_bytes, item_bytes in [(9, 4), (FRAME_BYTES, 2), (5000, 4), (5001, 8), (FRAME_BYTES, 1), (70_000, 2)]:
+        raw = memoryview(weights(num_bytes, item_bytes))
+        assert encoder.encode("zstd", raw, item_bytes) == encode_frame("zstd", raw, item_bytes)
 
 
 def test_a_frame_decompresses_into_memory_of_any_alignment() -> None:
