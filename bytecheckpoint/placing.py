@@ -35,10 +35,9 @@ def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
 
 def target_of(shard: LocalShard, stored_dtype: str) -> Target:
     # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
-    tensor = shard.tensor
-    return Target(
-        shard, stored_dtype, *((tensor.data_ptr(), tensor.nbytes) if takes_bytes(shard, stored_dtype) else (0, 0))
-    )
+    if not takes_bytes(shard, stored_dtype):
+        return Target(shard, stored_dtype, 0, 0)
+    return Target(shard, stored_dtype, shard.tensor.data_ptr(), shard.tensor.nbytes)
 
 
 def memory_of(part: Part, targets: Sequence[Target]) -> memoryview | None:
@@ -53,14 +52,15 @@ def place_all(parts: Sequence[Part], byte_offset: int, targets: Sequence[Target]
     """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
     source = ctypes.addressof(ctypes.c_char.from_buffer(fetched)) - byte_offset
     for part in parts:
-        target = targets[part.want]
         if isinstance(part, BoxPart):
-            _place_box(part, fetched[part.byte_offset - byte_offset :][: part.byte_length], target)
+            content = fetched[part.byte_offset - byte_offset :][: part.byte_length]
+            _place_box(part, content, targets[part.want])
             continue
-        _, start, length, target_offset = part
-        if target_offset + length > target.byte_length or start + length > byte_offset + fetched.nbytes:
-            raise ValueError(f"the plan puts {length} bytes where {target.shard.fqn} has no memory that takes them")
-        ctypes.memmove(target.address + target_offset, source + start, length)
+        want, start, length, target_offset = part
+        shard, _, address, target_bytes = targets[want]
+        if target_offset + length > target_bytes or start + length > byte_offset + fetched.nbytes:
+            raise ValueError(f"the plan puts {length} bytes where {shard.fqn} has no memory that takes them")
+        ctypes.memmove(address + target_offset, source + start, length)
 
 
 def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:

@@ -30,7 +30,6 @@ class Source:
         self.manifest = manifest
         self.options = options
         self.is_exchanged = is_exchanged
-        self._dtypes: dict[str, str] = {}
 
     @property
     def path(self) -> str:
@@ -59,8 +58,8 @@ class Source:
         """
         options = self.options
         wants = [
-            Want(fqn, shard.region, takes_bytes(shard, self._stored_dtype(fqn)))
-            for shard, fqn in zip(shards, stored_fqns, strict=True)
+            Want(fqn, shard.region, takes_bytes(shard, dtype))
+            for shard, fqn, dtype in zip(shards, stored_fqns, self._dtypes(stored_fqns), strict=True)
         ]
         fetches = plan_load(
             self.manifest,
@@ -74,7 +73,7 @@ class Source:
 
     def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Target]:
         """The memory of these shards, as destinations of a load."""
-        return [target_of(shard, self._stored_dtype(fqn)) for shard, fqn in zip(shards, stored_fqns, strict=True)]
+        return list(map(target_of, shards, self._dtypes(stored_fqns)))
 
     def reads(self, fetches: Sequence[Fetch], targets: Sequence[Target], stored_fqns: Sequence[str]) -> list[Read]:
         """The reads of a plan that was made for these shards."""
@@ -94,11 +93,8 @@ class Source:
         """Carries out a plan that was made for these shards."""
         self.run(self.reads(fetches, self.targets(shards, stored_fqns), stored_fqns))
 
-    def _stored_dtype(self, fqn: str) -> str:
-        dtype = self._dtypes.get(fqn)
-        if dtype is None:
-            dtype = self._dtypes[fqn] = self.manifest.describe(fqn)[0]
-        return dtype
+    def _dtypes(self, stored_fqns: Sequence[str]) -> list[str]:
+        return [dtype for dtype, _ in self.manifest.describe_each(stored_fqns)]
 
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]
