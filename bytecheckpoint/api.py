@@ -275,9 +275,9 @@ def load(
         )
         entries = entries_of(state, framework)
         match = match_state(entries, stored, cast=cast)
-        verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
         fetches = source.plan(match.shards, match.stored_fqns)
-        _wait_for_all(ranks)
+        # The last of what can be refused: who hears the verdict knows that every rank has come this far.
+        verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
 
     about = about._replace(aftermath=_HALF_LOADED)
     with together(ranks, f"reading {about.path}", about=about):
