@@ -211,6 +211,7 @@ def warm_up(
     ranks.farewell()
 
 
+@collector_paused()  # for all of it, so that what planning made is gone again when collections go on
 def load(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -268,18 +269,18 @@ def load(
         store = open_store(root_of(path, role), storage_options=storage_options, writer_threads=1)
         source = _open_together(ranks, store, _wanted_step(step), options)
 
-    with together(ranks, f"matching the state with {about.path}", about=about), collector_paused():
+    with together(ranks, f"matching the state with {about.path}", about=about):
         stored = Stored(
             source.manifest, rank=ranks.rank, key_map=key_map, include=_globs(include), exclude=_globs(exclude)
         )
         entries = entries_of(state, framework)
         match = match_state(entries, stored, cast=cast)
-        verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
         fetches = source.plan(match.shards, match.stored_fqns)
-        _wait_for_all(ranks)
+        # The last of what can be refused: who hears the verdict knows that every rank has come this far.
+        verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
 
     about = about._replace(aftermath=_HALF_LOADED)
-    with together(ranks, f"reading {about.path}", about=about), collector_paused():
+    with together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(shard.tensor.is_meta for shard in match.shards):
             for entry in entries:

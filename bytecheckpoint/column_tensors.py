@@ -5,8 +5,10 @@ because most ranks want few chunks of a checkpoint's millions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from bytecheckpoint.chunk_check import (
     shared_bytes,
 )
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.manifest_check import Columns, bad_manifest, shown
+from bytecheckpoint.manifest_check import Columns, bad_manifest, first_true, itemsizes_of, numels_of, shown
 from bytecheckpoint.region import Region, count_parts_meeting, grid_regions, parts_meeting, whole
 from bytecheckpoint.tensor_records import Chunk, TensorRecord
 
@@ -29,6 +31,16 @@ _CHUNKS_AT_ONCE = 1 << 20
 
 _CHUNKS_ONE_BY_ONE = 4096
 """Of one tensor. Where more are asked for, all of them are checked before a record of any is made."""
+
+
+class SoleChunks(NamedTuple):
+    """The chunks of tensors that consist of one each, as columns with an entry a tensor."""
+
+    is_sole: np.ndarray
+    """Whether the tensor consists of one chunk, which is not compressed. Where it does not, the rest says nothing."""
+    files: np.ndarray
+    byte_offsets: np.ndarray
+    byte_lengths: np.ndarray
 
 
 class ColumnTensors(Mapping[str, TensorRecord]):
@@ -152,6 +164,45 @@ class ColumnTensors(Mapping[str, TensorRecord]):
             raise outside_file(fqn, files[number], byte_offset, byte_length)
         return Chunk(region, number, byte_offset, byte_length)
 
+    def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
+        """What `chunks_meeting` gives for all of these tensors that consist of one chunk: of many small ones nearly all
+        do, and are looked at together.
+        """
+        columns, bounds = self.columns, self._bounds
+        tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
+        is_sole, byte_lengths = self._is_sole[tensors], self._byte_lengths[tensors]
+        chunks = self._chunk_numbers[tensors[is_sole]]
+        files, byte_offsets = np.zeros(len(fqns), np.int64), np.zeros(len(fqns), np.int64)
+        files[is_sole], byte_offsets[is_sole] = columns.files[chunks], columns.byte_offsets[chunks]
+        lengths_of_files = np.append(bounds.byte_lengths, -1)[np.minimum(files, len(bounds.files))]
+        # An offset that an int64 does not hold has become negative.
+        wrong = is_sole & ((byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths))
+        if wrong.any():
+            first = first_true(wrong)
+            fqn, chunk = fqns[first], self._first_chunks[tensors[first]]
+            self._checked_chunk(fqn, chunk, whole(self.describe(fqn)[1]), int(byte_lengths[first]))
+        return SoleChunks(is_sole, files, byte_offsets, byte_lengths)
+
+    @cached_property
+    def _is_sole(self) -> np.ndarray:
+        """Of each tensor: whether it is a grid of one chunk, none of whose bytes are compressed."""
+        has_raw_bytes = not len(self.columns.byte_lengths)
+        is_sole: np.ndarray = self.columns.is_grid & (self.columns.num_chunks == 1) & has_raw_bytes
+        return is_sole
+
+    @cached_property
+    def _chunk_numbers(self) -> np.ndarray:
+        """Of each tensor: its first chunk."""
+        return np.array(self._first_chunks, np.int64)
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        """Of each tensor, not compressed."""
+        fqns = list(self._indices)
+        itemsizes = itemsizes_of(self.columns, fqns)
+        byte_lengths: np.ndarray = itemsizes * numels_of(self.columns, itemsizes, fqns)
+        return byte_lengths
+
     def _select(self, columns: Columns, fqn: str, region: Region) -> list[Chunk]:
         dtype, shape = self.describe(fqn)
         boxes = all_coordinates(columns).reshape(len(columns.files), 2, len(shape)).astype(np.int64)
@@ -186,6 +237,20 @@ class ColumnTensors(Mapping[str, TensorRecord]):
             described = columns.dtype_names[columns.dtypes[index]], tuple(shape.tolist())
             self._described[fqn] = described
         return described
+
+    def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The same of every tensor, by FQN."""
+        if len(self._described) < len(self):
+            columns, shapes = self.columns, self.columns.shapes.tolist()
+            dtypes = map(columns.dtype_names.__getitem__, columns.dtypes.tolist())
+            of_tensors = (tuple(shapes[start:stop]) for start, stop in pairwise(self._first_dims))
+            self._described = dict(zip(self._indices, zip(dtypes, of_tensors, strict=True), strict=True))
+        return self._described
+
+    def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+        """The same of these tensors."""
+        described = self._described
+        return [described.get(fqn) or self.describe(fqn) for fqn in fqns]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._indices)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
-from bytecheckpoint.chunk_check import FileBounds, shared_bytes
-from bytecheckpoint.column_tensors import ColumnTensors
+from bytecheckpoint.chunk_check import FileBounds, Spans, find_shared_bytes, shared_bytes
+from bytecheckpoint.column_tensors import ColumnTensors, SoleChunks
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.int_columns import decode_column, decode_counts, encode_column
 from bytecheckpoint.manifest_check import (
@@ -48,6 +48,7 @@ __all__ = [
     "Chunk",
     "DataFile",
     "Manifest",
+    "SoleChunks",
     "TensorRecord",
     "decode_manifest",
     "encode_manifest",
@@ -95,6 +96,25 @@ class Manifest:
             return self.tensors.describe(fqn)
         return self.tensors[fqn].dtype, self.tensors[fqn].shape
 
+    def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The same of every tensor, by FQN."""
+        if isinstance(self.tensors, ColumnTensors):
+            return self.tensors.describe_all()
+        return {fqn: (record.dtype, record.shape) for fqn, record in self.tensors.items()}
+
+    def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+        """The same of these tensors."""
+        if isinstance(self.tensors, ColumnTensors):
+            return self.tensors.describe_each(fqns)
+        return [self.describe(fqn) for fqn in fqns]
+
+    def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
+        """The chunks of those of these tensors that consist of one, where they can be looked at together."""
+        if isinstance(self.tensors, ColumnTensors):
+            return self.tensors.sole_chunks(fqns)
+        nothing = np.zeros(len(fqns), np.int64)
+        return SoleChunks(nothing.astype(bool), nothing, nothing, nothing)
+
     def chunks_meeting(self, fqn: str, region: Region) -> list[Chunk]:
         """The chunks of a tensor that hold elements of the region, without looking at the others where that can be."""
         if isinstance(self.tensors, ColumnTensors):
@@ -109,12 +129,16 @@ class Manifest:
         fault = find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks])
         return fault.overlap if fault is not None else None
 
-    def refuse_shared_bytes(self, used: Sequence[tuple[str, Chunk]]) -> None:
-        """Raises CheckpointCorruptError (bad_manifest) where two of these chunks, each with its FQN, share a byte."""
-        places = sorted({(chunk.file, chunk.byte_offset, chunk.byte_length, fqn, chunk.region) for fqn, chunk in used})
-        for first, second in pairwise(place for place in places if place[2]):
-            if first[0] == second[0] and second[1] < first[1] + first[2]:
-                raise shared_bytes((first[3], second[3]), self.files[first[0]], second[1])
+    def refuse_shared_bytes(
+        self, fqns: Sequence[str], files: np.ndarray, byte_offsets: np.ndarray, byte_lengths: np.ndarray
+    ) -> None:
+        """Raises CheckpointCorruptError (bad_manifest) where two chunks share a byte. They are given as columns, with
+        the FQN of each, and none twice.
+        """
+        found = find_shared_bytes(Spans(FileBounds(self.files).starts[files] + byte_offsets, byte_lengths))
+        if found is not None:
+            first, second = found
+            raise shared_bytes((fqns[first], fqns[second]), self.files[files[second]], int(byte_offsets[second]))
 
 
 class _Wire(msgspec.Struct):

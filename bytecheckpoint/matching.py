@@ -16,6 +16,7 @@ from bytecheckpoint.adapters.state import Entry
 from bytecheckpoint.adapters.stored import (
     Problem,
     Stored,
+    StoredTensor,
     has_all_memory,
     is_at_or_below,
     not_stored,
@@ -54,44 +55,56 @@ def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Ma
         expectation = entry.expect(stored)
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
-        for shard in expectation.shards:
-            match.claims.add(shard.fqn)
-            problem = _problem(shard, stored, cast=cast)
-            if shard.fqn not in stored.tensors and stored.skips(shard.fqn):
-                match.skipped.add(shard.fqn)
-            elif problem is not None:
-                match.problems.append(problem)
-            else:
-                found = stored.tensors[shard.fqn]
-                match.shards.append(shard)
-                match.stored_fqns.append(found.fqn)
-                if found.dtype != shard.dtype:
-                    match.cast.add(shard.fqn)
+        _match_shards(match, expectation.shards, stored, cast=cast)
     return match
 
 
-def _problem(shard: LocalShard, stored: Stored, *, cast: bool) -> Problem | None:
-    fqn = shard.fqn
-    found = stored.tensors.get(fqn)
-    if found is None:
-        if fqn in stored.plain:
-            return Problem("missing_key", fqn, f"{fqn}: plain data in the checkpoint, a tensor in the state")
-        return not_stored(fqn)
-    if found.shape != shard.global_shape:
-        text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(shard.global_shape)} in the state"
+def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Stored, *, cast: bool) -> None:
+    """Adds what these shards are filled from, or why they are not."""
+    for shard in shards:
+        fqn = shard.fqn
+        match.claims.add(fqn)
+        found = stored.tensors.get(fqn)
+        if found is None and stored.skips(fqn):
+            match.skipped.add(fqn)
+            continue
+        if found is None:
+            match.problems.append(_not_found(fqn, stored))
+            continue
+        problem = _problem(shard, found, cast=cast)
+        if problem is not None:
+            match.problems.append(problem)
+            continue
+        match.shards.append(shard)
+        match.stored_fqns.append(found.fqn)
+        if found.dtype != shard.dtype:
+            match.cast.add(fqn)
+
+
+def _not_found(fqn: str, stored: Stored) -> Problem:
+    if fqn in stored.plain:
+        return Problem("missing_key", fqn, f"{fqn}: plain data in the checkpoint, a tensor in the state")
+    return not_stored(fqn)
+
+
+def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem | None:
+    """Why the shard cannot be filled from the stored tensor."""
+    fqn, dtype, shape, _, tensor = shard
+    if found.shape != shape:
+        text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(shape)} in the state"
         return Problem("shape", fqn, text)
-    if found.dtype != shard.dtype and not cast:
-        text = f"{fqn}: dtype {found.dtype} in the checkpoint, {shard.dtype} in the state (cast=True converts)"
+    if found.dtype != dtype and not cast:
+        text = f"{fqn}: dtype {found.dtype} in the checkpoint, {dtype} in the state (cast=True converts)"
         return Problem("dtype", fqn, text)
-    if found.dtype != shard.dtype and not _can_convert(found.dtype, shard.dtype):
-        text = f"{fqn}: torch cannot convert {found.dtype} in the checkpoint to {shard.dtype} in the state"
+    if found.dtype != dtype and not _can_convert(found.dtype, dtype):
+        text = f"{fqn}: torch cannot convert {found.dtype} in the checkpoint to {dtype} in the state"
         return Problem("dtype", fqn, text)
-    if shares_elements(shard.tensor):
+    if shares_elements(tensor):
         text = (
             f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
         )
         return Problem("conflict", fqn, text)
-    if not has_all_memory(shard.tensor):
+    if not has_all_memory(tensor):
         text = f"{fqn}: the memory of the state's tensor has been freed; load where it has memory again"
         return Problem("conflict", fqn, text)
     return None

@@ -58,18 +58,19 @@ def place_all(parts: Sequence[Part], byte_offset: int, targets: Sequence[Target]
     """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
     source = ctypes.addressof(ctypes.c_char.from_buffer(fetched)) - byte_offset
     for part in parts:
-        target = targets[part.want]
         if isinstance(part, BoxPart):
-            _place_box(part, fetched[part.byte_offset - byte_offset :][: part.byte_length], target)
+            content = fetched[part.byte_offset - byte_offset :][: part.byte_length]
+            _place_box(part, content, targets[part.want])
             continue
-        _, start, length, target_offset = part
-        if target_offset + length > target.byte_length or start + length > byte_offset + fetched.nbytes:
-            raise ValueError(f"the plan puts {length} bytes where {target.shard.fqn} has no memory that takes them")
-        if target.lane is None:
-            ctypes.memmove(target.address + target_offset, source + start, length)
+        want, start, length, target_offset = part
+        shard, _, address, target_bytes, lane = targets[want]
+        if target_offset + length > target_bytes or start + length > byte_offset + fetched.nbytes:
+            raise ValueError(f"the plan puts {length} bytes where {shard.fqn} has no memory that takes them")
+        if lane is None:
+            ctypes.memmove(address + target_offset, source + start, length)
         else:
-            memory = target.shard.tensor.reshape(-1).view(torch.uint8)[target_offset : target_offset + length]
-            target.lane.copy(memory, fetched[start - byte_offset :][:length], None)
+            memory = shard.tensor.reshape(-1).view(torch.uint8)[target_offset : target_offset + length]
+            lane.copy(memory, fetched[start - byte_offset :][:length], None)
 
 
 def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:

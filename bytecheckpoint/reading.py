@@ -35,7 +35,6 @@ class Source:
         self.manifest = manifest
         self.options = options
         self.is_exchanged = is_exchanged
-        self._dtypes: dict[str, str] = {}
 
     @property
     def path(self) -> str:
@@ -64,8 +63,8 @@ class Source:
         """
         options = self.options
         wants = [
-            Want(fqn, shard.region, takes_bytes(shard, self._stored_dtype(fqn)))
-            for shard, fqn in zip(shards, stored_fqns, strict=True)
+            Want(fqn, shard.region, takes_bytes(shard, dtype))
+            for shard, fqn, dtype in zip(shards, stored_fqns, self._dtypes(stored_fqns), strict=True)
         ]
         max_fetch_bytes = self._max_fetch_bytes
         if any(has_streams(device) for device in {shard.tensor.device for shard in shards}):
@@ -84,8 +83,8 @@ class Source:
     def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: Lanes) -> list[Target]:
         """The memory of these shards, as destinations of a load."""
         return [
-            target_of(shard, self._stored_dtype(fqn), lanes.to(shard.tensor))
-            for shard, fqn in zip(shards, stored_fqns, strict=True)
+            target_of(shard, dtype, lanes.to(shard.tensor))
+            for shard, dtype in zip(shards, self._dtypes(stored_fqns), strict=True)
         ]
 
     def reads(self, fetches: Sequence[Fetch], targets: Sequence[Target], stored_fqns: Sequence[str]) -> list[Read]:
@@ -108,11 +107,8 @@ class Source:
         with lanes_to(shard.tensor for shard in shards) as lanes:
             self.run(self.reads(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
 
-    def _stored_dtype(self, fqn: str) -> str:
-        dtype = self._dtypes.get(fqn)
-        if dtype is None:
-            dtype = self._dtypes[fqn] = self.manifest.describe(fqn)[0]
-        return dtype
+    def _dtypes(self, stored_fqns: Sequence[str]) -> list[str]:
+        return [dtype for dtype, _ in self.manifest.describe_each(stored_fqns)]
 
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
@@ -123,6 +124,46 @@ def test_a_chunk_that_cannot_be_right_is_found_when_it_is_used(*, turned: bool, 
         with pytest.raises(CheckpointCorruptError) as caught:
             use()
         assert caught.value.kind == "bad_manifest"
+
+
+def wholes(fqns: str) -> Manifest:
+    """Tensors of one chunk of 16 bytes each."""
+    return manifest_of(dict.fromkeys(fqns, ((8,), [whole((8,))])))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunk_files": bytes([0, 9])},
+        {"chunk_byte_offsets": bytes([0, 17])},
+        {"chunk_byte_offsets": struct.pack("<QQ", 0, (1 << 64) - 16)},
+    ],
+    ids=str,
+)
+def test_a_sole_chunk_that_cannot_be_right_is_found_when_it_is_used(change: dict[str, bytes]) -> None:
+    opened = open_manifest(tampered(wholes("ab"), **change))
+    plan(opened, "a")
+    for use in (lambda: opened.chunks_meeting("b", whole((8,))), lambda: plan(opened, "ab")):
+        with pytest.raises(CheckpointCorruptError, match="a chunk of 'b'"):
+            use()
+
+
+def test_sole_chunks_that_share_bytes_are_not_read_together() -> None:
+    opened = open_manifest(tampered(wholes("abc"), chunk_byte_offsets=bytes([0, 16, 15])))
+    plan(opened, "ab")
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'c' share bytes of file 'f0', at 15"):
+        plan(opened, "abca")
+    # A part of one of them is planned in another way.
+    part = [Want("a", whole((8,)), is_flat=True), Want("c", Region((0,), (1,)), is_flat=True)]
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'c' share bytes"):
+        plan_load(opened, part, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+
+
+def test_a_whole_and_a_part_of_a_sole_chunk_may_be_wanted() -> None:
+    wants = [Want("a", whole((8,)), is_flat=True), Want("a", Region((2,), (3,)), is_flat=True)]
+    opened = open_manifest(encode_manifest(wholes("ab")))
+    (fetch,) = plan_load(opened, wants, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+    assert [part[:3] for part in fetch.parts] == [(0, 0, 16), (1, 4, 6)]
 
 
 def plan(manifest: Manifest, fqns: str) -> object:

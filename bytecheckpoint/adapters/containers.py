@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.tensors import LocalShards, dtype_name
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, dtype_name
 
 
 class PlainEntry:
@@ -54,22 +54,30 @@ class PlainEntry:
         for fqn, value in leaves(self._value, self.fqn).items():
             if stored.skips(fqn):
                 continue
-            missing = stored.missing_at(fqn)
-            adopted = _adopted(value, fqn, stored)
             expectation.claims.add(fqn)
-            if adopted is not None:
-                names = {stored.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
-                expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, stored))
-                expectation.problems.extend(_missing_in(names))
-                expectation.claims.update(names)
-            elif missing is not None:
-                expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
-                expectation.claims.add(missing[0])
-            elif isinstance(value, torch.Tensor) and not isinstance(stored.plain.get(fqn), torch.Tensor):
+            # Most of a state, told from the rest by one look.
+            is_stored_tensor = type(value) in PLAIN_TENSORS and type(stored.plain.get(fqn)) is TensorRef
+            if is_stored_tensor or not self._expects_other(fqn, value, stored, expectation):
                 shards.add(fqn, value)
-            else:
-                expectation.problems.extend(_problems(fqn, value, stored))
         return expectation
+
+    def _expects_other(self, fqn: str, value: Any, stored: Stored, expectation: Expectation) -> bool:
+        """Whether a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
+        missing = stored.missing_at(fqn)
+        adopted = _adopted(value, fqn, stored)
+        if adopted is not None:
+            names = {stored.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
+            expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, stored))
+            expectation.problems.extend(_missing_in(names))
+            expectation.claims.update(names)
+        elif missing is not None:
+            expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
+            expectation.claims.add(missing[0])
+        elif isinstance(value, torch.Tensor) and not isinstance(stored.plain.get(fqn), torch.Tensor):
+            return False
+        else:
+            expectation.problems.extend(_problems(fqn, value, stored))
+        return True
 
     def prepare(self, stored: Stored) -> None:
         for fqn, value in leaves(self._value, self.fqn).items():

@@ -40,8 +40,7 @@ _NUMPY_KINDS = "biufcSU"
 _INT64 = range(-(1 << 63), 1 << 64)
 _CONTENT_FQN = re.compile(r"@[0-9a-f]{16}\Z")
 
-ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, *PLAIN_TENSORS})
-"""Types of what has nothing below it and is no entry of its own: most of a state, told from the rest by one look."""
+_decode_fqn = msgspec.msgpack.Decoder(str).decode
 
 _WRITTEN_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
 
@@ -54,6 +53,10 @@ class TensorRef(NamedTuple):
     """Stands in a tree for a tensor whose bytes lie in data files."""
 
     fqn: str
+
+
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, TensorRef, *PLAIN_TENSORS})
+"""Types of what has nothing below it and is no entry of its own: most of a state, told from the rest by one look."""
 
 
 def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
@@ -205,7 +208,7 @@ def content_fqn(fqn: str, tensor: torch.Tensor) -> str:
 
 def is_content_fqn(fqn: str) -> bool:
     """Whether an FQN has the form of those that `content_fqn` gives; one that a user chose may have it as well."""
-    return _CONTENT_FQN.search(fqn) is not None
+    return "@" in fqn and _CONTENT_FQN.search(fqn) is not None
 
 
 def _ext(code: int, content: Any) -> Ext:
@@ -232,6 +235,8 @@ def _decode(data: bytes | memoryview, depth: int) -> Any:
         raise UnsafeCheckpointError(f"plain data is nested more than {MAX_DEPTH} deep", kind="limits_exceeded")
 
     def from_ext(code: int, content: memoryview) -> Any:
+        if code == _REF:  # most of a state
+            return TensorRef(_decode_fqn(content))
         return _from_ext(code, content, depth - 1)
 
     return msgspec.msgpack.decode(data, ext_hook=from_ext)
@@ -271,7 +276,6 @@ _DECODERS: dict[int, Callable[[Any], Any]] = {
     _TENSOR: _tensor_from_wire,
     _ARRAY: _array_from_wire,
     _SCALAR: lambda value: _array_from_wire(value)[()],
-    _REF: TensorRef,
     _BIG_INT: int,
     _ORDERED: OrderedDict,
     _COUNTER: lambda pairs: Counter(dict(pairs)),

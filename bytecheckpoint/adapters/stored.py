@@ -99,7 +99,7 @@ class Stored:
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
         self._takes_all = include is None and not exclude
-        self._key_map = key_map
+        self._is_as_saved = self._takes_all and key_map is None
         self.rename = renamer(key_map)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
@@ -110,15 +110,18 @@ class Stored:
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
-        records = {fqn: StoredTensor(fqn, *manifest.describe(fqn)) for fqn in manifest.tensors}
+        described = manifest.describe_all().items()
+        records = {fqn: StoredTensor(fqn, dtype, shape) for fqn, (dtype, shape) in described}
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = _named_by_content(manifest)
+        if not by_content:
+            return records
         saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
         refs = {fqn: leaf.fqn for fqn, leaf in self._tree_leaves.items() if isinstance(leaf, TensorRef)}
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
 
     def _select_tensors(self) -> dict[str, StoredTensor]:
-        if self._takes_all and self._key_map is None:
+        if self._is_as_saved:
             return self.saved
         selected: dict[str, StoredTensor] = {}
         for fqn, tensor in self.saved.items():
@@ -159,6 +162,8 @@ class Stored:
         """The leaves of all plain data by state FQN. Those that differ between ranks and were saved by no rank of
         this number are `RankMissing`.
         """
+        if self._is_as_saved:
+            return self._tree_leaves
         sources: dict[str, str] = {}
         for fqn in filter(self.takes, self._tree_leaves):
             name = self.rename(fqn)
@@ -360,11 +365,14 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor's elements is there: a storage can be freed or made smaller under it."""
-    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
-        return True
-    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + reach + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    """Whether the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
+    num_bytes = tensor.nbytes
+    if num_bytes and not tensor.is_contiguous():
+        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (reach + 1) * tensor.element_size()
+    start = tensor.storage_offset()
+    start_bytes = start and start * tensor.element_size()
+    return not num_bytes or start_bytes + num_bytes <= tensor.untyped_storage().nbytes() or tensor.is_meta
 
 
 def not_stored(fqn: str) -> Problem:

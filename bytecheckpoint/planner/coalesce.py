@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from bytecheckpoint.manifest import Chunk, DataFile
 from bytecheckpoint.region import Region
@@ -97,6 +99,15 @@ class ExtentIndex:
             return start, end
         return self._bounds[bisect_right(self._bounds, start) - 1], self._bounds[bisect_left(self._bounds, end)]
 
+    def widen_all(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same for many ranges."""
+        if self._bounds is None:
+            return starts, ends
+        bounds, is_empty = np.array(self._bounds, np.int64), starts == ends
+        firsts = bounds[np.searchsorted(bounds, starts, side="right") - 1]
+        lasts = bounds[np.minimum(np.searchsorted(bounds, ends), len(bounds) - 1)]
+        return np.where(is_empty, starts, firsts), np.where(is_empty, ends, lasts)
+
     def shrink(self, start: int, end: int) -> tuple[int, int]:
         """The largest run of whole extents inside the range; empty where there is none."""
         if self._bounds is None:
@@ -131,7 +142,6 @@ def coalesce(
             small += ends
         else:
             small.append(part)
-    small.sort(key=attrgetter("byte_offset", "byte_length"))
     return fetches + _merge(file, small, extents, max_gap_bytes, max_fetch_bytes)
 
 
@@ -163,24 +173,37 @@ def _merge(
     fetches: list[Fetch] = []
     group: list[Part | Frame] = []
     group_start = group_end = scratch_bytes = 0
-    for item in items:
-        item_start, item_end = item.byte_offset, item.byte_offset + item.byte_length
-        if group_start <= item_start and item_end <= group_end and group and not isinstance(item, Frame):
-            group.append(item)  # most of many small parts lie in extents that are read anyway
+    for start, end, run in _runs(items, extents):
+        own_scratch_bytes = _scratch_bytes(run[0])
+        if group and group_start <= start and end <= group_end and not own_scratch_bytes:
+            group += run
             continue
-        start, end = extents.widen(item_start, item_end)
-        scratch_bytes = max(scratch_bytes, _scratch_bytes(item))
+        scratch_bytes = max(scratch_bytes, own_scratch_bytes)
         total = max(end, group_end) - group_start + scratch_bytes
         if group and (start > group_end + max_gap_bytes or total > max_fetch_bytes):
             fetches.append(_fetch(file, group_start, group_end, group))
             group = []
         if not group:
-            group_start, group_end, scratch_bytes = start, end, _scratch_bytes(item)
-        group.append(item)
+            group_start, group_end, scratch_bytes = start, end, own_scratch_bytes
+        group += run
         group_end = max(group_end, end)
     if group:
         fetches.append(_fetch(file, group_start, group_end, group))
     return fetches
+
+
+def _runs(items: Sequence[Part | Frame], extents: ExtentIndex) -> Iterator[tuple[int, int, Sequence[Part | Frame]]]:
+    """The items in file order, and where the extents of each begin and end. Many small parts lie in the same extents
+    and come together; a frame, which is an extent, comes alone.
+    """
+    starts = np.fromiter(map(attrgetter("byte_offset"), items), np.int64, len(items))
+    ends = starts + np.fromiter(map(attrgetter("byte_length"), items), np.int64, len(items))
+    order = np.lexsort((ends, starts))
+    firsts, lasts = extents.widen_all(starts[order], ends[order])
+    changes = np.flatnonzero((np.diff(firsts) != 0) | (np.diff(lasts) != 0)) + 1
+    in_order = [items[number] for number in order.tolist()]
+    for start, stop in pairwise([0, *changes.tolist(), len(items)] if items else []):
+        yield int(firsts[start]), int(lasts[start]), in_order[start:stop]
 
 
 def _scratch_bytes(item: Part | Frame) -> int:

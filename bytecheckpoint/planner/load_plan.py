@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.frames import CODECS, unknown_codec
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, SoleChunks
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
 from bytecheckpoint.planner.holders import first_lines
@@ -55,6 +57,17 @@ class _OfFile(NamedTuple):
     """By byte offset of the chunk."""
 
 
+class _Found(NamedTuple):
+    """A chunk that holds elements of a want."""
+
+    number: int
+    """Of the want."""
+    want: Want
+    chunk: Chunk
+    common: Region
+    """What of the chunk is wanted."""
+
+
 class _Limits(NamedTuple):
     """How a strided region is cut."""
 
@@ -72,37 +85,31 @@ def plan_load(
     Raises CheckpointMismatchError (coverage) where chunks overlap or leave a part of a want uncovered; one error is
     about all. Raises CheckpointCorruptError (unsupported_version) where a chunk has a codec that is not known.
     """
-    of_files: dict[int, _OfFile] = {}
-    uncovered = _find_overlaps(manifest, wants)
+    sole = _sole_chunks(manifest, wants)
+    others = np.flatnonzero(~sole.is_sole).tolist()
+    uncovered = _find_overlaps(manifest, [wants[index] for index in others])
+    of_files = _sole_parts(sole)
     used: list[tuple[str, Chunk]] = []
-    for index, want in enumerate(wants):
+    for index in others:
+        want = wants[index]
         item_bytes = itemsize(manifest.describe(want.fqn)[0])
         num_wanted, num_covered = want.region.numel, 0
         for chunk in manifest.chunks_meeting(want.fqn, want.region):
             used.append((want.fqn, chunk))
             # Mostly a load has the layout of the save: nothing has to be cut then.
-            is_same = chunk.region == want.region
-            common = want.region if is_same else intersect(chunk.region, want.region)
+            common = want.region if chunk.region == want.region else intersect(chunk.region, want.region)
             if common is None or not num_wanted:
                 continue
-            num_covered += num_wanted if is_same else common.numel
-            of_file = of_files.get(chunk.file)
-            if of_file is None:
-                of_file = of_files[chunk.file] = _OfFile([], {})
-            if chunk.codec != "none":
-                packed = of_file.packed.setdefault(chunk.byte_offset, _Packed(chunk, item_bytes, {}))
-                _add_frames(packed, index, want, common)
-            elif is_same and want.is_flat:
-                of_file.parts.append(FlatPart(index, chunk.byte_offset, chunk.byte_length, 0))
-            else:
-                max_skipped = max_gap_bytes + (_mean_extent(manifest.files[chunk.file]) if verify else 0)
-                limits = _Limits(item_bytes, max_skipped, max_fetch_bytes)
-                of_file.parts.extend(_parts(index, want, chunk, common, limits))
+            num_covered += common.numel
+            max_skipped = max_gap_bytes + (_mean_extent(manifest.files[chunk.file]) if verify else 0)
+            limits = _Limits(item_bytes, max_skipped, max_fetch_bytes)
+            found = _Found(index, want, chunk, common)
+            _add_chunk(of_files.setdefault(chunk.file, _OfFile([], {})), found, limits)
         if num_covered < num_wanted:
             uncovered.append(_describe_hole(want, manifest))
     if uncovered:
         raise _not_covered(uncovered)
-    manifest.refuse_shared_bytes(used)
+    _refuse_shared_bytes(manifest, wants, sole, used)
     return [
         fetch
         for file in sorted(of_files)
@@ -115,6 +122,56 @@ def plan_load(
             max_fetch_bytes=max_fetch_bytes,
         )
     ]
+
+
+def _sole_chunks(manifest: Manifest, wants: Sequence[Want]) -> SoleChunks:
+    """The chunks of those wants that are for all of a tensor which lies in one chunk, as it is in memory. Of many small
+    tensors nearly all are like this: they are planned together, in operations on arrays.
+    """
+    fqns = [want.fqn for want in wants]
+    sole, described = manifest.sole_chunks(fqns), manifest.describe_each(fqns)
+    is_whole = [
+        is_flat and region.lengths == shape for (_, region, is_flat), (_, shape) in zip(wants, described, strict=True)
+    ]
+    return sole._replace(is_sole=sole.is_sole & np.array(is_whole, bool))
+
+
+def _sole_parts(sole: SoleChunks) -> dict[int, _OfFile]:
+    of_files = {}
+    for file in np.unique(sole.files[sole.is_sole]).tolist():
+        wants = np.flatnonzero(sole.is_sole & (sole.files == file))
+        places = sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)
+        rows = zip(wants.tolist(), *(column.tolist() for column in places), strict=True)
+        of_files[file] = _OfFile(list(map(FlatPart._make, rows)), {})
+    return of_files
+
+
+def _add_chunk(of_file: _OfFile, found: _Found, limits: _Limits) -> None:
+    """Adds what is wanted of a chunk to what is wanted of its file."""
+    number, want, chunk, common = found
+    if chunk.codec != "none":
+        packed = of_file.packed.setdefault(chunk.byte_offset, _Packed(chunk, limits.item_bytes, {}))
+        _add_frames(packed, number, want, common)
+    elif want.is_flat and common == want.region == chunk.region:
+        of_file.parts.append(FlatPart(number, chunk.byte_offset, chunk.byte_length, 0))
+    else:
+        of_file.parts.extend(_parts(number, want, chunk, common, limits))
+
+
+def _refuse_shared_bytes(
+    manifest: Manifest, wants: Sequence[Want], sole: SoleChunks, used: Sequence[tuple[str, Chunk]]
+) -> None:
+    """Raises CheckpointCorruptError (bad_manifest) where two of the chunks that are wanted share a byte."""
+    first_wants = {wants[index].fqn: index for index in np.flatnonzero(sole.is_sole).tolist()}
+    # A tensor that is among these has no other chunk.
+    others = {(fqn, *chunk[:4]): None for fqn, chunk in used if fqn not in first_wants}
+    rows = np.array([place[2:] for place in others], np.int64).reshape(-1, 3)
+    of_sole = np.fromiter(first_wants.values(), np.int64, len(first_wants))
+    columns = sole.files, sole.byte_offsets, sole.byte_lengths
+    files, starts, lengths = (
+        np.concatenate([column[of_sole], rows[:, number]]) for number, column in enumerate(columns)
+    )
+    manifest.refuse_shared_bytes([*first_wants, *(place[0] for place in others)], files, starts, lengths)
 
 
 def _mean_extent(file: DataFile) -> int:

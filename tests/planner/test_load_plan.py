@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint import frames as framing
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointMismatchError
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, open_manifest, tensor_record
 from bytecheckpoint.planner import coalesce as coalescing
 from bytecheckpoint.planner import frame_parts as frame_planning
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
@@ -74,6 +74,8 @@ FRAME_HEAD = b"<z>"
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Stored:
+    """With compressed chunks, or as a manifest that was written and read."""
+    has_codecs = draw(st.booleans())
     arrays, places = {}, []
     for index in range(draw(st.integers(1, 3))):
         shape = draw(st.lists(st.integers(0, 7), max_size=3).map(tuple))
@@ -88,19 +90,22 @@ def checkpoints(draw: st.DrawFn) -> Stored:
     for fqn, region in draw(st.permutations(places)):
         file = draw(st.integers(0, num_files - 1))
         content, start = cut(arrays[fqn], region).tobytes(), len(contents[file])
-        codec = draw(st.sampled_from(["none", "zstd"])) if content else "none"
+        codec = draw(st.sampled_from(["none", "zstd"])) if content and has_codecs else "none"
         for at in range(0, len(content), 48) if codec == "zstd" else ():
             frames[file].add((len(contents[file]), len(contents[file]) + 3 + len(content[at : at + 48])))
             contents[file] += FRAME_HEAD + content[at : at + 48]
         contents[file] += content if codec == "none" else b""
         chunks[fqn].append(Chunk(region, file, start, len(contents[file]) - start, codec))
         contents[file] += draw(st.binary(max_size=9))
-    files = [
-        DataFile(f"data/{index}", len(content), draw(extents(len(content), frames[index])))
-        for index, content in enumerate(contents)
-    ]
+    files = []
+    for index, content in enumerate(contents):
+        lengths = draw(extents(len(content), frames[index]))
+        files.append(DataFile(f"data/{index}", len(content), lengths, [0] * len(lengths)))
     tensors = {fqn: tensor_record(str(arrays[fqn].dtype), arrays[fqn].shape, chunks[fqn]) for fqn in arrays}
-    return Stored(Manifest(save_id="x", files=files, tensors=tensors), arrays, [bytes(content) for content in contents])
+    manifest = Manifest(save_id="x", files=files, tensors=tensors)
+    if not has_codecs:
+        manifest = open_manifest(encode_manifest(manifest))
+    return Stored(manifest, arrays, [bytes(content) for content in contents])
 
 
 @st.composite
