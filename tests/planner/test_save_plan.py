@@ -288,6 +288,17 @@ def test_files_of_many_chunks_have_extents_in_proportion_to_their_bytes() -> Non
     assert len(cut_extents(4096, [114 << 10] * 1000, block_bytes=16 * MiB)) < 150
 
 
+@pytest.mark.parametrize("num_ranks", [8, 64, 512, 1024, 2048])
+def test_the_files_of_many_ranks_have_few_extents_and_none_across_the_middle_of_a_large_chunk(num_ranks: int) -> None:
+    layer = [bytes_of // num_ranks for bytes_of in (768 * MiB, 32 << 10, 32 << 10, 768 * MiB, 256 * MiB, 256 * MiB)]
+    chunk_bytes = layer * 80
+    extents = cut_extents(4096, chunk_bytes, block_bytes=1 << 40)
+    assert len(extents) <= max(900, sum(chunk_bytes) // (MiB // 2))
+    starts, ends = {0, *np.cumsum(extents).tolist()}, np.cumsum([4096, *chunk_bytes]).tolist()
+    for end, num_bytes in zip(ends[1:], chunk_bytes, strict=True):
+        assert num_bytes < MiB // 4 or end - num_bytes // 2 in starts
+
+
 def test_two_tensors_of_one_name_on_one_rank_are_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="rank 0 has two tensors of this name") as error:
         plan([[offer("w", (4,)), offer("w", (4,))], []])
