@@ -4,8 +4,9 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.planner import holders
+from bytecheckpoint.planner import holders, save_plan
 from bytecheckpoint.planner.file_plan import EXTENT_BYTES, cut_extents, lay_out_files
-from bytecheckpoint.planner.offers import Offer, Write, pack_offers
+from bytecheckpoint.planner.holders import collect_offered
+from bytecheckpoint.planner.offers import Offer, Write, pack_offers, unpack_offers
 from bytecheckpoint.planner.replicas import MIN_SPLIT_BYTES
 from bytecheckpoint.planner.save_plan import PlannedTensor, SavePlan, plan_save
+from bytecheckpoint.planner.splits import Splits, find_splits
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, intersect, split_flat_range, whole
 
 MiB = 1 << 20
@@ -314,7 +317,7 @@ def layouts(draw: st.DrawFn) -> list[list[Offer]]:
     num_ranks, num_replicas = draw(st.integers(1, 6)), draw(st.integers(1, 2))
     offers: list[list[Offer]] = [[] for _ in range(num_ranks * num_replicas)]
     for index in range(draw(st.integers(1, 3))):
-        shape = draw(st.lists(st.integers(0, 9), max_size=2).map(tuple))
+        shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
         regions = draw(st.sampled_from([by_rows, by_runs, by_both]))(shape, num_ranks)
         if draw(st.integers(0, 9)) == 0:
             regions[-1:] = [draw(st.sampled_from([[], [whole(shape)], regions[0]]))]
@@ -352,18 +355,60 @@ def by_both(shape: tuple[int, ...], num_ranks: int) -> list[list[Region]]:
 @settings(max_examples=100, deadline=None)
 def test_at_once_or_region_by_region_the_plan_is_the_same(offers: list[list[Offer]]) -> None:
     outcomes = []
-    for least in (1, 1000):
+    for least, takes_splits in ((1, False), (1000, False), (1000, True)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(holders, "MIN_ARRAY_OFFERS", least)
+            if not takes_splits:
+                patch.setattr(save_plan, "find_splits", no_splits)
             try:
                 found = plan(offers)
             except CheckpointMismatchError as error:
                 outcomes.append((error.kind, str(error), error.ranks))
             else:
                 check_whole(found, offers)
-                tensors = {tensor.fqn: regions_of(tensor) for tensor in found.plan.tensors}
+                tensors = {tensor.fqn: (tensor.part, regions_of(tensor)) for tensor in found.plan.tensors}
                 outcomes.append((tensors, [sorted(of_rank) for of_rank in found.writes], found.plan.aliases))
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def no_splits(_: object) -> Iterator[Splits]:
+    return iter(())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), max_size=3),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_every_grid_and_its_replicas_are_seen_at_once_whichever_rank_holds_which_part(
+    dims: list[tuple[int, int]], num_replicas: int, rng: Random
+) -> None:
+    shape, part = tuple(length for length, _ in dims), tuple(min(dim) for dim in dims)
+    regions = grid_regions(shape, part) * num_replicas
+    nothing = [Region(shape, (0,) * len(shape))] * (2 if shape else 0)
+    regions += nothing
+    rng.shuffle(regions)
+    offers = [[offer("t", shape, region), offer("u", shape, region)] for region in regions]
+    (splits,) = find_splits(collect_offered(unpack_offers(list(map(pack_offers, offers))), {}, range(len(offers))))
+    assert splits.fqns == ["t", "u"]
+    assert splits.num_replicas.tolist() == [num_replicas] * 2
+    assert splits.num_parts.tolist() == [len(grid_regions(shape, part))] * 2
+    held = [regions[rank] for rank in splits.ranks[0].tolist()]
+    assert held == [each for each in grid_regions(shape, part) for _ in range(num_replicas)] + nothing
+
+
+def test_what_only_looks_like_a_grid_is_none() -> None:
+    """Numbers so large that products of them wrap around."""
+    wrong = [
+        Region((0, 0), (1 << 32, 1 << 32)),
+        Region((0, 0), (-1, 2)),
+        Region((0, 3), (2, 2)),
+        Region((0, 0), (3, 2)),
+    ]
+    for region in wrong:
+        packed = [pack_offers([offer("t", (2, 2)), offer("u", (2, 2), region)])]
+        (splits,) = find_splits(collect_offered(unpack_offers(packed), {}, [0]))
+        assert splits.fqns == ["t"], region
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
