@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.planner.aliases import agree_on_aliases
 from bytecheckpoint.planner.holders import Holders, Offered, Shares, collect_offered, group_holders
 from bytecheckpoint.planner.offers import AlikeRanks, PackedOffers, Write, unpack_offers
 from bytecheckpoint.planner.replicas import Replica, share_out
@@ -62,11 +63,11 @@ def plan_save(
     """The plan for what the ranks offer; `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, which
     errors call `names[r]`.
 
-    Raises CheckpointMismatchError: `conflict` where ranks disagree about a tensor or hold parts that overlap,
+    Raises CheckpointMismatchError: `conflict` where ranks disagree about a tensor or a tie, or hold parts that overlap,
     `coverage` where a part of a tensor is offered by no rank. One error is about all tensors.
     """
     alike = unpack_offers(packed)
-    kept_aliases = _agree_on_aliases(alike, aliases)
+    kept_aliases = agree_on_aliases(alike, aliases, names)
     tensors = collect_offered(alike, kept_aliases, names)
     planner = _Planner(alike, num_ranks=len(packed))
     others = dict(tensors)
@@ -88,20 +89,6 @@ def plan_save(
         differing_replicas=planner.differing,
         compared=planner.compared,
     )
-
-
-def _agree_on_aliases(alike: Sequence[AlikeRanks], aliases: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """An FQN is an alias unless some rank holds it with memory of its own (as pipeline stages hold tied weights)."""
-    merged = {alias: fqn for of_rank in aliases for alias, fqn in of_rank.items()}
-    if not merged:
-        return {}
-    real = {
-        fqn
-        for of_ranks in alike
-        for offer, fqn in enumerate(of_ranks.fqns)
-        if fqn in merged and of_ranks.boxes(offer)[:, 1].all(axis=1).any()
-    }
-    return {alias: fqn for alias, fqn in merged.items() if alias not in real}
 
 
 class _Holding(NamedTuple):
