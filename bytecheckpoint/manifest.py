@@ -8,6 +8,7 @@ rather than records, so that a million of them encode and decode at the speed of
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import chain
@@ -300,9 +301,12 @@ def _decode_files(wire: _Wire) -> list[DataFile]:
     names = _decode_items(wire.file_names, list[str], MAX_FILES, "files")
     byte_lengths = decode_column(wire.file_byte_lengths, len(names), "file lengths")
     counts = decode_counts(wire.file_num_extents, len(names), "extents", MAX_EXTENTS)
-    lengths = decode_column(wire.extent_lengths, int(counts.sum()), "extent lengths")
-    digests = decode_column(wire.extent_digests, int(counts.sum()), "checksums")
+    lengths = decode_column(wire.extent_lengths, int(counts.sum()), "extent lengths").astype(np.uint64)
+    digests = decode_column(wire.extent_digests, int(counts.sum()), "checksums").astype(np.uint64)
     files, stops = [], np.cumsum(counts).tolist()
     for name, byte_length, start, stop in zip(names, byte_lengths.tolist(), [0, *stops], stops, strict=False):
-        files.append(DataFile(name, byte_length, lengths[start:stop].tolist(), digests[start:stop].tolist()))
+        # A load asks for the extents of few files: as lists of int those of all would take many times the memory.
+        of_file = slice(start, stop)
+        extents = array("Q", lengths[of_file].tobytes()), array("Q", digests[of_file].tobytes())
+        files.append(DataFile(name, byte_length, *extents))
     return files

@@ -25,6 +25,7 @@ from bytecheckpoint.adapters.stored import (
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.ranks import COORDINATOR, Ranks
+from bytecheckpoint.shared_memory import find_shared
 
 _NUM_SHOWN = 10
 _NUM_MATCHED = 200
@@ -56,6 +57,7 @@ def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Ma
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
         _match_shards(match, expectation.shards, stored, cast=cast)
+    _leave_out_shared(match)
     return match
 
 
@@ -79,6 +81,22 @@ def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Stored, *,
         match.stored_fqns.append(found.fqn)
         if found.dtype != shard.dtype:
             match.cast.add(fqn)
+
+
+def _leave_out_shared(match: Match) -> None:
+    """Memory is filled once: what is tied, or a view of a part, takes the value of the tensor that it is a part of.
+    What only overlaps with another one would hold a mixture, and could not be verified.
+    """
+    shared = find_shared(match.shards)
+    for first, second in shared.clashing:
+        fqn = match.shards[second].fqn
+        text = (
+            f"{fqn}: shares memory with {match.shards[first].fqn} in the state, and they are different tensors in the "
+            "checkpoint; give each memory of its own, or leave one out"
+        )
+        match.problems.append(Problem("conflict", fqn, text))
+    for second in sorted((second for _, second in shared.within + shared.clashing), reverse=True):
+        del match.shards[second], match.stored_fqns[second]
 
 
 def _not_found(fqn: str, stored: Stored) -> Problem:

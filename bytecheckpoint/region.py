@@ -5,9 +5,14 @@ here and nothing else: no tensors, no files, no ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
+
+_FEW_REGIONS = 16
+"""So many are compared with one another sooner than arrays of them are made."""
 
 
 class Region(NamedTuple):
@@ -186,7 +191,7 @@ def _lies_inside(region: Region, outer: Region) -> bool:
 
 def _find_overlap(regions: list[Region]) -> Region | None:
     """Cuts the regions into groups that cannot overlap, again and again: a grid of any kind falls apart into single
-    regions. Only groups that no straight cut separates are compared region by region.
+    regions. Groups that no straight cut separates, or only one region at a time, are swept.
     """
     groups = [regions]
     while groups:
@@ -194,10 +199,12 @@ def _find_overlap(regions: list[Region]) -> Region | None:
         if len(group) < 2:
             continue
         parts = _separate(group)
-        overlap = None if parts else _find_overlap_in_group(group)
+        if parts and (len(group) <= _FEW_REGIONS or max(map(len, parts)) <= len(group) * 3 // 4):
+            groups += parts
+            continue
+        overlap = _compare(group) if len(group) <= _FEW_REGIONS else _sweep(group)
         if overlap is not None:
             return overlap
-        groups += parts
     return None
 
 
@@ -216,12 +223,31 @@ def _separate(regions: list[Region]) -> list[list[Region]]:
     return []
 
 
-def _find_overlap_in_group(regions: list[Region]) -> Region | None:
-    for index, region in enumerate(regions):
-        for other in regions[:index]:
-            overlap = intersect(region, other)
-            if overlap is not None:
-                return overlap
+def _compare(regions: Iterable[Region]) -> Region | None:
+    for first, second in combinations(regions, 2):
+        overlap = intersect(first, second)
+        if overlap is not None:
+            return overlap
+    return None
+
+
+def _sweep(regions: Sequence[Region]) -> Region | None:
+    """Compares each region with those that begin within it along one dimension: that in which these are fewest."""
+    starts = np.array([region.offsets for region in regions], np.int64).reshape(len(regions), -1)
+    ends = starts + np.array([region.lengths for region in regions], np.int64).reshape(starts.shape)
+    if not starts.shape[1]:
+        return _compare(regions)
+    orders = np.argsort(starts, axis=0, kind="stable").T
+    all_stops = [np.searchsorted(starts[order, dim], ends[order, dim]) for dim, order in enumerate(orders)]
+    dim = int(np.argmin([stops.sum() for stops in all_stops]))
+    order = orders[dim]
+    starts, ends = starts[order], ends[order]
+    for index, stop in enumerate(all_stops[dim].tolist()):
+        others = slice(index + 1, stop)
+        meets = ((starts[others] < ends[index]) & (ends[others] > starts[index])).all(axis=1)
+        if meets.any():
+            other = index + 1 + int(np.argmax(meets))
+            return intersect(regions[order[index]], regions[order[other]])
     return None
 
 

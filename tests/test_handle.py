@@ -183,20 +183,18 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     bcp.save(tmp_path / "next", {"x": torch.ones(3)})
 
 
-@pytest.mark.parametrize("where", ["__init__", "start"])
-def test_a_save_that_is_interrupted_before_its_thread_exists_gives_its_turn_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+def test_a_save_that_is_interrupted_before_its_thread_begins_gives_its_turn_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = getattr(threading.Thread, where)
+    begin = SpareThreads.begin
 
-    def interrupted(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-        name = thread.name if where == "start" else kwargs.get("name")
+    def interrupted(threads: SpareThreads, name: str, do: Callable[[], object]) -> None:
         if name == "bcp-save":
             raise KeyboardInterrupt
-        original(thread, *args, **kwargs)
+        begin(threads, name, do)
 
     state = {"w": torch.ones(10)}
-    monkeypatch.setattr(threading.Thread, where, interrupted)
+    monkeypatch.setattr(SpareThreads, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bcp.save(tmp_path / "a", state, async_save=True)
     monkeypatch.undo()

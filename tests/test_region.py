@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.region import (
@@ -266,6 +266,58 @@ def test_a_pinwheel_that_no_straight_cut_separates_is_a_tiling() -> None:
     ]
     assert find_tiling_fault((3, 3), parts) is None
     assert find_tiling_fault((3, 3), [*parts[:4], Region((1, 0), (1, 2))]) is not None
+
+
+def pinwheels(length: int) -> list[Region]:
+    """A square in rings of four regions around one another, which no straight cut separates, and one in the middle."""
+    parts = []
+    for first in range(length // 2):
+        arm, last = length - 2 * first - 1, length - first - 1
+        parts += [Region((first, first), (1, arm)), Region((first, last), (arm, 1))]
+        parts += [Region((last, first + 1), (1, arm)), Region((first + 1, first), (arm, 1))]
+    return [*parts, Region((length // 2, length // 2), (1, 1))]
+
+
+@given(st.integers(0, 60), st.permutations(range(25)), st.integers(0, 24))
+@settings(max_examples=50, deadline=None)
+def test_pinwheels_in_pinwheels_are_a_tiling_until_a_part_grows(last: int, order: list[int], index: int) -> None:
+    parts = pinwheels(13)
+    assert len(parts) == 25
+    parts = [parts[number] for number in order]
+    assert find_tiling_fault((13, 13), parts) is None
+    fault = find_tiling_fault((13, 13), parts[:index] + parts[index + 1 :])
+    assert fault is not None
+    assert fault.hole is not None
+    assert intersect(fault.hole, parts[index]) == fault.hole
+    grown = Region((last // 13, 0), (1 + last % 13, 2))
+    fault = find_tiling_fault((20, 13), [*parts, grown])
+    assert fault is not None
+    assert fault.overlap in {intersect(part, grown) for part in parts} - {None}
+
+
+@given(st.integers(1, 4), st.data())
+@settings(max_examples=50, deadline=None)
+def test_an_overlap_is_found_where_comparing_all_pairs_finds_one(num_dims: int, data: st.DataObject) -> None:
+    """Of so many regions of a large shape that they are not just compared; nearly none of them can be separated."""
+    shape = (40,) * num_dims
+    box = st.tuples(*[st.tuples(st.integers(0, 39), st.integers(1, 12))] * num_dims)
+    regions: list[Region] = []
+    for dims in data.draw(st.lists(box, min_size=17, max_size=60)):
+        region = Region(tuple(at for at, _ in dims), tuple(min(length, 40 - at) for at, length in dims))
+        if data.draw(st.integers(0, 30)) == 0 or all(intersect(region, other) is None for other in regions):
+            regions.append(region)
+    overlaps = {intersect(*pair) for pair in itertools.combinations(regions, 2)} - {None}
+    fault = find_tiling_fault(shape, regions)
+    found = fault.overlap if fault is not None else None
+    assert found in overlaps if overlaps else found is None
+
+
+def test_thousands_of_regions_that_no_straight_cut_separates_are_compared_at_once() -> None:
+    """Pair by pair that would take minutes."""
+    parts = pinwheels(2401)
+    assert len(parts) > 4000
+    assert find_tiling_fault((2401, 2401), parts) is None
+    assert find_tiling_fault((2401, 2401), [*parts, parts[777]]) == TilingFault(None, parts[777])
 
 
 def test_a_region_outside_the_shape_cannot_make_up_for_a_hole() -> None:

@@ -4,7 +4,8 @@ It knows no bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,8 +21,11 @@ _OWN_EXTENT_BYTES = 256 << 10
 """A chunk this large has extents of its own."""
 _PARTS_OF_CHUNK = 16
 """Any part of a chunk costs at most two of these more than it is; half, a quarter or an eighth of it, none."""
-_EXTENTS_OF_FILE = 1024
-"""About as many at most where extents are shorter than EXTENT_BYTES, so that manifests of many files stay short."""
+_EXTENTS_OF_FILE = 768
+"""Chunks are cut less often where there would be more, so that manifests of many files stay short: they are mostly
+checksums."""
+_HALVES_OF_FILE = 2048
+"""Up to here chunks are cut into halves at least: half of them is what each of twice as many ranks wants."""
 
 
 class PlacedChunk(NamedTuple):
@@ -72,13 +76,13 @@ def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: i
     extent reaches over a multiple of `block_bytes`: files are written in such blocks, each with the checksums of its
     own bytes.
     """
-    chunks = list(chunk_bytes)
-    return _split_at_blocks(_group_chunks(header_bytes, chunks), block_bytes)
+    header = _cut(header_bytes, num_parts=_power_of_two(header_bytes, EXTENT_BYTES))
+    return _split_at_blocks([*header, *_group_chunks(list(chunk_bytes))], block_bytes)
 
 
-def _group_chunks(header_bytes: int, chunk_bytes: Sequence[int]) -> list[int]:
-    extents = _cut(header_bytes, EXTENT_BYTES)
-    least = max(MIN_EXTENT_BYTES, sum(chunk_bytes) // _EXTENTS_OF_FILE)
+def _group_chunks(chunk_bytes: Sequence[int]) -> list[int]:
+    parts_of = _choose_parts(Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= _OWN_EXTENT_BYTES))
+    extents: list[int] = []
     small = 0
     for num_bytes in chunk_bytes:
         if small and small + num_bytes > EXTENT_BYTES:
@@ -86,18 +90,40 @@ def _group_chunks(header_bytes: int, chunk_bytes: Sequence[int]) -> list[int]:
             small = 0
         if num_bytes >= _OWN_EXTENT_BYTES:
             extents += [small] if small else []
-            extents += _cut(num_bytes, min(EXTENT_BYTES, max(least, num_bytes // _PARTS_OF_CHUNK)))
+            extents += _cut(num_bytes, num_parts=parts_of[num_bytes])
             small = 0
         else:
             small += num_bytes
     return [*extents, small] if small else extents
 
 
-def _cut(num_bytes: int, max_bytes: int) -> list[int]:
-    """Equal parts, a power of two of them: where ranks become twice as many, shards end where parts do."""
+def _choose_parts(counts: Mapping[int, int]) -> dict[int, int]:
+    """Into how many parts large chunks are cut, by their bytes; `counts` says how many there are of each."""
+    least = MIN_EXTENT_BYTES
+    while True:
+        parts_of = {
+            num_bytes: max(2, _power_of_two(num_bytes, min(EXTENT_BYTES, max(least, num_bytes // _PARTS_OF_CHUNK))))
+            for num_bytes in counts
+        }
+        num_extents = sum(parts_of[num_bytes] * count for num_bytes, count in counts.items())
+        if num_extents <= _EXTENTS_OF_FILE or (least == EXTENT_BYTES and num_extents <= _HALVES_OF_FILE):
+            return parts_of
+        if least == EXTENT_BYTES:
+            return {num_bytes: _power_of_two(num_bytes, EXTENT_BYTES) for num_bytes in counts}
+        least *= 2
+
+
+def _power_of_two(num_bytes: int, max_bytes: int) -> int:
+    """The least that cuts so many bytes into equal parts of at most `max_bytes`: where ranks become twice as many,
+    shards end where parts do.
+    """
     num_parts = 1
     while num_parts * max_bytes < num_bytes:
         num_parts *= 2
+    return num_parts
+
+
+def _cut(num_bytes: int, *, num_parts: int) -> list[int]:
     # Multiples of every item size: what ranks exchange is cut where extents end, and never within an element.
     bounds = [*(num_bytes * number // num_parts // 16 * 16 for number in range(num_parts)), num_bytes]
     return [end - start for start, end in pairwise(bounds) if end > start]

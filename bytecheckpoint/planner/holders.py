@@ -95,7 +95,7 @@ def disagreement(conflicts: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkp
     """The error for these FQNs: for each a line, and the ranks that it is about."""
     return CheckpointMismatchError(
         f"ranks disagree about {len(conflicts)} tensors; nothing was written. Give each its own FQN, or the same "
-        "global shape and dtype on every rank, and save again:\n"
+        "global shape and dtype on every rank, tied to the same, and save again:\n"
         + first_lines([text for text, _ in conflicts.values()]),
         kind="conflict",
         ranks=tuple(sorted({rank for _, ranks in conflicts.values() for rank in ranks})),

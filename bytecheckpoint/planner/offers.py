@@ -107,6 +107,13 @@ class AlikeRanks:
         columns = self.coordinates[:, self.starts[offer] : self.starts[offer + 1]]
         return columns.astype(np.int64).reshape(len(self.ranks), 2, len(self.shapes[offer]))
 
+    def boxes_of(self, offers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same of many offers, of tensors with as many dimensions: shape (offers, ranks, 2, dimensions)."""
+        num_dims = len(self.shapes[offers[0]])
+        columns = np.array(self.starts)[offers][:, None] + np.arange(2 * num_dims)
+        boxes = self.coordinates[:, columns].astype(np.int64).reshape(len(self.ranks), len(offers), 2, num_dims)
+        return boxes.swapaxes(0, 1)
+
     def regions(self, offer: int) -> list[Region]:
         """Of one offer of all these ranks."""
         if not self.rows:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.planner.aliases import agree_on_aliases
 from bytecheckpoint.planner.holders import Holders, Offered, Shares, collect_offered, group_holders
 from bytecheckpoint.planner.offers import AlikeRanks, PackedOffers, Write, unpack_offers
 from bytecheckpoint.planner.replicas import Replica, share_out
+from bytecheckpoint.planner.splits import Splits, find_splits
 from bytecheckpoint.region import Region, part_of_grid
 
 if TYPE_CHECKING:
@@ -61,14 +63,19 @@ def plan_save(
     """The plan for what the ranks offer; `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, which
     errors call `names[r]`.
 
-    Raises CheckpointMismatchError: `conflict` where ranks disagree about a tensor or hold parts that overlap,
+    Raises CheckpointMismatchError: `conflict` where ranks disagree about a tensor or a tie, or hold parts that overlap,
     `coverage` where a part of a tensor is offered by no rank. One error is about all tensors.
     """
     alike = unpack_offers(packed)
-    kept_aliases = _agree_on_aliases(alike, aliases)
+    kept_aliases = agree_on_aliases(alike, aliases, names)
     tensors = collect_offered(alike, kept_aliases, names)
     planner = _Planner(alike, num_ranks=len(packed))
-    for fqn, offered, holders in group_holders(tensors, names):
+    others = dict(tensors)
+    for splits in find_splits(tensors):
+        planner.add_splits(splits, tensors)
+        for fqn in splits.fqns:
+            del others[fqn]
+    for fqn, offered, holders in group_holders(others, names):
         if isinstance(holders, Shares):
             planner.add_shares(fqn, offered, holders)
         else:
@@ -82,20 +89,6 @@ def plan_save(
         differing_replicas=planner.differing,
         compared=planner.compared,
     )
-
-
-def _agree_on_aliases(alike: Sequence[AlikeRanks], aliases: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """An FQN is an alias unless some rank holds it with memory of its own (as pipeline stages hold tied weights)."""
-    merged = {alias: fqn for of_rank in aliases for alias, fqn in of_rank.items()}
-    if not merged:
-        return {}
-    real = {
-        fqn
-        for of_ranks in alike
-        for offer, fqn in enumerate(of_ranks.fqns)
-        if fqn in merged and of_ranks.boxes(offer)[:, 1].all(axis=1).any()
-    }
-    return {alias: fqn for alias, fqn in merged.items() if alias not in real}
 
 
 class _Holding(NamedTuple):
@@ -132,6 +125,41 @@ class _Planner:
         for fqn, chunks in self._chunks.items():
             self._planned[fqn] = _planned(fqn, offered[fqn], sorted(chunks))
         return [self._planned[fqn] for fqn in offered if fqn in self._planned]
+
+    def add_splits(self, splits: Splits, offered: Mapping[str, Offered]) -> None:
+        ranks = splits.ranks
+        is_single = splits.num_replicas == 1
+        is_written = is_single[:, None] & (np.arange(ranks.shape[1]) < splits.num_parts[:, None])
+        slots = self._first_slots[ranks] + splits.offers[:, None]
+        self._is_kept[slots[is_written]] = True
+        item_bytes = np.array([itemsize(offered[fqn].dtype) for fqn in splits.fqns], np.int64)
+        num_bytes = splits.boxes[:, :, 1].prod(axis=2) * item_bytes[:, None]
+        np.add.at(self._loads, ranks[is_written], num_bytes[is_written])
+        offers = np.repeat(splits.offers.astype(np.int32)[:, None], ranks.shape[1], axis=1)
+        parts, num_parts = splits.boxes[:, 0, 1].tolist(), splits.num_parts.tolist()
+        for tensor in np.flatnonzero(is_single).tolist():
+            fqn, part, count = splits.fqns[tensor], tuple(parts[tensor]), num_parts[tensor]
+            dtype, shape, *_ = offered[fqn]
+            self._planned[fqn] = PlannedTensor(
+                fqn, dtype, shape, part, (), ranks[tensor, :count], offers[tensor, :count]
+            )
+        for tensor in np.flatnonzero(~is_single).tolist():
+            self._add_replicated(splits, tensor, offered[splits.fqns[tensor]])
+
+    def _add_replicated(self, splits: Splits, tensor: int, offered: Offered) -> None:
+        """The parts of one of the tensors, each of which several ranks hold."""
+        fqn, num_replicas = splits.fqns[tensor], int(splits.num_replicas[tensor])
+        ((of_ranks, offer),) = offered.sources
+        end = int(splits.num_parts[tensor]) * num_replicas
+        rows = splits.order[tensor, :end]
+        ranks = splits.holders[rows].tolist()
+        column = of_ranks.digest_columns.get(offer)
+        digests = of_ranks.digests[rows, column].tolist() if column is not None else []
+        starts = range(0, end, num_replicas)
+        for start, (offsets, lengths) in zip(starts, splits.boxes[tensor, :end:num_replicas].tolist(), strict=True):
+            held = slice(start, start + num_replicas)
+            holding = _Holding(ranks[held], [offer] * num_replicas, digests[held])
+            self._add_region(fqn, Region(tuple(offsets), tuple(lengths)), itemsize(offered.dtype), holding)
 
     def add_shares(self, fqn: str, offered: Offered, shares: Shares) -> None:
         num_holders = np.diff(shares.bounds)

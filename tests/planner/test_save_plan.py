@@ -4,8 +4,9 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.planner import holders
+from bytecheckpoint.planner import holders, save_plan
 from bytecheckpoint.planner.file_plan import EXTENT_BYTES, cut_extents, lay_out_files
-from bytecheckpoint.planner.offers import Offer, Write, pack_offers
+from bytecheckpoint.planner.holders import collect_offered
+from bytecheckpoint.planner.offers import Offer, Write, pack_offers, unpack_offers
 from bytecheckpoint.planner.replicas import MIN_SPLIT_BYTES
 from bytecheckpoint.planner.save_plan import PlannedTensor, SavePlan, plan_save
+from bytecheckpoint.planner.splits import Splits, find_splits
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, intersect, split_flat_range, whole
 
 MiB = 1 << 20
@@ -199,6 +202,55 @@ def test_aliases_are_not_written_but_where_a_rank_holds_the_tensor_alone() -> No
     check_whole(found, stages)
 
 
+@pytest.mark.parametrize(
+    ("offers", "aliases", "text"),
+    [
+        pytest.param(
+            [["a", "c"], ["a", "c"]],
+            [{"b": "a"}, {"b": "c"}],
+            "b: tied to a on rank 0, to c on rank 1",
+            id="to different tensors",
+        ),
+        pytest.param(
+            [["a"], ["a", "b"], ["c"]],
+            [{"b": "a"}, {}, {"b": "c"}],
+            "b: tied to a on rank 0, to c on rank 2",
+            id="to different tensors, while a third rank has its own",
+        ),
+        pytest.param(
+            [["wide"], ["b"]],
+            [{"b": "wide"}, {}],
+            "b: float32[4] on rank 1, tied to wide, float32[9], on rank 0",
+            id="to one of another shape than another rank has",
+        ),
+    ],
+)
+def test_ranks_that_tie_a_name_to_what_cannot_be_the_same_are_refused(
+    offers: list[list[str]], aliases: list[dict[str, str]], text: str
+) -> None:
+    with pytest.raises(CheckpointMismatchError, match="ranks disagree about 1 tensors; nothing was written") as error:
+        plan([[offer(fqn, (9,) if fqn == "wide" else (4,)) for fqn in of_rank] for of_rank in offers], aliases)
+    assert text in str(error.value)
+    assert error.value.kind == "conflict"
+    assert error.value.ranks is not None
+    assert len(error.value.ranks) == 2
+
+
+@pytest.mark.parametrize(
+    ("offers", "aliases", "expected"),
+    [
+        pytest.param([["a"], ["b"]], [{"b": "a", "c": "a"}, {"c": "b"}], {"c": "b"}, id="the second of three names"),
+        pytest.param([["a"], ["b"]], [{"b": "a"}, {"a": "b"}], {}, id="each the other's first"),
+        pytest.param([["a"], ["a"]], [{"b": "a"}, {}], {"b": "a"}, id="on one rank only"),
+        pytest.param([["a"], ["c"]], [{"b": "a", "c": "a"}, {"b": "c"}], {"b": "c"}, id="another name is the first"),
+    ],
+)
+def test_ranks_may_hold_different_names_of_one_tied_tensor(
+    offers: list[list[str]], aliases: list[dict[str, str]], expected: dict[str, str]
+) -> None:
+    assert plan([[offer(fqn, (4,)) for fqn in of_rank] for of_rank in offers], aliases).aliases == expected
+
+
 def refused(offers: Sequence[Sequence[Offer]], kind: str) -> str:
     with pytest.raises(CheckpointMismatchError) as error:
         plan(offers)
@@ -288,6 +340,17 @@ def test_files_of_many_chunks_have_extents_in_proportion_to_their_bytes() -> Non
     assert len(cut_extents(4096, [114 << 10] * 1000, block_bytes=16 * MiB)) < 150
 
 
+@pytest.mark.parametrize("num_ranks", [8, 64, 512, 1024, 2048])
+def test_the_files_of_many_ranks_have_few_extents_and_none_across_the_middle_of_a_large_chunk(num_ranks: int) -> None:
+    layer = [bytes_of // num_ranks for bytes_of in (768 * MiB, 32 << 10, 32 << 10, 768 * MiB, 256 * MiB, 256 * MiB)]
+    chunk_bytes = layer * 80
+    extents = cut_extents(4096, chunk_bytes, block_bytes=1 << 40)
+    assert len(extents) <= max(900, sum(chunk_bytes) // (MiB // 2))
+    starts, ends = {0, *np.cumsum(extents).tolist()}, np.cumsum([4096, *chunk_bytes]).tolist()
+    for end, num_bytes in zip(ends[1:], chunk_bytes, strict=True):
+        assert num_bytes < MiB // 4 or end - num_bytes // 2 in starts
+
+
 def test_two_tensors_of_one_name_on_one_rank_are_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="rank 0 has two tensors of this name") as error:
         plan([[offer("w", (4,)), offer("w", (4,))], []])
@@ -303,7 +366,7 @@ def layouts(draw: st.DrawFn) -> list[list[Offer]]:
     num_ranks, num_replicas = draw(st.integers(1, 6)), draw(st.integers(1, 2))
     offers: list[list[Offer]] = [[] for _ in range(num_ranks * num_replicas)]
     for index in range(draw(st.integers(1, 3))):
-        shape = draw(st.lists(st.integers(0, 9), max_size=2).map(tuple))
+        shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
         regions = draw(st.sampled_from([by_rows, by_runs, by_both]))(shape, num_ranks)
         if draw(st.integers(0, 9)) == 0:
             regions[-1:] = [draw(st.sampled_from([[], [whole(shape)], regions[0]]))]
@@ -341,18 +404,61 @@ def by_both(shape: tuple[int, ...], num_ranks: int) -> list[list[Region]]:
 @settings(max_examples=100, deadline=None)
 def test_at_once_or_region_by_region_the_plan_is_the_same(offers: list[list[Offer]]) -> None:
     outcomes = []
-    for least in (1, 1000):
+    for least, takes_splits in ((1, False), (1000, False), (1000, True)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(holders, "MIN_ARRAY_OFFERS", least)
+            if not takes_splits:
+                patch.setattr(save_plan, "find_splits", no_splits)
             try:
                 found = plan(offers)
             except CheckpointMismatchError as error:
                 outcomes.append((error.kind, str(error), error.ranks))
             else:
                 check_whole(found, offers)
-                tensors = {tensor.fqn: regions_of(tensor) for tensor in found.plan.tensors}
+                tensors = {tensor.fqn: (tensor.part, regions_of(tensor)) for tensor in found.plan.tensors}
                 outcomes.append((tensors, [sorted(of_rank) for of_rank in found.writes], found.plan.aliases))
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def no_splits(_: object) -> Iterator[Splits]:
+    return iter(())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 4)), max_size=3),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=50, deadline=None)
+def test_every_grid_and_its_replicas_are_seen_at_once_whichever_rank_holds_which_part(
+    dims: list[tuple[int, int]], num_replicas: int, rng: Random
+) -> None:
+    shape, part = tuple(length for length, _ in dims), tuple(min(dim) for dim in dims)
+    regions = grid_regions(shape, part) * num_replicas
+    nothing = [Region(shape, (0,) * len(shape))] * (2 if shape else 0)
+    regions += nothing
+    rng.shuffle(regions)
+    offers = [[offer("t", shape, region), offer("u", shape, region)] for region in regions]
+    (splits,) = find_splits(collect_offered(unpack_offers(list(map(pack_offers, offers))), {}, range(len(offers))))
+    assert splits.fqns == ["t", "u"]
+    assert splits.num_replicas.tolist() == [num_replicas] * 2
+    assert splits.num_parts.tolist() == [len(grid_regions(shape, part))] * 2
+    held = [regions[rank] for rank in splits.ranks[0].tolist()]
+    assert held == [each for each in grid_regions(shape, part) for _ in range(num_replicas)] + nothing
+
+
+def test_what_only_looks_like_a_grid_is_none() -> None:
+    """Numbers so large that products of them wrap around."""
+    wrong = [
+        Region((0, 0), (1 << 32, 1 << 32)),
+        Region((0, 0), (-1, 2)),
+        Region((0, 3), (2, 2)),
+        Region((0, 0), (3, 2)),
+    ]
+    for region in wrong:
+        packed = [pack_offers([offer("t", (2, 2)), offer("u", (2, 2), region)])]
+        (splits,) = find_splits(collect_offered(unpack_offers(packed), {}, [0]))
+        assert splits.fqns == ["t"], region
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
