@@ -46,6 +46,7 @@ logger = logging.getLogger("bytecheckpoint")
 _HALF_LOADED = "The state is partly overwritten: load a good checkpoint into it before it is used"
 
 
+@collector_paused()  # for all of it, so that what planning made is gone again when collections go on
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -91,7 +92,7 @@ def save(
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with ExitStack() as turn:
-        with together(ranks, f"planning the save to {about.path}", about=about), collector_paused():
+        with together(ranks, f"planning the save to {about.path}", about=about):
             with clock.phase("wait"):
                 turn.enter_context(IN_FLIGHT.turn())
             if not async_save:
@@ -107,7 +108,7 @@ def save(
                 agreed = agree(ranks, wish, IN_FLIGHT.kept.plans)
                 warn_of_differing(ranks, agreed)
 
-        with together(ranks, f"staging the save to {target.path}", about=about), collector_paused():
+        with together(ranks, f"staging the save to {target.path}", about=about):
             kind = kind_of_snapshot(options.snapshot, async_save=async_save)
             with clock.phase("stage"):
                 shards = hold_shards(entries, wish.shards) if kind == "lazy" else wish.shards
@@ -211,7 +212,7 @@ def warm_up(
     ranks.farewell()
 
 
-@collector_paused()  # for all of it, so that what planning made is gone again when collections go on
+@collector_paused()  # as for save
 def load(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
