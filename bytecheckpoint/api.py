@@ -27,11 +27,11 @@ from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, Verdict, match_state, refuse_meta, share_findings
+from bytecheckpoint.matching import Match, Verdict, match_again, match_state, share_findings
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
-from bytecheckpoint.snapshot import LiveState
+from bytecheckpoint.snapshot import LiveState, StagedState
 from bytecheckpoint.snapshot_kinds import Kind, allocate, hold_shards, kind_of_snapshot, take_snapshot
 from bytecheckpoint.staging import LiveFile
 from bytecheckpoint.storage import layout
@@ -165,11 +165,11 @@ def _write_in_background(
         return write_and_commit(saving)
 
     if kind == "lazy":
-        handle.share(saving.snapshot)
+        if isinstance(saving.snapshot, StagedState):  # waves follow one another: nobody can help with them
+            handle.share(saving.snapshot)
         IN_FLIGHT.hold(optimizers_in(entries))
     try:
-        if not IN_FLIGHT.start(handle, write, turn):
-            saving.snapshot.close()
+        if not IN_FLIGHT.start(handle, write, turn, give_up=saving.snapshot.close):
             return False
         if kind != "lazy" or not in_background("bcp-stage", stage_later):
             stage()
@@ -286,8 +286,7 @@ def load(
         if any(shard.tensor.is_meta for shard in match.shards):
             for entry in entries:
                 entry.prepare(stored)
-            match = match_state(entries, stored, cast=cast)
-            refuse_meta(match)
+            match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         traffic = read_together(ranks, source, fetches, match)
         for entry in entries:

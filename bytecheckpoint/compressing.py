@@ -118,32 +118,48 @@ def compress_file(
             encoders.put(encoder)
 
     with closing(_Blocks(planned.blocks, content)) as blocks:
-        blocks.enter_next()
         while (raw := blocks.take()) is not None:
             jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
             # The next block is gathered while the last frames of this one are made.
-            do_side_by_side(lambda job: job(), [*jobs, blocks.enter_next], num_threads=threads)
+            do_side_by_side(lambda job: job(), [*jobs, blocks.enter_ahead], num_threads=threads)
     return _put_together(chunks)
 
 
+_WAITING_AHEAD = threading.Lock()
+"""Several saves share the memory that blocks are gathered into. If more than one waited for a block while it holds
+another, all could wait for ever."""
+
+
 class _Blocks:
-    """The blocks of a file, one of them in use and another one entered ahead."""
+    """The blocks of a file, one of them in use and maybe another one entered ahead."""
 
     def __init__(self, blocks: Iterable[tuple[int, int]], content: _Content) -> None:
         self._left = iter(blocks)
         self._content = content
         self._in_use, self._ahead = ExitStack(), ExitStack()
         self._next: memoryview | None = None
+        self._is_entered = False
 
-    def enter_next(self) -> None:
-        """Waits until there is memory for it; on any thread."""
+    def enter_ahead(self) -> None:
+        """Waits until there is memory for the next block, unless another save does so; on any thread."""
+        if _WAITING_AHEAD.acquire(blocking=False):
+            try:
+                self._enter()
+            finally:
+                _WAITING_AHEAD.release()
+
+    def _enter(self) -> None:
         block = next(self._left, None)
         self._next = None if block is None else self._ahead.enter_context(self._content(*block))
+        self._is_entered = True
 
     def take(self) -> memoryview | None:
-        """The block that was entered ahead; the one in use before is given back. None after the last."""
+        """The next block; the one in use before is given back. None after the last."""
         self._in_use.close()
+        if not self._is_entered:
+            self._enter()
         self._in_use, self._ahead = self._ahead, self._in_use
+        self._is_entered = False
         return self._next
 
     def close(self) -> None:
@@ -171,7 +187,7 @@ class _Chunk:
         self.num_frames = count_frames(placed.byte_length)
         self.frames = [memory[:0]] * self.num_frames
         self.digests = [0] * self.num_frames
-        self._is_decided = threading.Event()
+        self._frame_codecs = ["none"] * self.num_frames
 
     @property
     def num_stored_bytes(self) -> int:
@@ -181,29 +197,23 @@ class _Chunk:
         return frame_bytes(self.placed.byte_length, number)
 
     def add(self, number: int, raw: memoryview, encoder: FrameEncoder) -> None:
-        """Takes one frame, on any thread. The first one decides about the others, which wait for it: another thread
-        must have begun with it.
-        """
-        if number > 0:
-            self._is_decided.wait()
-            self._keep(number, raw if self.codec == "none" else encoder.encode(self.codec, raw, self._item_bytes))
-            return
-        try:
-            frame = raw if self.codec == "none" else encoder.encode(self.codec, raw, self._item_bytes)
-            if len(frame) >= raw.nbytes:
-                self.codec, frame = "none", raw
-        finally:  # nobody may wait in vain
-            self._is_decided.set()
+        """Takes one frame, on any thread. Where the first one gets no smaller, those that come later are left raw."""
+        codec = self.codec
+        frame = raw if codec == "none" else encoder.encode(codec, raw, self._item_bytes)
+        if number == 0 and len(frame) >= raw.nbytes:
+            self.codec, codec, frame = "none", "none", raw
         self._keep(number, frame)
+        self._frame_codecs[number] = codec
 
     def settle(self) -> None:
-        """Goes back to raw bytes where all frames together turn out to be no smaller."""
-        if self.codec == "none" or is_worth_it(self.placed.byte_length, self.num_stored_bytes):
+        """Goes back to raw bytes where the first frame did not get smaller, or all of them together did not."""
+        if self.codec != "none" and is_worth_it(self.placed.byte_length, self.num_stored_bytes):
             return
-        for number, frame in enumerate(self.frames):
-            raw = bytearray(self.frame_bytes(number))
-            decode_frame(self.codec, frame, self._item_bytes, memoryview(raw))
-            self._keep(number, raw)
+        for number, codec in enumerate(self._frame_codecs):
+            if codec != "none":
+                raw = bytearray(self.frame_bytes(number))
+                decode_frame(codec, self.frames[number], self._item_bytes, memoryview(raw))
+                self._keep(number, raw)
         self.codec = "none"
 
     def _keep(self, number: int, frame: bytes | bytearray | memoryview) -> None:

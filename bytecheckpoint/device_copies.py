@@ -28,6 +28,7 @@ class DeviceCopies:
         """Queues the copies, unless that was done; the host goes on."""
         if self._done:
             return
+        done = []
         for device, copies in self._copies.items():
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_event(self._ready[device])
@@ -37,7 +38,8 @@ class DeviceCopies:
                     target = torch.frombuffer(part, dtype=torch.uint8).view(source.dtype).view(source.shape)
                     target.copy_(source, non_blocking=True)
                     source.record_stream(stream)
-            self._done.append(stream.record_event())
+            done.append(stream.record_event())
+        self._done = done  # all or none: who calls it after one that failed begins again
 
     def wait(self) -> None:
         """Returns when all bytes are there."""

@@ -96,6 +96,8 @@ class Lanes:
     def __init__(self, devices: Iterable[torch.device], open_lane: Callable[[torch.device], Lane]) -> None:
         """Made on the thread on whose streams the tensors are used."""
         self._lanes = {device: open_lane(device) for device in dict.fromkeys(devices)}
+        self._buffers: list[LaneBuffers] = []
+        """Kept until all copies are done: torch would give their memory to others, whom it does not make wait."""
 
     def __enter__(self) -> Self:
         return self
@@ -117,11 +119,10 @@ class Lanes:
 
     def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
         lanes = list(self._lanes.values())
-        return (
-            LaneBuffers(lanes, num_buffers, byte_length)
-            if lanes
-            else HostMemory().new_buffers(num_buffers, byte_length)
-        )
+        if not lanes:
+            return HostMemory().new_buffers(num_buffers, byte_length)
+        self._buffers.append(LaneBuffers(lanes, num_buffers, byte_length))
+        return self._buffers[-1]
 
 
 def lanes_to(tensors: Iterable[torch.Tensor]) -> Lanes:

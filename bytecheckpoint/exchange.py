@@ -244,6 +244,7 @@ class _Exchange:
         """A read that others do not want, but that shows them that this rank gets on."""
 
         def place(content: memoryview) -> None:
+            self._refuse_if_over()
             read.place(content)
             self._activity.step()
 
@@ -255,6 +256,7 @@ class _Exchange:
         unit = Unit(fetch.file, fetch.byte_offset, fetch.end)
 
         def pass_on(content: memoryview) -> None:
+            self._refuse_if_over()
             read.place(content)
             self._activity.step()
             for pieces, outboxes in self._takers_of.get(unit, {}).items():
@@ -263,6 +265,11 @@ class _Exchange:
                     outbox.put(parcel)
 
         return read._replace(place=pass_on)
+
+    def _refuse_if_over(self) -> None:
+        """Ends this rank's own reading where the load has failed."""
+        if self._over.is_set():
+            raise PeerLeftError
 
     def _parcel(
         self, unit: Unit, pieces: Sequence[Piece], content: memoryview, num_takers: int, *, is_lasting: bool
@@ -329,6 +336,9 @@ class _Exchange:
             self._failed_at = time.monotonic()
             self._over.set()
             inbound = list(self._inbound)
+        if not isinstance(error, Exception):  # this rank will not say what has happened: others see that it is gone
+            for connection in self._connections():
+                connection.interrupt()
         self._arrivals.break_off()
         self._outgoing.break_off()
         for outbox in self._outboxes:

@@ -161,10 +161,18 @@ class InFlight:
         if error is not None:
             raise error
 
-    def start(self, handle: SaveHandle, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> bool:
+    def start(
+        self,
+        handle: SaveHandle,
+        finish: Callable[[], CheckpointInfo],
+        turn: ExitStack,
+        *,
+        give_up: Callable[[], object],
+    ) -> bool:
         """Finishes a save, and the turn that it takes over, on a thread of its own. False where there can be none.
 
-        Where the caller is interrupted before there is such a thread, the turn stays with the caller.
+        There, and where the caller is interrupted before there is such a thread, `give_up` is called and the turn
+        stays with the caller.
         """
         self._handle = handle
         claim = threading.Lock()
@@ -183,8 +191,10 @@ class InFlight:
             if claim.acquire(blocking=False):
                 self._handle = None
                 turn.push(own_turn)
+                give_up()
             raise
         turn.push(own_turn)
+        give_up()
         return False
 
     def hold(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:

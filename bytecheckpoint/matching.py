@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+import xxhash
 
 from bytecheckpoint.adapters.state import Entry
 from bytecheckpoint.adapters.stored import (
@@ -128,8 +129,12 @@ def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem |
     return None
 
 
-def refuse_meta(match: Match) -> None:
-    """Raises CheckpointMismatchError (conflict) where a target still has no memory to be filled."""
+def match_again(entries: Collection[Entry], stored: Stored, before: Match, *, cast: bool) -> Match:
+    """The match of a state that was given the memory that it lacked.
+
+    Raises CheckpointMismatchError (conflict) where a target still has none to be filled, or cannot be filled now.
+    """
+    match = match_state(entries, stored, cast=cast)
     fqns = sorted({shard.fqn for shard in match.shards if shard.tensor.is_meta})
     if fqns:
         raise CheckpointMismatchError(
@@ -137,6 +142,15 @@ def refuse_meta(match: Match) -> None:
             f"memory: {', '.join(fqns[:_NUM_SHOWN])}; make them real and load again",
             kind="conflict",
         )
+    known = {(problem.kind, problem.fqn) for problem in before.problems}
+    new = [problem.text for problem in match.problems if (problem.kind, problem.fqn) not in known]
+    if new:
+        raise CheckpointMismatchError(
+            f"{len(new)} tensors of the state cannot be loaded into the memory that they were given:\n"
+            + "\n".join(new[:_NUM_SHOWN]),
+            kind="conflict",
+        )
+    return match
 
 
 def _can_convert(stored: str, wanted: str) -> bool:
@@ -158,6 +172,8 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """A bit for each name that all ranks see, in order: this rank has a place for it."""
     unexpected: list[str]
     """Of the names that only this rank sees, those under a name of its state that it has no place for."""
+    names_digest: int
+    """Of the names that all ranks see, as this one does."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -176,16 +192,29 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
     top_level = set(map(str, state_names))
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
     unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
-    findings = _Findings(match.problems, sorted(top_level), np.packbits(wanted).tobytes(), unexpected)
+    digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
+    findings = _Findings(match.problems, sorted(top_level), np.packbits(wanted).tobytes(), unexpected, digest)
     payloads = ranks.gather(msgspec.msgpack.encode(findings))
     if ranks.rank != COORDINATOR:
         return msgspec.msgpack.decode(ranks.broadcast(b""), type=Verdict)
     all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
+    _check_same_names(ranks, all_findings)
     verdict = _merge(all_findings, names)
     if strict and (verdict.problems or verdict.unexpected):
         raise _mismatch(verdict)
     ranks.broadcast(msgspec.msgpack.encode(verdict))
     return verdict
+
+
+def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
+    odd = [rank for rank, of_rank in enumerate(findings) if of_rank.names_digest != findings[COORDINATOR].names_digest]
+    if odd:
+        raise CheckpointMismatchError(
+            f"ranks pass different key_map, include or exclude: rank {ranks.names[odd[0]]} sees other names in the "
+            f"checkpoint than rank {ranks.names[COORDINATOR]}; nothing was loaded: pass the same to all ranks",
+            kind="conflict",
+            ranks=tuple(ranks.names[rank] for rank in odd),
+        )
 
 
 def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:

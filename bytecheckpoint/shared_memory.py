@@ -34,7 +34,18 @@ class Shared(NamedTuple):
 
 def find_shared(shards: Sequence[LocalShard]) -> Shared:
     """All shards that share memory with another one. Costs little where none does."""
-    tensors = [shard.tensor for shard in shards]
+    shared = Shared([], [])
+    by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
+    for number, shard in enumerate(shards):
+        by_device.setdefault(shard.tensor.device, []).append(number)
+    for numbers in by_device.values():
+        _look_among(np.array(numbers), shards, shared)
+    return shared
+
+
+def _look_among(numbers: Int64s, shards: Sequence[LocalShard], shared: Shared) -> None:
+    """Looks at the shards with these numbers, which are on one device."""
+    tensors = [shards[number].tensor for number in numbers]
     starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
     spans = [tensor.nbytes if tensor.is_contiguous() else _span_bytes(tensor) for tensor in tensors]
     ends = starts + np.array(spans, np.int64)
@@ -42,13 +53,11 @@ def find_shared(shards: Sequence[LocalShard]) -> Shared:
     order = filled[np.argsort(starts[filled], kind="stable")]
     # Where a span begins before all that begin earlier have ended, the two belong to one group.
     is_free = np.append(True, starts[order][1:] >= np.maximum.accumulate(ends[order])[:-1])[: len(order)]
-    shared = Shared([], [])
     if is_free.all():
-        return shared
+        return
     for group in np.split(order, np.flatnonzero(is_free)[1:]):
         if len(group) > 1:
-            _look_at(group.tolist(), shards, shared)
-    return shared
+            _look_at(numbers[group].tolist(), shards, shared)
 
 
 def _look_at(group: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:
@@ -78,9 +87,16 @@ def _look_at(group: Sequence[int], shards: Sequence[LocalShard], shared: Shared)
 def _largest_apart(views: Mapping[int, _View]) -> dict[int, _View]:
     """As many of them as have no byte in common, large ones first."""
     apart: dict[int, _View] = {}
+    taken_starts, taken_ends = np.empty(0, np.int64), np.empty(0, np.int64)
     for number in sorted(views, key=lambda number: -views[number].num_runs * views[number].run_bytes):
-        if not any(_have_common([views[number], view]) for view in apart.values()):
+        starts = np.sort(views[number].starts())
+        ends = starts + views[number].run_bytes
+        # Of the runs that are taken, the last one that begins before the end of a run.
+        last = np.searchsorted(taken_starts, ends) - 1
+        if not (taken_ends[last[last >= 0]] > starts[last >= 0]).any():
             apart[number] = views[number]
+            at = np.searchsorted(taken_starts, starts)
+            taken_starts, taken_ends = np.insert(taken_starts, at, starts), np.insert(taken_ends, at, ends)
     return apart
 
 

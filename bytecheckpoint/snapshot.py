@@ -21,15 +21,14 @@ from bytecheckpoint.storage.writer import BLOCK_BYTES
 _PAGE_BYTES = 4096
 _Range = tuple[int, int, int]
 """Number of the file, byte offset and byte length in it."""
+_GATHERED = object()
 
 
 class Snapshot(Protocol):
     """The bytes of the data files that one rank writes."""
 
     def stage(self) -> None:
-        """Returns when the state may change, while others may wait in `content` already. Several threads may call it,
-        who then share the work where it can be shared.
-        """
+        """Returns when the state may change. Called once, while others may wait in `content` already."""
 
     def fail(self, error: BaseException) -> None:
         """Staging has failed: `content` raises this from now on."""
@@ -84,7 +83,7 @@ class StagedState:
     """A copy of all of the state in staging memory, made by several threads."""
 
     def __init__(self, files: Sequence[LiveFile], memory: memoryview, *, threads: int) -> None:
-        """`threads` is how many there are of each that calls `stage`."""
+        """`threads` is how many there are for each call of `stage`."""
         self._files = files
         self._threads = threads
         self._places: list[memoryview] = []
@@ -93,40 +92,51 @@ class StagedState:
             self._places.append(memory[start : start + file.planned.byte_length])
             start += _whole_pages(file.planned.byte_length)
         self._on_device = DeviceCopies(zip((file.leave_out_devices() for file in files), self._places, strict=True))
-        self._left = deque(_ranges_of(files))
-        self._num_left = len(self._left)
-        """Those that are under way included."""
+        self._ranges = list(_ranges_of(files))
+        self._held_by: list[object] = [None] * len(self._ranges)
+        """Of each range the call that gathers it, `_GATHERED`, or None."""
         self._changed = threading.Condition()
         self._is_staged = threading.Event()
         self._error: BaseException | None = None
 
     def stage(self) -> None:
-        with self._changed:
-            self._on_device.start()
-        do_side_by_side(lambda _: self._gather_left(), range(self._threads), num_threads=self._threads)
+        """Other than the protocol says, several threads may call it: they share the work, and a call that is
+        interrupted leaves what it had begun to the others.
+        """
+        call = object()
+        try:
+            with self._changed:
+                self._on_device.start()
+            do_side_by_side(lambda _: self._gather_all(call), range(self._threads), num_threads=self._threads)
+        except BaseException:
+            with self._changed:
+                self._held_by = [None if holder is call else holder for holder in self._held_by]
+                self._changed.notify_all()
+            raise
         self._on_device.wait()
         self._is_staged.set()
 
-    def _gather_left(self) -> None:
-        """Gathers what no other thread has begun, and returns when all is gathered."""
-        while (place := self._next()) is not None:
-            number, start, length = place
-            try:
-                self._files[number].gather(start, self._places[number][start : start + length])
-            except BaseException:
-                with self._changed:  # another thread may do better, or meets the same and tells of it
-                    self._left.append(place)
-                    self._changed.notify()
-                raise
+    def _gather_all(self, call: object) -> None:
+        """Gathers what no other thread has begun; returns when everything is gathered."""
+        while (index := self._begin_one(call)) is not None:
+            number, start, length = self._ranges[index]
+            self._files[number].gather(start, self._places[number][start : start + length])
             with self._changed:
-                self._num_left -= 1
-                if not self._num_left:
-                    self._changed.notify_all()
+                self._held_by[index] = _GATHERED
+                self._changed.notify_all()
 
-    def _next(self) -> _Range | None:
+    def _begin_one(self, call: object) -> int | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._left or not self._num_left)
-            return self._left.popleft() if self._left else None
+            self._changed.wait_for(lambda: None in self._held_by or self._is_all_gathered())
+            if None not in self._held_by:
+                return None
+            index = self._held_by.index(None)
+            # Nothing is done between this and what was looked at: an interrupt finds the range free, or held.
+            self._held_by[index] = call
+            return index
+
+    def _is_all_gathered(self) -> bool:
+        return self._held_by.count(_GATHERED) == len(self._held_by)
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -158,14 +168,9 @@ class StateInWaves:
         """By number of the file and byte offset."""
         self._error: BaseException | None = None
         self._is_closed = False
-        self._is_begun = False
         self._changed = threading.Condition()
 
     def stage(self) -> None:
-        with self._changed:
-            is_begun, self._is_begun = self._is_begun, True
-        if is_begun:  # one wave after the other: there is nothing to share
-            return
         for event in self._ready.values():
             event.synchronize()
         for file, byte_offset, byte_length in _ranges_of(self._files):

@@ -13,16 +13,16 @@ from queue import SimpleQueue
 _SPARE_NAME = "bytecheckpoint-spare"
 
 _Job = Callable[[], object]
-_Jobs = SimpleQueue["tuple[str, _Job] | None"]
-"""The jobs of one thread, each with the name that the thread has meanwhile; None ends it."""
+_Jobs = SimpleQueue[tuple[str, _Job]]
+"""The jobs of one thread, each with the name that the thread has meanwhile."""
 
 
 class SpareThreads:
-    """As many threads as were ever at work at the same time."""
+    """As many threads as were ever at work at the same time. Daemons, so that a program may join all others."""
 
     def __init__(self, *, is_awaited: bool) -> None:
-        """Where they are awaited, the interpreter does not end before their jobs have, and once it is about to there
-        can be no more of them.
+        """Where they are awaited, the interpreter does not end before their jobs have, and once it is about to no more
+        jobs are taken.
         """
         self._is_awaited = is_awaited
         self._is_over = False
@@ -30,53 +30,55 @@ class SpareThreads:
         os.register_at_fork(after_in_child=self._forget)
 
     def begin(self, name: str, do: _Job) -> None:
-        """Does it on a spare thread, or on a new one where there is none. What it raises goes to threading.excepthook.
+        """Does it on a spare thread, or on a new one where there is none, with the priority that the caller has now.
+        What it raises goes to threading.excepthook.
 
         Raises RuntimeError, with nothing done, where there can be no more threads.
         """
-        if self._is_over:
-            raise RuntimeError("the interpreter is exiting")
-        try:
-            jobs = self._idle.pop()
-        except IndexError:
-            jobs = self._start()
-        jobs.put((name, do))
+        with self._lock:
+            if self._is_over:
+                raise RuntimeError("the interpreter is exiting")
+            idle = self._idle.setdefault(_priority(), [])
+            jobs = idle.pop() if idle else self._start(idle)
+            jobs.put((name, do))
 
-    def _start(self) -> _Jobs:
+    def _start(self, idle: list[_Jobs]) -> _Jobs:
         if self._is_awaited and not self._all:
-            threading._register_atexit(self._end)  # type: ignore[attr-defined]  # atexit comes after threads are joined
+            threading._register_atexit(self._end)  # type: ignore[attr-defined]  # atexit comes when it is too late
         jobs: _Jobs = SimpleQueue()
-        thread = threading.Thread(
-            target=self._work, args=(jobs, self._idle), name=_SPARE_NAME, daemon=not self._is_awaited
-        )
+        threading.Thread(target=self._work, args=(jobs, idle), name=_SPARE_NAME, daemon=True).start()
         self._all.append(jobs)
-        try:
-            thread.start()
-        except BaseException:
-            jobs.put(None)  # it may have begun
-            self._all.remove(jobs)
-            raise
         return jobs
 
     @staticmethod
     def _work(jobs: _Jobs, idle: list[_Jobs]) -> None:
         this = threading.current_thread()
-        while (job := jobs.get()) is not None:
-            this.name, do = job
+        while True:
+            this.name, do = jobs.get()
             try:
                 do()
             except BaseException:  # noqa: BLE001  reported, and the thread is still good for others
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), this)))
-            del job, do  # what they hold is not to be held until the next one comes
+            del do  # what it holds is not to be held until the next one comes
             this.name = _SPARE_NAME
             idle.append(jobs)
 
     def _end(self) -> None:
-        self._is_over = True
+        with self._lock:
+            self._is_over = True
         for jobs in self._all:
-            jobs.put(None)
+            is_done = threading.Event()
+            jobs.put((_SPARE_NAME, is_done.set))  # after what it has to do now
+            is_done.wait()
 
     def _forget(self) -> None:
         """A forked child has none of them."""
-        self._idle: list[_Jobs] = []
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[_Jobs]] = {}
+        """By priority: a thread starts with that of who starts it, and cannot raise it."""
         self._all: list[_Jobs] = []
+
+
+def _priority() -> int:
+    """Of this thread, as nice(2) counts; 0 where a thread has none of its own."""
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) if sys.platform == "linux" else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +116,8 @@ def _parts_by_regions(
     regions_of = _regions_of(axis.placement)
     try:
         found = [] if regions_of is None else regions_of(left, axis.num_parts, axis.coordinate)
-        regions = [_shifted(Region(tuple(at), tuple(lengths)), offsets, left) for at, lengths in found]
-    except ValueError as error:
+        regions = [_shifted(Region(_ints(at), _ints(lengths)), offsets, left) for at, lengths in found]
+    except (TypeError, ValueError) as error:
         raise _does_not_fit(fqn, axis.placement, f"for a part of shape {list(left)}, {error}") from error
     regions = regions or [Region(offsets, (0,) * len(shape))]
     numel = sum(region.numel for region in regions)
@@ -139,6 +140,11 @@ def _shifted(region: Region, offsets: tuple[int, ...], within: tuple[int, ...]) 
     if not is_inside:
         raise ValueError(f"it gives a region at {list(region.offsets)} of {list(region.lengths)}, which lies outside")
     return Region(tuple(map(int.__add__, region.offsets, offsets)), region.lengths)
+
+
+def _ints(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Also of numpy's, which index arithmetic makes. Raises TypeError for what is no integer."""
+    return tuple(map(index, numbers))
 
 
 def _does_not_fit(fqn: str, placement: Any, why: str) -> CheckpointMismatchError:

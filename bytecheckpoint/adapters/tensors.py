@@ -98,7 +98,7 @@ class LocalShards:
         local = tensor._local_tensor  # to_local() would be a step of autograd's
         dense_dtype(fqn, local)
         # The spec has mesh and placements; many tensors share one, which is then found without comparing them.
-        key = tensor._spec, tensor.dtype, tensor.shape, local.shape
+        key = tensor._spec, tensor.dtype, tensor.shape, local.shape, local.is_contiguous()
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = _layout_of(fqn, tensor)

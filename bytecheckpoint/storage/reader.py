@@ -96,7 +96,8 @@ def run_reads(
     room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
     num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
     scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
-    checks = {read.file.name: _Checks(read.file) for read in reads} if verify else {}
+    files = {read.file.name: read.file for read in reads}
+    checks = {name: _Checks(file) for name, file in files.items()} if verify else {}
 
     def run(read: Read) -> None:
         if read.target is not None:
@@ -121,11 +122,12 @@ def run_reads(
 
 
 def _await_all(futures: Sequence[Future[None]]) -> None:
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    failed = [future for future in done if not future.cancelled() and future.exception() is not None]
-    for future in futures:
-        future.cancel()
-    for future in failed:
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    finally:  # also where whoever waits is interrupted
+        for future in futures:
+            future.cancel()
+    for future in done:
         future.result()
 
 
@@ -188,7 +190,14 @@ class _HostBuffers:
             self._free.put(None)
 
     def take(self) -> memoryview:
-        return self._free.get() or np.empty(self._byte_length, np.uint8).data  # a bytearray would be zeroed first
+        buffer = self._free.get()
+        if buffer is not None:
+            return buffer
+        try:
+            return np.empty(self._byte_length, np.uint8).data  # a bytearray would be zeroed first
+        except BaseException:
+            self._free.put(None)  # or others would wait for it in vain
+            raise
 
     def give(self, buffer: memoryview) -> None:
         self._free.put(buffer)
