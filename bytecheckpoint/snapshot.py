@@ -94,45 +94,44 @@ class StagedState:
         self._on_device = DeviceCopies(zip((file.leave_out_devices() for file in files), self._places, strict=True))
         self._ranges = list(_ranges_of(files))
         self._held_by: list[object] = [None] * len(self._ranges)
-        """Of each range the call that gathers it, `_GATHERED`, or None."""
+        """Of each range who gathers it, `_GATHERED`, or None."""
         self._changed = threading.Condition()
         self._is_staged = threading.Event()
         self._error: BaseException | None = None
 
     def stage(self) -> None:
-        """Other than the protocol says, several threads may call it: they share the work, and a call that is
-        interrupted leaves what it had begun to the others.
-        """
-        call = object()
-        try:
-            with self._changed:
-                self._on_device.start()
-            do_side_by_side(lambda _: self._gather_all(call), range(self._threads), num_threads=self._threads)
-        except BaseException:
-            with self._changed:
-                self._held_by = [None if holder is call else holder for holder in self._held_by]
-                self._changed.notify_all()
-            raise
+        """Other than the protocol says, several threads may call it: they share the work."""
+        with self._changed:
+            self._on_device.start()
+        do_side_by_side(lambda _: self._gather_all(), range(self._threads), num_threads=self._threads)
         self._on_device.wait()
         self._is_staged.set()
 
-    def _gather_all(self, call: object) -> None:
-        """Gathers what no other thread has begun; returns when everything is gathered."""
-        while (index := self._begin_one(call)) is not None:
-            number, start, length = self._ranges[index]
-            self._files[number].gather(start, self._places[number][start : start + length])
+    def _gather_all(self) -> None:
+        """Gathers what no other thread has begun; returns when everything is gathered. Where it is interrupted, it
+        leaves what it had begun to the others.
+        """
+        holder = object()
+        try:
+            while (index := self._begin_one(holder)) is not None:
+                number, start, length = self._ranges[index]
+                self._files[number].gather(start, self._places[number][start : start + length])
+                with self._changed:
+                    self._held_by[index] = _GATHERED
+                    self._changed.notify_all()
+        except BaseException:
             with self._changed:
-                self._held_by[index] = _GATHERED
+                self._held_by = [None if other is holder else other for other in self._held_by]
                 self._changed.notify_all()
+            raise
 
-    def _begin_one(self, call: object) -> int | None:
+    def _begin_one(self, holder: object) -> int | None:
         with self._changed:
             self._changed.wait_for(lambda: None in self._held_by or self._is_all_gathered())
             if None not in self._held_by:
                 return None
             index = self._held_by.index(None)
-            # Nothing is done between this and what was looked at: an interrupt finds the range free, or held.
-            self._held_by[index] = call
+            self._held_by[index] = holder  # in one step: an interrupt finds the range free, or held
             return index
 
     def _is_all_gathered(self) -> bool:

@@ -4,9 +4,12 @@ What needs a real device is in test_cuda_loads.py.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from late_lanes import LateEvent, LateLane
@@ -212,3 +215,20 @@ def test_a_load_into_host_memory_takes_no_lane() -> None:
     tensors = [torch.zeros(2), torch.zeros(2, device="meta")]
     with lanes_to(tensors) as lanes:
         assert [lanes.to(tensor) for tensor in tensors] == [None, None]
+
+
+def test_buffers_are_kept_until_every_copy_is_done(saved: Path) -> None:
+    """Torch lends pinned memory that nobody holds to others, who would overwrite what is still being copied."""
+    freed: list[bool] = []
+
+    class Watched(LateLane):
+        def new_block(self, num_bytes: int) -> memoryview:
+            block = np.empty(num_bytes, np.uint8)
+            weakref.finalize(block, lambda: freed.append(self.is_closed))
+            return block.data
+
+    shards = shards_of({"large": torch.zeros(5_000_011)})
+    load_through({HOST: Watched(HOST)}, saved, shards)
+    gc.collect()
+    assert freed
+    assert all(freed)

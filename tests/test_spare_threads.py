@@ -82,6 +82,24 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def test_a_thread_has_the_priority_of_who_asks_for_it() -> None:
+    """One that a background thread started stands back behind training, and must not be lent to the training thread."""
+    threads = SpareThreads(is_awaited=False)
+    done = threading.Event()
+
+    def step_back_and_begin() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        threads.begin("background", done.set)
+
+    background = threading.Thread(target=step_back_and_begin)
+    background.start()
+    background.join()
+    assert done.wait(WAIT_S)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    thread, _ = thread_of_a_job(threads)
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == own
+
+
 AT_EXIT = """
 import atexit, threading, time
 from bytecheckpoint.spare_threads import SpareThreads
@@ -100,6 +118,26 @@ threads.begin("quick", done.set)
 done.wait()
 threads.begin("slow", lambda: (time.sleep(0.3), print("done")))
 """
+
+
+JOINS_ALL = """
+import threading
+from bytecheckpoint.spare_threads import SpareThreads
+
+threads = SpareThreads(is_awaited=True)
+done = threading.Event()
+threads.begin("quick", done.set)
+done.wait()
+for thread in threading.enumerate():
+    if thread is not threading.current_thread() and not thread.daemon:
+        thread.join()
+print("joined")
+"""
+
+
+def test_a_program_may_join_all_its_threads() -> None:
+    ended = subprocess.run([sys.executable, "-c", JOINS_ALL], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "joined\n"
 
 
 def test_the_interpreter_ends_after_the_jobs_and_begins_no_more() -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +241,73 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 def test_many_loads_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tmp_path: Path) -> None:
     for counts in workers.run(load_again_and_again, str(tmp_path), world_size=3):
         assert counts[1] == counts[2], counts
+
+
+def interrupted_while_reading(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...]]:
+    """Rank 1 is interrupted in its first read, as by Ctrl-C, with all the time in the world."""
+    state = tensors_of(Replicate(), is_filled=False)
+    interrupt = before("bytecheckpoint.storage.local_store.LocalStore.read_into", raising(KeyboardInterrupt()))
+    try:
+        with interrupt if rank == 1 else nullcontext():
+            bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=3600))
+    except (KeyboardInterrupt, bcp.CheckpointError) as error:
+        return type(error).__name__, getattr(error, "ranks", ())
+    return "", ()
+
+
+def test_an_interrupt_on_one_rank_is_noticed_by_the_others_at_once(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=3)
+    outcomes = workers.run_each(interrupted_while_reading, path, world_size=3, timeout_s=60)
+    assert [outcome.value for outcome in outcomes][1] == ("KeyboardInterrupt", ())
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.value == ("CheckpointError", (1,))
+
+
+def reading_on(rank: int, world_size: int, path: str) -> int:
+    """Rank 1 fails. How many reads rank 0 begins afterwards, of many that only it wants."""
+    is_over, num_late = threading.Event(), 0
+
+    def slowly() -> None:
+        nonlocal num_late
+        num_late += is_over.is_set()
+        assert is_over.wait(30)
+
+    state = tensors_of(Replicate(), is_filled=False)
+    if rank == 0:
+        state["own"] = {f"x{number}": torch.zeros(1 << 20) for number in range(20)}
+    options = bcp.LoadOptions(exchange="on", timeout_s=60, reader_threads=1)
+    read_into = "bytecheckpoint.storage.local_store.LocalStore.read_into"
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(before("bytecheckpoint.exchange._Exchange.break_off", is_over.set))
+            stack.enter_context(before(read_into, slowly))
+        else:
+            stack.enter_context(before(read_into, raising(RuntimeError("boom"))))
+        assert seen(lambda: bcp.load(path, state, options=options)) is not None
+    return num_late
+
+
+def save_with_own(rank: int, world_size: int, path: str) -> None:
+    own = {f"x{number}": torch.ones(1 << 20) for number in range(20)}
+    bcp.save(path, {**tensors_of(Shard(0), is_filled=True), "own": own})
+
+
+def test_a_load_that_has_failed_elsewhere_reads_no_further(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_with_own, path, world_size=2)
+    assert workers.run(reading_on, path, world_size=2, timeout_s=60)[0] <= 2
+
+
+def load_with_other_names(rank: int, world_size: int, path: str) -> Seen | None:
+    exclude = "s.b3" if rank == 1 else None
+    return seen(lambda: bcp.load(path, tensors_of(Shard(0), is_filled=False), exclude=exclude, strict=False))
+
+
+def test_ranks_that_choose_other_names_are_told(workers: WorkerPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=2)
+    errors = workers.run(load_with_other_names, path, world_size=2)
+    assert errors[0] == errors[1]
+    assert (errors[0].kind, errors[0].ranks) == ("conflict", (1,))
+    assert "pass the same to all ranks" in errors[0].message

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from faults.seams import Seen, seen
@@ -47,7 +48,8 @@ class Cyclic(Own):
     def checkpoint_regions(
         self, shape: tuple[int, ...], num_parts: int, index: int
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return [((row, *[0] * (len(shape) - 1)), (1, *shape[1:])) for row in range(index, shape[0], num_parts)]
+        rows = np.arange(index, shape[0], num_parts)
+        return [((row, *[0] * (len(shape) - 1)), (1, *shape[1:])) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -242,6 +244,7 @@ WRONG = {
     "units that do not divide": (parts_of(RaggedShard((0,), (3, 2)), torch.zeros(6)), "cannot be divided into 5"),
     "a local tensor too small": (parts_of(RaggedShard((0,), (1, 1)), torch.zeros(5)), "but the local tensor has 5"),
     "gaps": (parts_of(RaggedShard((0,), (1, 1)), torch.zeros(6, 2)[:, 0]), "the local tensor has gaps"),
+    "no integers": (parts_of(Wrong((((0.5, 0), (1, 2)),)), torch.zeros(2)), "cannot be interpreted as an integer"),
     "outside": (parts_of(Wrong((((0, 2), (1, 2)),)), torch.zeros(2)), "which lies outside"),
     "other dimensions": (parts_of(Wrong((((0,), (1,)),)), torch.zeros(1)), "which lies outside"),
     "two of them": (parts_of(RaggedShard((0,), (1, 1)), torch.zeros(3), Cyclic()), "beside it only Shard and"),

@@ -1,0 +1,201 @@
+"""What waits for other threads is never left waiting: interrupts and failed allocations at bad moments, and several
+saves that share what there is little of.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import compressing, snapshot
+from bytecheckpoint.handle import IN_FLIGHT
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.spare_threads import SpareThreads
+from bytecheckpoint.storage import reader
+
+WAIT_S = 30
+WAVES = bcp.SaveOptions(snapshot="lazy", staging_bytes=32 << 20)
+
+
+def ends(do: Callable[[], object]) -> BaseException | None:
+    """What it raises, on a thread of its own; fails where it does not end."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as error:  # noqa: BLE001  returned
+            outcome.append(error)
+        else:
+            outcome.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert outcome, "it did not end"
+    return outcome[0]
+
+
+def test_a_state_that_is_staged_in_waves_waits_for_all_of_them(tmp_path: Path) -> None:
+    """Whoever waits, from whichever thread: the caller must not stage in place of the background and let others go."""
+    tensor = torch.ones(96 << 20, dtype=torch.uint8)
+    handle = bcp.save(tmp_path, {"x": tensor}, async_save=True, options=WAVES)
+
+    def change() -> None:
+        IN_FLIGHT.wait_until_staged()
+        tensor.fill_(7)
+
+    others = [threading.Thread(target=change) for _ in range(3)]
+    for other in others:
+        other.start()
+    handle.staged()
+    tensor.fill_(7)
+    handle.result(WAIT_S)
+    for other in others:
+        other.join()
+    assert bcp.open(tmp_path)["x"][:].unique().tolist() == [1]
+
+
+def test_waves_that_cannot_be_staged_are_an_error_for_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("bytecheckpoint.staging.LiveFile.gather", no_memory)
+    handle = bcp.save(tmp_path, {"x": torch.ones(64 << 20, dtype=torch.uint8)}, async_save=True, options=WAVES)
+    assert isinstance(ends(handle.staged), bcp.CheckpointSaveError)
+    assert isinstance(ends(lambda: handle.result(WAIT_S)), bcp.CheckpointSaveError)
+
+
+@pytest.mark.parametrize("after", ["_begin_one", "_is_all_gathered"])
+def test_an_interrupt_between_two_steps_of_staging_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    original = getattr(snapshot.StagedState, after)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    caller: list[threading.Thread] = []
+    left = [KeyboardInterrupt()]
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        result = original(self, *arguments)
+        if threading.current_thread() in caller and left:
+            raise left.pop()
+        return result
+
+    monkeypatch.setattr(snapshot.StagedState, after, interrupted)
+
+    def save() -> None:
+        caller.append(threading.current_thread())
+        bcp.save(tmp_path, {"x": torch.ones(48 << 20, dtype=torch.uint8)}, async_save=True)
+
+    assert isinstance(ends(save), KeyboardInterrupt)
+    monkeypatch.undo()
+    assert ends(lambda: bcp.save(tmp_path / "next", {"x": torch.ones(3)})) is None
+
+
+def test_an_interrupt_before_the_first_frame_of_a_chunk_ends_compressing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = compressing._Chunk.add
+
+    def interrupted(self: Any, number: int, *arguments: Any) -> None:
+        if number == 0:
+            raise KeyboardInterrupt
+        original(self, number, *arguments)
+
+    monkeypatch.setattr(compressing._Chunk, "add", interrupted)
+    options = bcp.SaveOptions(codec="zstd", writer_threads=2)
+    error = ends(lambda: bcp.save(tmp_path, {"x": torch.zeros(2 << 20)}, options=options))
+    assert isinstance(error, KeyboardInterrupt)
+
+
+def test_compressing_saves_on_several_threads_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    states = [{"x": torch.randn(9 << 20)} for _ in range(4)]
+    meeting = threading.Barrier(len(states))
+
+    def save(number: int) -> None:
+        meeting.wait(WAIT_S)
+        bcp.save(tmp_path / str(number), states[number], options=bcp.SaveOptions(codec="zstd"))
+
+    threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(len(states))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    for number, state in enumerate(states):
+        assert torch.equal(bcp.open(tmp_path / str(number))["x"][:], state["x"])
+
+
+class NoStore:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+        """Leaves the bytes as they are."""
+
+
+def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = np.empty
+    left = [MemoryError("no memory")]
+
+    def failing(*arguments: Any) -> Any:
+        if left:
+            raise left.pop()
+        return empty(*arguments)
+
+    monkeypatch.setattr("bytecheckpoint.storage.reader.np.empty", failing)
+    file = DataFile("f", 1000)
+    reads = [reader.Read(file, "f", start, 100, None, lambda _: None, lambda: "x") for start in range(0, 1000, 100)]
+
+    def run() -> None:
+        memory = reader.HostMemory()
+        reader.run_reads(NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory)
+
+    assert isinstance(ends(run), MemoryError)
+
+
+def test_an_interrupted_load_drops_the_reads_that_have_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reader, "wait", interrupted)
+    begun: list[int] = []
+    hold = threading.Event()
+
+    class Slow:
+        def read_into(self, *_: object) -> None:
+            begun.append(1)
+            hold.wait(0.2)
+
+    file = DataFile("f", 1000)
+    reads = [reader.Read(file, "f", start, 10, None, lambda _: None, lambda: "x") for start in range(0, 1000, 10)]
+    with pytest.raises(KeyboardInterrupt):
+        reader.run_reads(Slow(), reads, threads=2, verify=False, scratch_bytes=1 << 20, memory=reader.HostMemory())
+    assert len(begun) < 10
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="/proc tells what a process holds")
+def test_a_fork_that_is_interrupted_before_its_thread_begins_leaves_no_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, options = {"x": torch.ones(1000)}, bcp.SaveOptions(snapshot="fork", overwrite=True)
+    bcp.save(tmp_path, state, async_save=True, options=options).result(WAIT_S)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpareThreads, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            bcp.save(tmp_path, state, async_save=True, options=options)
+    assert len(os.listdir("/proc/self/fd")) == before
+    bcp.save(tmp_path, state, async_save=True, options=options).result(WAIT_S)
