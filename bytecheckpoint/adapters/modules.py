@@ -6,17 +6,16 @@ that are stages of a pipeline, whose FQNs are then those of the whole model. Tie
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from bytecheckpoint.adapters.flat_parts import FlatModule, HeldPart, NamedPart
+from bytecheckpoint.adapters.meta_modules import materialise
 from bytecheckpoint.adapters.module_tree import ModuleTree, tree_of
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
 from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
@@ -31,6 +30,7 @@ from bytecheckpoint.adapters.stored import (
     rank_missing,
 )
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, unsupported
+from bytecheckpoint.adapters.ties import untied
 
 _COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
 _EXTRA_STATE = "_extra_state"
@@ -51,6 +51,8 @@ class _Part(NamedTuple):
     """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
     is_wrapped: bool
     """Whether a wrapper puts anything into names; else they are plain as they are."""
+    flat: FlatModule | None = None
+    """What its framework keeps flat."""
 
     def plain_name(self, name: str) -> str:
         """The name of something in the module, without what wrappers put into it."""
@@ -63,16 +65,18 @@ class _Part(NamedTuple):
 
     def plain_tensors(self) -> Mapping[str, torch.Tensor] | None:
         """The state_dict, where all in it are plain tensors of the module under plain names: told by a few looks."""
-        if self.is_wrapped or not self.tree.is_saved_as_usual:
+        if self.is_wrapped or self.flat is not None or not self.tree.is_saved_as_usual:
             return None
         values = self.tree.state_dict()
         are_plain = PLAIN_TENSORS.issuperset(map(type, values.values())) and _EXTRA_STATE not in "".join(values)
         return values if are_plain else None
 
     def state(self) -> Iterator[tuple[str, str, Any]]:
-        """The state_dict: of each value the module's own name for it, the plain name, and the live value."""
+        """The state_dict without flat parameters: of each value the module's own name, the plain name, and itself."""
+        replaced = () if self.flat is None else self.flat.replaced
         for name, value in self.tree.state_dict().items():
-            yield name, self.plain_name(name), value
+            if id(value) not in replaced:
+                yield name, self.plain_name(name), value
 
 
 class _Held(NamedTuple):
@@ -84,6 +88,12 @@ class _Held(NamedTuple):
     """FQN of a tied tensor -> the first one's."""
     extra: Mapping[str, Any]
     """Extra state, by FQN."""
+    flat: Sequence[tuple[str, HeldPart]]
+    """What is kept flat, with its FQN."""
+
+    def names(self) -> set[str]:
+        """The FQNs of all tensors."""
+        return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
 
 
 class ModuleEntry:
@@ -99,10 +109,18 @@ class ModuleEntry:
         """What was found to name parameters, for the one collect or expect that follows at once."""
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Every parameter with its name in the model; a tied one once, under its first name."""
+        """Every parameter with its name in the model; a tied one once, under its first name. Without flat ones."""
         for part in self._parts:
+            replaced = () if part.flat is None else part.flat.replaced
             for name, parameter in part.tree.named_parameters():
-                yield parameter, part.plain_name(name)
+                if id(parameter) not in replaced:
+                    yield parameter, part.plain_name(name)
+
+    def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
+        """What an optimizer has in place of flat parameters, by id, and what lies in it."""
+        for part in self._parts:
+            if part.flat is not None:
+                yield from part.flat.in_optimizer.items()
 
     def buffers(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
@@ -119,12 +137,14 @@ class ModuleEntry:
         shards = LocalShards()
         for fqn, tensor in held.tensors.items():
             shards.add(fqn, tensor)
+        for fqn, flat in held.flat:
+            shards.found += flat.part.shards(fqn, flat.memory)
         on_tensor = partial(keep_for_rank, shards)
         encoded: dict[str, tuple[Scope, bytes]] = {
             fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in held.extra.items()
         }
         names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
-        return Contents(shards.found, {*held.tensors, *held.aliases, *names}, encoded, held.aliases)
+        return Contents(shards.found, {*held.names(), *names}, encoded, held.aliases)
 
     def expect(self, stored: Stored) -> Expectation:
         held = self._held()
@@ -133,10 +153,11 @@ class ModuleEntry:
             other_names.setdefault(fqn, []).append(alias)
         of_module = LocalShards()
         for fqn, tensor in held.tensors.items():
-            names = [fqn, *other_names.get(fqn, ())]
-            of_module.add(next((name for name in names if name in stored.tensors), fqn), tensor)
+            of_module.add(_stored_name(fqn, other_names, stored), tensor)
         shards = of_module.found
-        claims = {*held.tensors, *held.aliases}
+        for fqn, flat in held.flat:
+            shards += flat.part.shards(_stored_name(fqn, other_names, stored), flat.memory)
+        claims = held.names()
         problems: list[Problem] = []
         for fqn in held.extra:
             found = stored.entry_tree(fqn)
@@ -176,6 +197,8 @@ class ModuleEntry:
             if given:
                 # A module that takes data of its own back looks for all of it, also for what was not loaded.
                 part.tree.module.load_state_dict(own | given, strict=False)
+            if part.flat is not None:
+                part.flat.finish()
 
     def _loadable(self, part: _Part, stored: Stored) -> Iterator[torch.Tensor]:
         """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
@@ -192,8 +215,13 @@ class ModuleEntry:
         """What the modules hold now."""
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
+        flat: list[tuple[str, HeldPart]] = []
+        flat_aliases: dict[str, str] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
         for part in self._parts:
+            if part.flat is not None:
+                flat += [(prefix + held.name, held) for held in part.flat.held]
+                flat_aliases |= {prefix + alias: prefix + name for alias, name in part.flat.aliases.items()}
             plain_tensors = part.plain_tensors()
             if plain_tensors is not None:
                 found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
@@ -209,32 +237,13 @@ class ModuleEntry:
                     _refuse_lazy(fqn, value)
                 is_live = live is None or id(value) in live
                 found.append((name, fqn, value if is_live else self._detached.setdefault(fqn, value)))
-        return _Held(*_untied(found), extra)
+        tensors, aliases = untied(found)
+        return _Held(tensors, aliases | flat_aliases, extra, flat)
 
 
-def _untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
-    tensors = {fqn: tensor for _, fqn, tensor in found}
-    addresses = [_address(tensor) for tensor in tensors.values()]
-    if len(set(addresses)) == len(found):  # no two share a name, or memory: nearly always
-        return tensors, {}
-    tensors = {}
-    aliases: dict[str, str] = {}
-    owners: dict[object, str] = {}
-    for (name, fqn, tensor), memory in zip(found, _memories([tensor for _, _, tensor in found]), strict=True):
-        if fqn in tensors and tensors[fqn] is not tensor:
-            raise unsupported(
-                fqn,
-                f"the name of two tensors, one of which the module calls {name!r}",
-                "give the stages of a pipeline the names that their layers have in the whole model, and "
-                "rename what differs from another name only by what a wrapper puts into it",
-            )
-        owner = owners.setdefault(memory, fqn)
-        if owner == fqn:
-            tensors[fqn] = tensor
-        else:
-            aliases[fqn] = owner
-    return tensors, aliases
+def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: Stored) -> str:
+    """The first of a tensor's names that the checkpoint has."""
+    return next((name for name in (fqn, *other_names.get(fqn, ())) if name in stored.tensors), fqn)
 
 
 def _refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
@@ -261,63 +270,3 @@ def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
     ddp_prefixes = sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True)
     is_wrapped = bool(wrapped) or any(plain_name(name) != name for name, _ in tree.submodules)
     return _Part(tree, ddp_prefixes, is_wrapped)
-
-
-def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """Of each tensor what two tied ones share: the same object, or the same elements of the same storage.
-
-    Most tensors start at an address of their own. Only the others are looked at closely.
-    """
-    addresses = [_address(tensor) for tensor in tensors]
-    num_at = Counter(addresses)
-    return [
-        id(tensor) if num_at[address] == 1 else _memory(tensor)
-        for tensor, address in zip(tensors, addresses, strict=True)
-    ]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    local = tensor if type(tensor) in PLAIN_TENSORS or not isinstance(tensor, DTensor) else tensor._local_tensor
-    return local.data_ptr() if type(local) in PLAIN_TENSORS and local.layout is torch.strided else 0
-
-
-def _memory(tensor: torch.Tensor) -> object:
-    """What two tied tensors share, with everything that tells them from views that only start at the same place."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
-        return id(tensor)
-    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
-
-
-def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
-    """Gives memory to what is on the meta device and `wanted` (by id), keeping parameters the objects that they are.
-
-    What a load does not fill stays on the meta device, where using it fails. A warning names buffers that are not
-    persistent, which no checkpoint holds.
-    """
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return
-
-    def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta or id(tensor) not in wanted:
-            return tensor
-        if isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, device=tensor.device_mesh.device_type)
-        default = torch.get_default_device()
-        return torch.empty_like(tensor, device="cpu" if default.type == "meta" else default)
-
-    # Swapping keeps identity: optimizers that were built on meta parameters, and ties, stay valid.
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module._apply(allocate)  # type: ignore[no-untyped-call]
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
-    persistent = module.state_dict(keep_vars=True)
-    left = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in persistent]
-    if left:
-        warnings.warn(
-            f"{fqn}: buffers {left} are not persistent, so no checkpoint holds them; they are still on the meta "
-            "device: compute them again before using the model",
-            stacklevel=2,
-        )

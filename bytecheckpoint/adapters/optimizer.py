@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.flat_state import FlatState
+from bytecheckpoint.adapters.hyperparameters import agreed, set_hyperparameters
 from bytecheckpoint.adapters.modules import ModuleEntry
-from bytecheckpoint.adapters.parameter_names import ParameterNames, name_parameters
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, keep_in_tree, leaves, with_leaves
+from bytecheckpoint.adapters.parameter_names import (
+    OptimizedParameter,
+    ParameterNames,
+    check_state_key,
+    name_parameters,
+)
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, keep_in_tree, leaves, with_leaves
 from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, not_stored, placeholder
-from bytecheckpoint.adapters.stored_optimizer import StoredGroup, StoredOptimizer, is_optimizer_tree
+from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
@@ -31,10 +38,10 @@ class OptimizerEntry:
     def __init__(self, fqn: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.fqn = fqn
         self.optimizers = optimizers
-        self._names: dict[int, ParameterNames] = {}
-        """By the id of the parameter."""
+        self._optimized: dict[int, list[OptimizedParameter]] = {}
+        """What lies in each tensor of the param_groups, by its id: one parameter, or parts of several."""
         self._created: dict[str, torch.Tensor] = {}
-        """Tensors inside lists of a parameter's state, which a load makes anew."""
+        """Tensors that a load makes anew: those in lists of a parameter's state, and what a flat one has one of."""
         self._found: StoredOptimizer | None = None
         """What the one load that this entry is made for has found."""
 
@@ -47,7 +54,7 @@ class OptimizerEntry:
         for optimizer in self.optimizers:
             if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
                 raise _elsewhere(self.fqn, optimizer)
-        self._names = name_parameters(self.fqn, self._parameters(), modules)
+        self._optimized = name_parameters(self.fqn, self._parameters(), modules)
 
     def collect(self) -> Contents:
         shards = LocalShards()
@@ -58,8 +65,10 @@ class OptimizerEntry:
                 plain = self._collect_state(names.name, optimizer.state.get(parameter, {}), shards)
                 if plain:
                     tree["state"][names.name] = plain
+            for flat in self._flat_states(optimizer):
+                tree["state"].update(flat.collect(shards))
             tree["groups"] |= self._groups(optimizer)
-        elsewhere = {fqn: names.name for names in self._names.values() for fqn in names.elsewhere}
+        elsewhere = {fqn: names.name for names in self._all_names() for fqn in names.elsewhere}
         if elsewhere:
             tree["elsewhere"] = elsewhere
 
@@ -69,11 +78,10 @@ class OptimizerEntry:
     def _collect_state(self, name: str, state: Mapping[str, Any], shards: LocalShards) -> dict[str, Any]:
         """Adds the tensors of one parameter's state to the shards; returns the rest, with references."""
         plain: dict[str, Any] = {}
-        prefix = self._state_fqn(name, "")
+        prefix = f"{self.fqn}.state.{name}."
         for key, value in state.items():
             fqn = f"{prefix}{key}"
-            if type(key) is not str or not key or "." in key:
-                raise unsupported(fqn, f"optimizer state with the key {key!r}", "use names without dots as keys")
+            check_state_key(fqn, key)
             if isinstance(value, torch.Tensor):
                 shards.add(fqn, value)
                 continue
@@ -89,7 +97,7 @@ class OptimizerEntry:
         groups = {}
         for index, group in enumerate(optimizer.param_groups):
             # A dict, because ranks may hold other parameters of one group, and dicts of ranks are united.
-            names = dict.fromkeys(self._names[id(parameter)].name for parameter in group["params"])
+            names = dict.fromkeys(names.name for parameter in group["params"] for names in self._names(parameter))
             values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
             groups[next(iter(names), f"#{index}")] = {"params": names, "values": values}
         return groups
@@ -102,14 +110,19 @@ class OptimizerEntry:
             expectation.problems.append(Problem("missing_key", self.fqn, text))
             return expectation
         expectation.claims.update(found.shared_claims())
+        for names in self._all_names():
+            expectation.claims.update(found.claims(names))
         for optimizer in self.optimizers:
             for parameter, names in self._named(optimizer):
-                expectation.claims.update(found.claims(names))
                 if found.is_excluded(names):
                     continue
                 expectation.problems.extend(self._problems(parameter, names, found))
                 if _fits(parameter, names, found):
                     expectation.shards.extend(self._state_shards(optimizer, parameter, names, found))
+            for flat in self._flat_states(optimizer):
+                shards, problems = flat.expect(found)
+                expectation.shards.extend(shards)
+                expectation.problems.extend(problems)
             for group in optimizer.param_groups:
                 expectation.problems.extend(self._hyperparameters(group, found, stored)[1])
         return expectation
@@ -141,7 +154,7 @@ class OptimizerEntry:
             shards.add(fqn, target)
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and key not in states:
-                shards.add(self._state_fqn(names.name, key), value)
+                shards.add(f"{self.fqn}.state.{names.name}.{key}", value)
         return shards.found
 
     def prepare(self, stored: Stored) -> None:
@@ -154,6 +167,9 @@ class OptimizerEntry:
                     self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
                 elif not isinstance(optimizer.state[parameter].get(key), torch.Tensor):
                     optimizer.state[parameter][key] = _new_state(optimizer, parameter, key, tensor, None)
+        for optimizer in self.optimizers:
+            for flat in self._flat_states(optimizer):
+                flat.prepare(found)
 
     def finish(self, stored: Stored) -> None:
         found = self._find(stored)
@@ -165,8 +181,10 @@ class OptimizerEntry:
                 new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
                 optimizer.state[parameter][key] = with_leaves(value, fqn, new)
         for optimizer in self.optimizers:
+            for flat in self._flat_states(optimizer):
+                flat.finish(found)
             for group in optimizer.param_groups:
-                _set_hyperparameters(group, self._hyperparameters(group, found, stored)[0])
+                set_hyperparameters(group, self._hyperparameters(group, found, stored)[0])
 
     def _loadable(self, found: StoredOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, ParameterNames]]:
         """The parameters whose state is loaded."""
@@ -185,22 +203,7 @@ class OptimizerEntry:
     def _hyperparameters(
         self, group: Mapping[str, Any], found: StoredOptimizer, stored: Stored
     ) -> tuple[dict[str, Any], list[Problem]]:
-        """The stored values for a group, and those on which its parameters do not agree."""
-        by_parameter = [found.group(self._names[id(parameter)]) for parameter in group["params"]]
-        groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
-        agreed, problems = {}, []
-        for key in dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values):
-            taken = [of_parameters for of_parameters in groups.values() if found.takes(of_parameters, key)]
-            if not taken:
-                continue
-            first = taken[0]
-            if key in first.values and all(_has_same(first, other, key) for other in taken):
-                agreed[key] = first.values[key]
-                continue
-            fqn = stored.rename(join_fqn(first.fqn, key))
-            text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
-            problems.append(Problem("conflict", fqn, text))
-        return agreed, problems
+        return agreed((names for parameter in group["params"] for names in self._names(parameter)), found, stored)
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str | None]]:
         for optimizer in self.optimizers:
@@ -208,13 +211,27 @@ class OptimizerEntry:
                 names = group.get("param_names") or [None] * len(group["params"])
                 yield from zip(group["params"], names, strict=True)
 
+    def _names(self, parameter: torch.Tensor) -> Iterator[ParameterNames]:
+        """Of what lies in a tensor of the param_groups."""
+        return (optimized.names for optimized in self._optimized[id(parameter)])
+
+    def _all_names(self) -> Iterator[ParameterNames]:
+        return (optimized.names for of_one in self._optimized.values() for optimized in of_one)
+
     def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, ParameterNames]]:
+        """The parameters that are no flat memory."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, self._names[id(parameter)]
+                optimized = self._optimized[id(parameter)]
+                if len(optimized) == 1 and optimized[0].part is None:
+                    yield parameter, optimized[0].names
 
-    def _state_fqn(self, name: str, key: str) -> str:
-        return f"{self.fqn}.state.{name}.{key}"
+    def _flat_states(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatState]:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimized = self._optimized[id(parameter)]
+                if any(of_parameter.part is not None and of_parameter.part.numel for of_parameter in optimized):
+                    yield FlatState(self.fqn, optimizer, parameter, optimized, self._created)
 
 
 def _check_has_state(fqn: str, optimizer: torch.optim.Optimizer) -> None:
@@ -252,27 +269,6 @@ def _new_state(
         is_on_host = is_scalar and not (group.get("capturable") or group.get("fused"))
         return torch.empty(stored.shape, dtype=dtype, device="cpu" if is_on_host else parameter.device)
     return torch.empty(stored.shape, dtype=dtype, device=device)
-
-
-def _set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Keeps a tensor the tensor that it is (captured graphs hold it) and a number a number."""
-    for key, value in values.items():
-        own = group.get(key)
-        if isinstance(own, torch.Tensor):
-            own.copy_(torch.as_tensor(value))
-        else:
-            group[key] = value.item() if isinstance(value, torch.Tensor) and isinstance(own, int | float) else value
-
-
-def _has_same(group: StoredGroup, other: StoredGroup, key: str) -> bool:
-    return key in other.values and _same(group.values[key], other.values[key])
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
-        return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-    # As bytes, so that NaN is NaN and arrays are compared whole.
-    return encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree)
 
 
 def _copied(value: Any) -> Any:

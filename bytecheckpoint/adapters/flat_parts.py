@@ -1,0 +1,94 @@
+"""Parameters that frameworks flatten: which elements of which tensor a run of a rank's memory is.
+
+FSDP1, Megatron's distributed optimizer and DeepSpeed's ZeRO all keep parts of parameters one after the other in flat
+buffers, with padding between them. All are described by the same parts, so no flat buffer is gathered or copied, and no
+padding is ever stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.tensors import LocalShard, dense_dtype
+from bytecheckpoint.region import Region, split_flat_range, whole
+
+
+class FlatPart(NamedTuple):
+    """Consecutive elements of flat memory that are consecutive elements of a tensor, or of a box of it, by rows."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Region
+    """What of it is counted by rows: all of it, or what tensor parallelism leaves to this rank."""
+    start: int
+    """The first element of the box that lies here."""
+    numel: int
+    """How many elements lie here; none at all where the rank holds nothing of the box."""
+    position: int
+    """Of the first of them in the flat memory, in elements."""
+
+    def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
+        """The regions that lie here, as views of the flat memory; one of no elements where there are none.
+
+        Raises CheckpointSaveError (unsupported_value) for memory of a dtype that cannot be saved.
+        """
+        dtype = dense_dtype(fqn, memory)
+        flat = memory.detach().view(-1)
+        regions = split_flat_range(self.box.lengths, self.start, self.numel) or [_nothing_of(self.box)]
+        shards, position = [], self.position
+        for region in regions:
+            view = flat[position : position + region.numel].view(region.lengths)
+            offsets = tuple(map(int.__add__, region.offsets, self.box.offsets))
+            shards.append(LocalShard(fqn, dtype, self.shape, Region(offsets, region.lengths), view))
+            position += region.numel
+        return shards
+
+
+def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatPart:
+    """A part of a tensor whose elements are counted over all of it."""
+    return FlatPart(tuple(shape), whole(shape), start, numel, position)
+
+
+def _nothing_of(box: Region) -> Region:
+    return Region((0,) * len(box.lengths), (0,) * len(box.lengths))
+
+
+class NamedPart(NamedTuple):
+    """A part, and whose."""
+
+    name: str
+    """Of the parameter, in its module, without what wrappers put into names."""
+    part: FlatPart
+
+
+class HeldPart(NamedTuple):
+    """A part of a parameter, and its memory."""
+
+    name: str
+    """As of NamedPart."""
+    part: FlatPart
+    memory: torch.Tensor
+    """One-dimensional and contiguous. What a save writes and a load fills."""
+
+
+def nothing_to_do() -> None:
+    """For modules whose parameters need nothing more once their memory is filled."""
+
+
+class FlatModule(NamedTuple):
+    """A module whose framework keeps parameters flat, as one save or load finds it. Other tensors it has as ever."""
+
+    held: Sequence[HeldPart]
+    """Every parameter that is kept flat, on every rank; of one that this rank has nothing of, an empty part."""
+    replaced: Collection[int] = frozenset()
+    """The ids of tensors that the module shows in place of those parameters, or of their flat memory."""
+    aliases: Mapping[str, str] = {}
+    """Other names of tied parameters -> the name in `held`."""
+    in_optimizer: Mapping[int, Sequence[NamedPart]] = {}
+    """By the id of what an optimizer has in its param_groups: what lies in it, as in tensors of its optimizer state
+    that have its shape."""
+    finish: Callable[[], None] = nothing_to_do
+    """Called when a load has filled the memory."""

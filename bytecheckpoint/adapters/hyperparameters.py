@@ -1,0 +1,56 @@
+"""The hyperparameters of an optimizer's groups, as its parameters were saved with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from bytecheckpoint.adapters.parameter_names import ParameterNames
+from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree
+from bytecheckpoint.adapters.stored import Problem, Stored
+from bytecheckpoint.adapters.stored_optimizer import StoredGroup, StoredOptimizer
+
+
+def agreed(
+    parameters: Iterable[ParameterNames], found: StoredOptimizer, stored: Stored
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The stored values for a group of these parameters, and those on which they do not agree."""
+    by_parameter = map(found.group, parameters)
+    groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
+    values, problems = {}, []
+    for key in dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values):
+        taken = [of_parameters for of_parameters in groups.values() if found.takes(of_parameters, key)]
+        if not taken:
+            continue
+        first = taken[0]
+        if key in first.values and all(_has_same(first, other, key) for other in taken):
+            values[key] = first.values[key]
+            continue
+        fqn = stored.rename(join_fqn(first.fqn, key))
+        text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
+        problems.append(Problem("conflict", fqn, text))
+    return values, problems
+
+
+def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Keeps a tensor the tensor that it is (captured graphs hold it) and a number a number."""
+    for key, value in values.items():
+        own = group.get(key)
+        if isinstance(own, torch.Tensor):
+            own.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value.item() if isinstance(value, torch.Tensor) and isinstance(own, int | float) else value
+
+
+def _has_same(group: StoredGroup, other: StoredGroup, key: str) -> bool:
+    return key in other.values and same_value(group.values[key], other.values[key])
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
+    if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
+        return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    # As bytes, so that NaN is NaN and arrays are compared whole.
+    return encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree)

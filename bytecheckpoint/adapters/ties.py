@@ -1,0 +1,62 @@
+"""Tied tensors: several names for the same memory, of which one is stored and the others are aliases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, unsupported
+
+
+def untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
+    tensors = {fqn: tensor for _, fqn, tensor in found}
+    addresses = [_address(tensor) for tensor in tensors.values()]
+    if len(set(addresses)) == len(found):  # no two share a name, or memory: nearly always
+        return tensors, {}
+    tensors = {}
+    aliases: dict[str, str] = {}
+    owners: dict[object, str] = {}
+    for (name, fqn, tensor), memory in zip(found, _memories([tensor for _, _, tensor in found]), strict=True):
+        if fqn in tensors and tensors[fqn] is not tensor:
+            raise unsupported(
+                fqn,
+                f"the name of two tensors, one of which the module calls {name!r}",
+                "give the stages of a pipeline the names that their layers have in the whole model, and "
+                "rename what differs from another name only by what a wrapper puts into it",
+            )
+        owner = owners.setdefault(memory, fqn)
+        if owner == fqn:
+            tensors[fqn] = tensor
+        else:
+            aliases[fqn] = owner
+    return tensors, aliases
+
+
+def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """Of each tensor what two tied ones share: the same object, or the same elements of the same storage.
+
+    Most tensors start at an address of their own. Only the others are looked at closely.
+    """
+    addresses = [_address(tensor) for tensor in tensors]
+    num_at = Counter(addresses)
+    return [
+        id(tensor) if num_at[address] == 1 else _memory(tensor)
+        for tensor, address in zip(tensors, addresses, strict=True)
+    ]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor if type(tensor) in PLAIN_TENSORS or not isinstance(tensor, DTensor) else tensor._local_tensor
+    return local.data_ptr() if type(local) in PLAIN_TENSORS and local.layout is torch.strided else 0
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """What two tied tensors share, with everything that tells them from views that only start at the same place."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
+        return id(tensor)
+    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype
