@@ -254,11 +254,13 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone.
         CheckpointMismatchError: State and checkpoint do not fit; the state is as it was.
-        CheckpointCorruptError: Damaged bytes; the message says if the state was touched.
+        CheckpointCorruptError: Damaged bytes.
         UnsafeCheckpointError: The checkpoint asks for something that loading must not do.
         CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
         CheckpointError: A rank failed (`rank_failed`) or did not come (`rank_missing`).
         StorageError: The store refused or could not be reached.
+
+    Where reading has begun, the message ends with what has become of this rank's state: whether it was overwritten.
     """
     options = options or LoadOptions()
     started = time.monotonic()
