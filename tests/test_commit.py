@@ -176,17 +176,32 @@ def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, mo
     assert files_under(tmp_path) == []
 
 
-def test_a_file_of_another_length_than_before_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where chunks lie is known from the first save with a plan, and only true for files like those."""
+def with_files_shorter_by(num_bytes: int) -> Callable[[Agreed, Sequence[WrittenFile]], bytes]:
     encode_report = writing.encode_report
 
-    def with_a_shorter_file(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
-        (file,) = written
-        shorter = file.file._replace(byte_length=file.file.byte_length - 1)
-        return encode_report(agreed, [file._replace(file=shorter)])
+    def shortened(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
+        files = [each.file._replace(byte_length=each.file.byte_length - num_bytes) for each in written]
+        return encode_report(agreed, [each._replace(file=file) for each, file in zip(written, files, strict=True)])
 
+    return shortened
+
+
+def test_a_report_of_files_too_short_for_their_chunks_names_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "encode_report", with_files_shorter_by(5000))
+    with pytest.raises(
+        bcp.CheckpointSaveError, match=r"rank 0 was to write 1 chunks and reports 1 in \d+ bytes"
+    ) as error:
+        bcp.save(tmp_path, {"too": {"long": torch.ones(3000)}})
+    assert (error.value.kind, error.value.ranks) == ("storage", (0,))
+    assert files_under(tmp_path) == []
+
+
+def test_a_file_of_another_length_than_before_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks lie is known from the first save with a plan, and only true for files like those."""
     bcp.save(tmp_path, state_of(0, 1.0), step=1)
-    monkeypatch.setattr(writing, "encode_report", with_a_shorter_file)
+    monkeypatch.setattr(writing, "encode_report", with_files_shorter_by(1))
     with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
         bcp.save(tmp_path, state_of(0, 2.0), step=2)
     assert error.value.kind == "storage"
