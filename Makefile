@@ -19,6 +19,7 @@ DEMO_FOLDER := demo-out
 # A tenth of the full size, for a few minutes; `make bench BENCH_ARGS=` runs all of it, for hours and with 20 GiB.
 BENCH_ARGS ?= --size 0.1 --rounds 3
 BENCH_LOAD_ARGS ?= --size 0.1
+BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 
 .DELETE_ON_ERROR:
 .PHONY: test lint demo bench bench-load clean
@@ -43,6 +44,7 @@ bench: $(VENV)/.installed-bench
 
 bench-load: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/load.py $(BENCH_LOAD_ARGS)
+	$(BIN)/python benchmarks/cold.py $(BENCH_COLD_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, optimizers_in
 from bytecheckpoint.adapters.stored import KeyMap, Stored
+from bytecheckpoint.aftermath import telling
 from bytecheckpoint.agreement import Target, agree, check_same, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
@@ -42,8 +43,6 @@ from bytecheckpoint.storage.store import Store
 from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
 
 logger = logging.getLogger("bytecheckpoint")
-
-_HALF_LOADED = "The state is partly overwritten: load a good checkpoint into it before it is used"
 
 
 @collector_paused()  # for all of it, so that what planning made is gone again when collections go on
@@ -255,11 +254,13 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone.
         CheckpointMismatchError: State and checkpoint do not fit; the state is as it was.
-        CheckpointCorruptError: Damaged bytes; the message says if the state was touched.
+        CheckpointCorruptError: Damaged bytes.
         UnsafeCheckpointError: The checkpoint asks for something that loading must not do.
         CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
         CheckpointError: A rank failed (`rank_failed`) or did not come (`rank_missing`).
         StorageError: The store refused or could not be reached.
+
+    Where reading has begun, the message ends with what has become of this rank's state: whether it was overwritten.
     """
     options = options or LoadOptions()
     started = time.monotonic()
@@ -280,17 +281,18 @@ def load(
         # The last of what can be refused: who hears the verdict knows that every rank has come this far.
         verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
 
-    about = about._replace(aftermath=_HALF_LOADED)
-    with together(ranks, f"reading {about.path}", about=about):
+    with telling(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(shard.tensor.is_meta for shard in match.shards):
+            source.changes.make_memory()
             for entry in entries:
                 entry.prepare(stored)
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         traffic = read_together(ranks, source, fetches, match)
         for entry in entries:
-            entry.finish(stored)
+            with source.changes.overwriting():
+                entry.finish(stored)
         _wait_for_all(ranks)
     ranks.farewell()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)

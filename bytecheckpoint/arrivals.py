@@ -5,9 +5,11 @@ through scratch memory that all connections share. It knows nothing of who else 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
+from bytecheckpoint.aftermath import Changes
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.parcels import Budget, Header, check_digest
 from bytecheckpoint.peers import Connection
@@ -25,12 +27,19 @@ class Arrivals:
     """Where what is received goes. Used by one thread for each connection."""
 
     def __init__(
-        self, targets: Sequence[Target], stored_fqns: Sequence[str], *, scratch_bytes: int, verify: bool
+        self,
+        targets: Sequence[Target],
+        stored_fqns: Sequence[str],
+        *,
+        scratch_bytes: int,
+        verify: bool,
+        changes: Changes,
     ) -> None:
         self._targets = targets
         self._stored_fqns = stored_fqns
         self._scratch = Budget(scratch_bytes)
         self._verify = verify
+        self._changes = changes
 
     def take_in(self, connection: Connection, header: Header, arrival: Arrival) -> None:
         """Receives what follows the header, and puts it where it belongs.
@@ -50,8 +59,10 @@ class Arrivals:
         with self._scratch.taken(scratch_bytes):
             scratch = np.empty(scratch_bytes, np.uint8).data
             buffers = list(_buffers(memory, lengths, scratch))
-            for buffer in buffers:
-                connection.receive_into(buffer)
+            is_direct = any(into is not None for into in memory)
+            with self._changes.overwriting() if is_direct else nullcontext():
+                for buffer in buffers:
+                    connection.receive_into(buffer)
             if self._verify:
                 check_digest(header, buffers, reader=connection.peer.name, wanted_by=self._names(arrival))
             position = 0
@@ -72,9 +83,10 @@ class Arrivals:
 
     def _place(self, item: Part | Frame, content: memoryview) -> None:
         if not isinstance(item, Frame):
-            place_all([packed(item)], 0, self._targets, content)
+            with self._changes.overwriting():
+                place_all([packed(item)], 0, self._targets, content)
             return
-        frame = frame_read(item, self._targets)
+        frame = frame_read(item, self._targets, self._changes)
         raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
         decode_frame(frame.codec, content, frame.item_bytes, raw)
         frame.place(raw)

@@ -167,7 +167,11 @@ class _Exchange:
         # A quarter for each direction: the other half is for reading.
         self._outgoing = Budget(source.options.scratch_bytes // 4)
         self._arrivals = Arrivals(
-            targets, stored_fqns, scratch_bytes=source.options.scratch_bytes // 4, verify=source.options.verify
+            targets,
+            stored_fqns,
+            scratch_bytes=source.options.scratch_bytes // 4,
+            verify=source.options.verify,
+            changes=source.changes,
         )
         self._activity = Activity()
         self._outboxes: list[Outbox] = []

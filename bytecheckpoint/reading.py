@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.aftermath import Changes
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.frames import FRAME_BYTES
@@ -35,6 +37,7 @@ class Source:
         self.manifest = manifest
         self.options = options
         self.is_exchanged = is_exchanged
+        self.changes = Changes()
 
     @property
     def path(self) -> str:
@@ -113,21 +116,23 @@ class Source:
     def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
+        place = partial(place_all, fetch.parts, fetch.byte_offset, targets)
         return Read(
             file=file,
             name=join_name(self.folder, file.name),
             byte_offset=fetch.byte_offset,
             byte_length=fetch.byte_length,
-            target=memory,
-            place=partial(place_all, fetch.parts, fetch.byte_offset, targets) if memory is None else _leave,
+            target=None if memory is None else partial(_filled, memory, self.changes),
+            place=partial(_placed, place, self.changes) if memory is None and fetch.parts else _leave,
             wanted_by=partial(_names, fetch, stored_fqns),
-            frames=[frame_read(frame, targets) for frame in fetch.frames],
+            frames=[frame_read(frame, targets, self.changes) for frame in fetch.frames],
         )
 
 
-def frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
+def frame_read(frame: Frame, targets: Sequence[Target], changes: Changes) -> FrameRead:
     """What a frame is for, with the memory that it goes to."""
     memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
+    place = partial(place_all, frame.parts, 0, targets) if memory is None else _leave
     return FrameRead(
         byte_offset=frame.byte_offset,
         byte_length=frame.byte_length,
@@ -135,7 +140,7 @@ def frame_read(frame: Frame, targets: Sequence[Target]) -> FrameRead:
         codec=frame.codec,
         item_bytes=frame.item_bytes,
         target=memory,
-        place=partial(place_all, frame.parts, 0, targets) if memory is None else _leave,
+        place=partial(_placed, place, changes),
     )
 
 
@@ -147,8 +152,19 @@ def _fitting(num_bytes: int) -> int:
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
 
 
+@contextmanager
+def _filled(memory: memoryview, changes: Changes) -> Iterator[memoryview]:
+    with changes.overwriting():
+        yield memory
+
+
+def _placed(place: Callable[[memoryview], None], changes: Changes, content: memoryview) -> None:
+    with changes.overwriting():
+        place(content)
+
+
 def _leave(content: memoryview) -> None:
-    """The bytes are in their target already."""
+    """The bytes are in their target already, or are for frames only."""
 
 
 def _names(fetch: Fetch, stored_fqns: Sequence[str]) -> str:

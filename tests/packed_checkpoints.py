@@ -13,9 +13,10 @@ import torch
 import xxhash
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.frames import FRAME_BYTES, is_compressible, is_worth_it
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region
-from bytecheckpoint.storage.codecs import encode_frames
+from bytecheckpoint.storage.codecs import FrameEncoder
 from bytecheckpoint.storage.data_file import chunk_entry, encode_header
 
 SAVE_ID = "packed"
@@ -35,6 +36,15 @@ class Content(NamedTuple):
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def encode_frames(codec: str, raw: memoryview, item_bytes: int) -> list[bytes] | None:
+    """The frames of a chunk whose items take `item_bytes`, or None where it is better stored as it is."""
+    if not is_compressible(raw.nbytes):
+        return None
+    encoder, starts = FrameEncoder(), range(0, raw.nbytes, FRAME_BYTES)
+    frames = [encoder.encode(codec, raw[start : start + FRAME_BYTES], item_bytes) for start in starts]
+    return frames if is_worth_it(raw.nbytes, sum(map(len, frames))) else None
 
 
 def contents_of(fqn: str, tensor: torch.Tensor, regions: Iterable[Region], codec: str) -> list[Content]:

@@ -69,6 +69,15 @@ def test_no_reader_sees_a_checkpoint_before_its_manifest_which_is_written_last(t
     assert [steps for _, steps in seen] == [[1]] * (len(seen) - 1) + [[1, 2]]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_committed_is_refused_before_anything_is_staged(tmp_path: Path, is_async: bool) -> None:
+    bcp.save(tmp_path, state_of(0, 1.0))
+    is_staged = before("bytecheckpoint.api.take_snapshot", raising(RuntimeError("it was staged")))
+    with is_staged, pytest.raises(bcp.CheckpointExistsError):
+        bcp.save(tmp_path, state_of(0, 2.0), async_save=is_async)
+    assert loads_as(tmp_path, 0, 1.0)
+
+
 def test_an_overwrite_deletes_only_after_its_commit_and_only_what_it_replaced(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(0, 1.0))
     old = [name for name in files_under(tmp_path) if name != "manifest.bcp"]
@@ -167,17 +176,32 @@ def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, mo
     assert files_under(tmp_path) == []
 
 
-def test_a_file_of_another_length_than_before_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where chunks lie is known from the first save with a plan, and only true for files like those."""
+def with_files_shorter_by(num_bytes: int) -> Callable[[Agreed, Sequence[WrittenFile]], bytes]:
     encode_report = writing.encode_report
 
-    def with_a_shorter_file(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
-        (file,) = written
-        shorter = file.file._replace(byte_length=file.file.byte_length - 1)
-        return encode_report(agreed, [file._replace(file=shorter)])
+    def shortened(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
+        files = [each.file._replace(byte_length=each.file.byte_length - num_bytes) for each in written]
+        return encode_report(agreed, [each._replace(file=file) for each, file in zip(written, files, strict=True)])
 
+    return shortened
+
+
+def test_a_report_of_files_too_short_for_their_chunks_names_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "encode_report", with_files_shorter_by(5000))
+    with pytest.raises(
+        bcp.CheckpointSaveError, match=r"rank 0 was to write 1 chunks and reports 1 in \d+ bytes"
+    ) as error:
+        bcp.save(tmp_path, {"too": {"long": torch.ones(3000)}})
+    assert (error.value.kind, error.value.ranks) == ("storage", (0,))
+    assert files_under(tmp_path) == []
+
+
+def test_a_file_of_another_length_than_before_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks lie is known from the first save with a plan, and only true for files like those."""
     bcp.save(tmp_path, state_of(0, 1.0), step=1)
-    monkeypatch.setattr(writing, "encode_report", with_a_shorter_file)
+    monkeypatch.setattr(writing, "encode_report", with_files_shorter_by(1))
     with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
         bcp.save(tmp_path, state_of(0, 2.0), step=2)
     assert error.value.kind == "storage"

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from packed_checkpoints import encode_frames
 
 from bytecheckpoint import manifest_check
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.manifest_envelope import unseal
 from bytecheckpoint.region import Region, whole
-from bytecheckpoint.storage.codecs import encode_frames
 
 PAGE = Path(__file__).parents[1] / "docs" / "format.md"
 

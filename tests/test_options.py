@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
+import torch
+from faults.seams import before
 
+import bytecheckpoint as bcp
 from bytecheckpoint.options import LoadOptions, SaveOptions
 
 BOTH = [SaveOptions, LoadOptions]
@@ -120,3 +125,22 @@ def test_a_way_of_exchange_is_one_of_three(exchange: Any) -> None:
 def test_another_way_of_exchange_is_refused(exchange: Any) -> None:
     with pytest.raises(ValueError, match=r"LoadOptions\.exchange takes one of 'auto', 'on', 'off', not "):
         LoadOptions(exchange=exchange)
+
+
+def test_as_many_blocks_are_written_at_once_as_there_are_writer_threads(tmp_path: Path) -> None:
+    """Each write waits until all four are under way: three, which is the default, would wait in vain."""
+    state = {"x": torch.ones(60 << 20, dtype=torch.uint8)}  # with the header, four blocks of 16 MiB
+    meetings = iter([Barrier(4, timeout=60)] * 4)
+    with before("bytecheckpoint.storage.direct_file.DirectFile.write", lambda: next(meetings, Barrier(1)).wait()):
+        bcp.save(tmp_path, state, options=bcp.SaveOptions(writer_threads=4))
+    assert bcp.open(tmp_path)["x"][...].all()
+
+
+def test_as_many_reads_are_under_way_at_once_as_there_are_reader_threads(tmp_path: Path) -> None:
+    """Each read waits until all six are under way: four, which is the default, would wait in vain."""
+    state = {f"x{number}": torch.ones(1 << 20, dtype=torch.uint8) for number in range(6)}
+    bcp.save(tmp_path, state)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with before("bytecheckpoint.storage.reader._run", Barrier(6, timeout=60).wait):
+        bcp.load(tmp_path, target, options=bcp.LoadOptions(reader_threads=6))
+    assert all(tensor.all() for tensor in target.values())

@@ -11,11 +11,15 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from bytecheckpoint.aftermath import Changes
+from bytecheckpoint.arrivals import Arrivals
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.greetings import Address, Listener, connect
 from bytecheckpoint.outboxes import Activity, Outbox
 from bytecheckpoint.parcels import FAREWELL, HEADER_BYTES, SIGN_OF_LIFE, Budget, Header, Parcel, decode_header
 from bytecheckpoint.peers import Connection, Peer, PeerLeftError
+from bytecheckpoint.planner.coalesce import FlatPart
+from bytecheckpoint.planner.exchange_parts import Arrival, Unit
 
 READER, TAKER = Peer(0, 40), Peer(1, 41)
 
@@ -262,3 +266,16 @@ def test_a_budget_is_never_exceeded_but_by_one_alone() -> None:
         budget.break_off()
         with pytest.raises(PeerLeftError):
             refused.result()
+
+
+class Sender:
+    """A connection from which nothing may be taken."""
+
+    peer = Peer(1, 41)
+
+
+def test_a_parcel_of_another_length_than_was_asked_for_is_refused_before_it_is_taken() -> None:
+    arrivals = Arrivals([], ["w"], scratch_bytes=100, verify=False, changes=Changes())
+    arrival = Arrival(1, Unit(0, 0, 100), (FlatPart(0, 0, 8, 0),))
+    with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
+        arrivals.take_in(Sender(), Header(0, 0, 9, 0), arrival)

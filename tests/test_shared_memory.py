@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.stored import Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards
+from bytecheckpoint.matching import match_again, match_state
 from bytecheckpoint.shared_memory import find_shared
 
 
@@ -112,3 +114,50 @@ def test_what_is_tied_in_a_dict_takes_the_value_of_its_first_name(tmp_path: Path
         report = bcp.load(tmp_path, {"s": {"a": memory, "b": memory}})
         assert memory.eq(1).all()
         assert not report.unexpected
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is on another device."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda:1")
+
+
+def test_equal_addresses_on_different_devices_are_different_memory() -> None:
+    memory = torch.zeros(100)
+    shared = find_shared(shards_of(memory, memory.as_subclass(Elsewhere), memory[50:].as_subclass(Elsewhere)))
+    assert shared.clashing == []
+    assert shared.within == [(1, 2)]
+
+
+class GivenMemory:
+    """An entry whose tensors get memory only when the load is under way."""
+
+    fqn = "s"
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def expect(self, _: Stored) -> Expectation:
+        shards = LocalShards()
+        for name, tensor in self.tensors.items():
+            shards.add(f"s.{name}", tensor)
+        return Expectation(shards.found, set(), [])
+
+
+def test_memory_that_was_made_during_the_load_and_overlaps_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, a=torch.ones(4), b=torch.zeros(4))
+    stored = Stored(bcp.open(tmp_path).manifest, rank=0, key_map=None, include=None, exclude=None)
+    entry = GivenMemory(a=torch.empty(4, device="meta"), b=torch.empty(4, device="meta"))
+    before = match_state([entry], stored, cast=False)
+    assert before.problems == []
+    memory = torch.zeros(6)
+    entry.tensors = {"a": memory[:4], "b": memory[2:]}
+    with pytest.raises(
+        bcp.CheckpointMismatchError, match=r"1 tensors .* memory that they were given:\ns\.b: shares"
+    ) as error:
+        match_again([entry], stored, before, cast=False)
+    assert error.value.kind == "conflict"
+    entry.tensors = {"a": memory[:4], "b": torch.zeros(4)}
+    assert len(match_again([entry], stored, before, cast=False).shards) == 2

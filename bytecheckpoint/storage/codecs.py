@@ -12,30 +12,13 @@ import numpy.typing as npt
 import zstandard
 
 from bytecheckpoint.errors import CheckpointCorruptError
-from bytecheckpoint.frames import FRAME_BYTES, is_compressible, is_worth_it, unknown_codec
+from bytecheckpoint.frames import FRAME_BYTES, unknown_codec
 
 _LEVEL = 1
 _HASH_LOG = 6
 """Entries of zstd's table of matches, as a power of two; level 1 has 14. Sorted bytes of numbers hardly ever repeat in
 sequence: with fewer false hopes bfloat16 compresses three times as fast, and better. Long runs are found all the same.
 """
-
-
-def encode_frames(codec: str, raw: memoryview, item_bytes: int) -> list[bytes] | None:
-    """The frames of a chunk whose items take `item_bytes`, or None where it is better stored as it is.
-
-    `raw` is a flat view of bytes. Raises ValueError for a codec that has no frames.
-    """
-    if not is_compressible(raw.nbytes):
-        return None
-    starts = range(0, raw.nbytes, FRAME_BYTES)
-    frames = [encode_frame(codec, raw[start : start + FRAME_BYTES], item_bytes) for start in starts]
-    return frames if is_worth_it(raw.nbytes, sum(map(len, frames))) else None
-
-
-def encode_frame(codec: str, raw: memoryview, item_bytes: int) -> bytes:
-    """One frame with these raw bytes, at most FRAME_BYTES of them. Raises ValueError for a codec that has no frames."""
-    return FrameEncoder().encode(codec, raw, item_bytes)
 
 
 class FrameEncoder:
@@ -48,7 +31,9 @@ class FrameEncoder:
         self._sorted = np.empty(0, np.uint8)
 
     def encode(self, codec: str, raw: memoryview, item_bytes: int) -> bytes:
-        """As `encode_frame`."""
+        """One frame with these raw bytes, a flat view of at most FRAME_BYTES. Raises ValueError for a codec that has no
+        frames.
+        """
         if codec != "zstd":
             raise ValueError(f"{codec!r} is no codec that has frames")
         if item_bytes == 1:

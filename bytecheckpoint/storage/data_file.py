@@ -84,7 +84,6 @@ class Header(NamedTuple):
     metadata: dict[str, str]
     data_offset: int
     """Where tensor data starts, in bytes from the start of the file."""
-    data_bytes: int
 
 
 def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
@@ -236,7 +235,7 @@ def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_
             )
         entries.append(StoredEntry(name, wire.dtype, wire.shape, data_offset + start, stop - start))
         end = stop
-    return Header(entries, metadata, data_offset, end)
+    return Header(entries, metadata, data_offset)
 
 
 def _bad_header(what: str, *, kind: str = "bad_manifest") -> CheckpointCorruptError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -46,8 +47,9 @@ class Read(NamedTuple):
     """Of the object in the store."""
     byte_offset: int
     byte_length: int
-    target: memoryview | None
-    """Where the bytes go; None where they go through scratch memory and `place` takes them from there."""
+    target: Callable[[], AbstractContextManager[memoryview]] | None
+    """Gives where the bytes go while they are read; None where they go through scratch memory and `place` takes them
+    from there."""
     place: Callable[[memoryview], None]
     """Called with the verified bytes, from any thread."""
     wanted_by: Callable[[], str]
@@ -101,13 +103,13 @@ def run_reads(
 
     def run(read: Read) -> None:
         if read.target is not None:
-            _run(store, read, read.target, checks.get(read.file.name))
+            _run(store, read, read.target(), checks.get(read.file.name))
             return
         buffer = scratch.take()
         try:
             # What is aligned in the file is aligned in memory.
             content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
-            _run(store, read, content, checks.get(read.file.name))
+            _run(store, read, nullcontext(content), checks.get(read.file.name))
             _decode_all(read, content, raw_scratch)
         finally:
             scratch.give(buffer)
@@ -131,8 +133,9 @@ def _await_all(futures: Sequence[Future[None]]) -> None:
         future.result()
 
 
-def _run(store: Store, read: Read, buffer: memoryview, checks: _Checks | None) -> None:
-    store.read_into(read.name, read.byte_offset, buffer)
+def _run(store: Store, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:
+    with target as buffer:
+        store.read_into(read.name, read.byte_offset, buffer)
     if checks is not None:
         checks.check(read, buffer)
     read.place(buffer)

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import Seen, before, loads_as, raising, seen, state_of
+from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -159,14 +159,15 @@ FAILURES: dict[str, str] = {
 }
 
 
-def fail_in(rank: int, world_size: int, path: str, function: str, failing_rank: int) -> tuple[Seen | None, bool]:
+def fail_in(rank: int, world_size: int, path: str, function: str, failing_rank: int) -> tuple[Seen | None, bool, bool]:
     """Rank 1's error is not the first that the coordinator could hear of."""
+    state = state_of(rank, 0.0)
     bcp.save(path, state_of(rank, 1.0))
     error = bcp.StorageError("you may not", kind="permission")
     with before(function, raising(error)) if rank == failing_rank else nullcontext():
-        found = seen(lambda: bcp.load(path, state_of(rank, 0.0), options=ON))
+        found = seen(lambda: bcp.load(path, state, options=ON))
     dist.barrier()
-    return found, loads_as(path, rank, 1.0, options=ON)
+    return found, holds(state, rank, 0.0), loads_as(path, rank, 1.0, options=ON)
 
 
 @pytest.mark.parametrize("failing_rank", [0, 2])
@@ -175,11 +176,16 @@ def test_what_fails_on_one_rank_fails_all_and_the_next_load_works(
     workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int
 ) -> None:
     outcomes = workers.run(fail_in, str(tmp_path), FAILURES[phase], failing_rank, world_size=3)
-    errors = [error for error, _ in outcomes]
+    errors = [error for error, _, _ in outcomes]
     assert errors[0] is not None
     assert errors == [errors[0]] * 3
     assert (errors[0].cls, errors[0].kind, errors[0].ranks) == ("StorageError", "permission", (failing_rank,))
-    assert all(next_loads for _, next_loads in outcomes)
+    assert all(next_loads for _, _, next_loads in outcomes)
+    for error, is_untouched, _ in outcomes:
+        assert is_untouched or "partly overwritten" in error.own
+        assert not is_untouched or "is partly overwritten" not in error.own
+    if phase == "dividing":
+        assert "Nothing of the state" in errors[failing_rank].own
 
 
 def go_missing(rank: int, world_size: int, path: str, function: str, missing_rank: int, how: str) -> Seen | None:
@@ -267,24 +273,28 @@ def test_an_interrupt_on_one_rank_is_noticed_by_the_others_at_once(workers: Work
 def reading_on(rank: int, world_size: int, path: str) -> int:
     """Rank 1 fails. How many reads rank 0 begins afterwards, of many that only it wants."""
     is_over, num_late = threading.Event(), 0
+    was_over: list[bool] = []
 
     def slowly() -> None:
         nonlocal num_late
         num_late += is_over.is_set()
-        assert is_over.wait(30)
+        was_over.append(is_over.wait(30))
 
     state = tensors_of(Replicate(), is_filled=False)
     if rank == 0:
         state["own"] = {f"x{number}": torch.zeros(1 << 20) for number in range(20)}
     options = bcp.LoadOptions(exchange="on", timeout_s=60, reader_threads=1)
-    read_into = "bytecheckpoint.storage.local_store.LocalStore.read_into"
+    read = "bytecheckpoint.storage.reader._run"  # not read_into of the store, which gives the manifest as well
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(before("bytecheckpoint.exchange._Exchange.break_off", is_over.set))
-            stack.enter_context(before(read_into, slowly))
+            stack.enter_context(before(read, slowly))
         else:
-            stack.enter_context(before(read_into, raising(RuntimeError("boom"))))
-        assert seen(lambda: bcp.load(path, state, options=options)) is not None
+            stack.enter_context(before(read, raising(RuntimeError("boom"))))
+        error = seen(lambda: bcp.load(path, state, options=options))
+    assert error is not None
+    assert error.ranks == (1,)
+    assert was_over[:1] == [True] * (1 - rank)
     return num_late
 
 

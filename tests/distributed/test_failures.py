@@ -214,10 +214,11 @@ def test_a_rank_that_fails_in_a_load_fails_all(
     assert len(set(errors)) == 1, errors
     assert (errors[0].cls, errors[0].kind, errors[0].ranks) == ("CheckpointError", "rank_failed", (failing_rank,))
     assert f"rank {failing_rank}" in errors[0].message
-    assert ("partly overwritten" in errors[0].message) == (phase == "reading")
     assert all(outcome.next_loads for outcome in outcomes)
-    if phase != "reading":
-        assert all(outcome.is_untouched for outcome in outcomes)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.is_untouched == (phase != "reading" or rank == failing_rank)
+        assert (f"The state of rank {rank} is partly overwritten" in outcome.error.own) != outcome.is_untouched
+        assert ("Nothing of the state of rank" in outcome.error.own) == (phase == "reading" and outcome.is_untouched)
 
 
 def put_back_a_broken_object(rank: int, world_size: int, path: str, breaks_on: str) -> Seen | None:

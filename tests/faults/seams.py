@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -84,13 +86,19 @@ def loads_as(path: str | os.PathLike[str], rank: int, value: float, **arguments:
     return holds(state, rank, value)
 
 
-class Seen(NamedTuple):
+_OWN = re.compile(r"\. (The|Nothing of the) state of rank \d+ .* of its own$")
+
+
+@dataclass(frozen=True)
+class Seen:
     """What an error said."""
 
     cls: str
     kind: str
     ranks: tuple[int, ...]
     message: str
+    own: str = field(compare=False)
+    """What comes behind the message: what this rank says of its own state."""
 
 
 def seen(call: Callable[[], object]) -> Seen | None:
@@ -98,7 +106,9 @@ def seen(call: Callable[[], object]) -> Seen | None:
     try:
         call()
     except bcp.CheckpointError as error:
-        return Seen(type(error).__name__, error.kind, error.ranks, str(error))
+        found = _OWN.search(str(error))
+        message, own = (str(error), "") if found is None else (str(error)[: found.start()], found.group())
+        return Seen(type(error).__name__, error.kind, error.ranks, message, own)
     return None
 
 

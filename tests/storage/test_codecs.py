@@ -11,10 +11,11 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_checkpoints import encode_frames
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.frames import CODECS, FRAME_BYTES, MAX_ENCODED_BYTES, MIN_CHUNK_BYTES, count_frames, frame_bytes
-from bytecheckpoint.storage.codecs import FrameEncoder, decode_frame, encode_frame, encode_frames
+from bytecheckpoint.storage.codecs import FrameEncoder, decode_frame
 
 ITEM_BYTES = [1, 2, 4, 8, 16]
 
@@ -26,6 +27,10 @@ def weights(num_bytes: int, item_bytes: int, seed: int = 0) -> bytes:
     return words.tobytes()[:num_bytes]
 
 
+def encoded(raw: bytes | memoryview, item_bytes: int) -> bytes:
+    return FrameEncoder().encode("zstd", memoryview(raw), item_bytes)
+
+
 def decoded(frame: bytes, raw_bytes: int, item_bytes: int) -> bytes:
     into = bytearray(raw_bytes)
     decode_frame("zstd", memoryview(frame), item_bytes, memoryview(into))
@@ -35,7 +40,7 @@ def decoded(frame: bytes, raw_bytes: int, item_bytes: int) -> bytes:
 @given(st.binary(max_size=300), st.sampled_from([*ITEM_BYTES, 3]), st.integers(1, 400))
 def test_any_frame_comes_back(raw: bytes, item_bytes: int, times: int) -> None:
     raw *= times
-    frame = encode_frame("zstd", memoryview(raw), item_bytes)
+    frame = encoded(raw, item_bytes)
     assert decoded(frame, len(raw), item_bytes) == raw
 
 
@@ -57,33 +62,33 @@ def test_an_encoder_makes_the_same_frames_whatever_it_made_before() -> None:
     encoder = FrameEncoder()
     for num_bytes, item_bytes in [(9, 4), (FRAME_BYTES, 2), (5000, 4), (5001, 8), (FRAME_BYTES, 1), (70_000, 2)]:
         raw = memoryview(weights(num_bytes, item_bytes))
-        assert encoder.encode("zstd", raw, item_bytes) == encode_frame("zstd", raw, item_bytes)
+        assert encoder.encode("zstd", raw, item_bytes) == encoded(raw, item_bytes)
 
 
 def test_a_frame_decompresses_into_memory_of_any_alignment() -> None:
     raw = weights(4096, 4)
-    frame = encode_frame("zstd", memoryview(b"x" + raw)[1:], 4)
+    frame = encoded(memoryview(b"x" + raw)[1:], 4)
     into = bytearray(4097)
     decode_frame("zstd", memoryview(b"x" + frame)[1:], 4, memoryview(into)[1:])
     assert into[1:] == raw
 
 
 def test_bytes_are_sorted_by_their_place_in_the_item() -> None:
-    frame = encode_frame("zstd", memoryview(bytes(range(9))), 4)
+    frame = encoded(bytes(range(9)), 4)
     assert zstandard.decompress(frame) == bytes([0, 4, 1, 5, 2, 6, 3, 7, 8])
     assert zstandard.frame_content_size(frame) == 9
 
 
 def test_weights_get_smaller_by_as_much_as_is_promised() -> None:
     raw = memoryview(weights(FRAME_BYTES, 2))
-    assert len(encode_frame("zstd", raw, 2)) < 0.7 * FRAME_BYTES
-    assert len(encode_frame("zstd", memoryview(weights(FRAME_BYTES, 4)), 4)) < 0.87 * FRAME_BYTES
+    assert len(encoded(raw, 2)) < 0.7 * FRAME_BYTES
+    assert len(encoded(weights(FRAME_BYTES, 4), 4)) < 0.87 * FRAME_BYTES
 
 
 @pytest.mark.parametrize("item_bytes", ITEM_BYTES)
 def test_noise_makes_no_frame_longer_than_may_be(item_bytes: int) -> None:
     noise = np.random.default_rng(0).bytes(FRAME_BYTES + 5000)
-    assert len(encode_frame("zstd", memoryview(noise)[:FRAME_BYTES], item_bytes)) <= MAX_ENCODED_BYTES
+    assert len(encoded(memoryview(noise)[:FRAME_BYTES], item_bytes)) <= MAX_ENCODED_BYTES
     assert encode_frames("zstd", memoryview(noise), item_bytes) is None
 
 
@@ -97,13 +102,13 @@ def test_threads_do_not_disturb_one_another() -> None:
     raws = [weights(50_000 + 4 * number, 4, number) for number in range(64)]
 
     def there_and_back(raw: bytes) -> bytes:
-        return decoded(encode_frame("zstd", memoryview(raw), 4), len(raw), 4)
+        return decoded(encoded(raw, 4), len(raw), 4)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(there_and_back, raws)) == raws
 
 
-FRAME = encode_frame("zstd", memoryview(weights(4096, 4)), 4)
+FRAME = encoded(weights(4096, 4), 4)
 DAMAGES: dict[str, Callable[[], bytes]] = {
     "nothing": lambda: b"",
     "noise": lambda: b"\xff" * 100,
@@ -111,7 +116,7 @@ DAMAGES: dict[str, Callable[[], bytes]] = {
     "a header alone": lambda: FRAME[:9],
     "more behind it": lambda: FRAME + b"\0",
     "two frames": lambda: FRAME + FRAME,
-    "another length": lambda: encode_frame("zstd", memoryview(bytes(4100)), 4),
+    "another length": lambda: encoded(bytes(4100), 4),
     "no length": lambda: zstandard.ZstdCompressor(write_content_size=False).compress(bytes(4096)),
     "a frame to be skipped": lambda: b"\x50\x2a\x4d\x18\x04\0\0\0abcd",
     "a window for gigabytes": lambda: b"\x28\xb5\x2f\xfd\x40\xb0\x00\x0f" + FRAME[6:],
@@ -151,5 +156,5 @@ def test_codecs_that_are_not_known() -> None:
         decode_frame("lz9", memoryview(b""), 1, memoryview(bytearray(1)))
     assert error.value.kind == "unsupported_version"
     with pytest.raises(ValueError, match="no codec that has frames"):
-        encode_frame("none", memoryview(b""), 1)
+        FrameEncoder().encode("none", memoryview(b""), 1)
     assert CODECS == ("none", "zstd")

@@ -1,0 +1,116 @@
+"""What the README and docs/ show runs as it stands, and what they point to is there. The blocks of docs/format.md and
+docs/cli.md have tests of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Placement
+from training import mlp, same_module
+
+import bytecheckpoint as bcp
+from bytecheckpoint.region import Region, find_tiling_fault
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def run(block: str, names: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(textwrap.dedent(block), "a block of the docs", "exec"), names)
+    return names
+
+
+def test_the_first_example_runs_and_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run(blocks_of(README)[0], {})
+    assert printed.getvalue().startswith("{'epoch': 3} 1000\ntensor([[")
+    assert (tmp_path / "ckpt" / "step_00001000" / "manifest.bcp").is_file()
+
+
+def test_the_training_loop_runs(tmp_path: Path) -> None:
+    names = run(blocks_of(README)[1], {"bcp": bcp, "root": tmp_path, "state": {"model": mlp()}, "step": 7})
+    assert names["info"].step == bcp.latest(tmp_path) == 7
+
+
+def test_all_ways_to_load_a_part_run(tmp_path: Path) -> None:
+    """Each line has a state of its own to load into, because no single one fits all of them."""
+    lines = blocks_of(README)[2].splitlines()
+    wte, head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5)
+    saved = {"model": torch.nn.ModuleDict({"wte": wte, "head": head}), "other": torch.ones(2)}
+    bcp.save(tmp_path, saved, step=2000)
+    embedded = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5)})
+    without_head = torch.nn.ModuleDict({"wte": torch.nn.Embedding(5, 3).half()})
+    for line, model in zip(lines, [fresh(), fresh(), embedded, without_head], strict=True):
+        run(line, {"bcp": bcp, "root": tmp_path, "model": model, "state": {"model": model}})
+        loaded = model["embed" if model is embedded else "wte"]
+        assert same_module(loaded.float(), wte.half().float() if model is without_head else wte), line
+
+
+def fresh() -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({"wte": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5)})
+
+
+def test_the_placement_says_which_rows_a_rank_holds() -> None:
+    (block,) = blocks_of(ROOT / "docs" / "placements.md")
+    cyclic = run(block, {"Placement": Placement})["Cyclic"]()
+    parts = [cyclic.checkpoint_regions((8, 5), 3, index) for index in range(3)]
+    assert [offsets[0] for offsets, _ in parts[1]] == [1, 4, 7]
+    assert find_tiling_fault((8, 5), [Region(*region) for of_rank in parts for region in of_rank]) is None
+
+
+def test_the_test_of_several_ranks_is_python() -> None:
+    """It is not run: workers import what they are sent from a module."""
+    (block,) = blocks_of(ROOT / "CONTRIBUTING.md")
+    compile(textwrap.dedent(block), "CONTRIBUTING.md", "exec")
+
+
+def test_there_is_no_block_of_python_that_no_test_knows() -> None:
+    numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
+    assert numbers == {"README.md": 3, "CONTRIBUTING.md": 1, "placements.md": 1, "format.md": 2}
+
+
+@pages
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)]+)\)", page.read_text())
+    assert [link for link in links if not is_there(page, link)] == []
+
+
+def is_there(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    return target.exists() and (not anchor or anchor in anchors_of(target))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of the headings, as they are shown on the web."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_scripts_and_their_options_that_are_named_exist(page: Path) -> None:
+    for script, arguments in re.findall(r"python (benchmarks/\w+\.py|examples/\w+\.py)([^\n#`]*)", page.read_text()):
+        text = (ROOT / script).read_text()
+        assert all(f'"{option}"' in text for option in re.findall(r"--[\w-]+", arguments)), (script, arguments)
+
+
+@pages
+def test_targets_of_make_that_are_named_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:`|^    )make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
