@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, optimizers_in
 from bytecheckpoint.adapters.stored import KeyMap, Stored
-from bytecheckpoint.agreement import Target, agree, check_same, wish_of
+from bytecheckpoint.agreement import Target, agree, check_same, propose, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
+from bytecheckpoint.draft import Draft, Phases
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
@@ -31,9 +32,8 @@ from bytecheckpoint.matching import Match, Verdict, match_again, match_state, sh
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
-from bytecheckpoint.snapshot import LiveState, StagedState
-from bytecheckpoint.snapshot_kinds import Kind, allocate, hold_shards, kind_of_snapshot, take_snapshot
-from bytecheckpoint.staging import LiveFile
+from bytecheckpoint.snapshot import StateInWaves
+from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
@@ -101,83 +101,88 @@ def save(
                 step, metadata = check_step(step), check_metadata(metadata)
                 root, folder = save_location(path, step=step, role=role)
                 store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
-                refuse_existing(ranks, store, folder, overwrite=options.overwrite)
                 target = Target(join_name(str(store), folder), step, options.overwrite)
                 entries = entries_of(state, framework)
                 wish = wish_of(target, collect_all(entries), options)
-                agreed = agree(ranks, wish, IN_FLIGHT.kept.plans)
-                warn_of_differing(ranks, agreed)
+                proposal = propose(ranks, wish, IN_FLIGHT.kept.plans)
 
-        with together(ranks, f"staging the save to {target.path}", about=about):
-            kind = kind_of_snapshot(options.snapshot, async_save=async_save)
-            with clock.phase("stage"):
-                shards = hold_shards(entries, wish.shards) if kind == "lazy" else wish.shards
-                files = [LiveFile(planned, shards) for planned in agreed.known.files]
-                IN_FLIGHT.kept.grow(options.writer_threads)
-                snapshot = take_snapshot(kind, files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
+        kind = kind_of_snapshot(options.snapshot, async_save=async_save)
+        phases = Phases(ranks, target.path, about, clock)
+        draft = Draft(proposal, phases, IN_FLIGHT.kept, kind=kind, options=options)
+        with together(ranks, f"staging the save to {target.path}", about=about), clock.phase("stage"):
+            draft.prepare(entries)
 
-        about = about._replace(step=step)
-        saving = Saving(
-            ranks=ranks,
-            store=store,
-            folder=folder,
-            about=about,
-            options=options,
-            agreed=agreed,
-            snapshot=snapshot,
-            scratch=IN_FLIGHT.kept.scratch,
-            metadata=metadata,
-            clock=clock,
-        )
+        def settle() -> Saving:
+            agreed = draft.settle(lambda: refuse_existing(ranks, store, folder, overwrite=options.overwrite))
+            return Saving(
+                ranks=ranks,
+                store=store,
+                folder=folder,
+                about=about._replace(step=step),
+                options=options,
+                agreed=agreed,
+                snapshot=draft.snapshot,
+                scratch=IN_FLIGHT.kept.scratch,
+                metadata=metadata,
+                clock=clock,
+            )
+
+        if not draft.may_settle_later:
+            settle()
         handle = SaveHandle(target.path)
         if async_save:
-            if _write_in_background(handle, saving, turn, kind, entries):
+            if _write_in_background(handle, draft, settle, turn, entries):
                 return handle
-            # New files, because the snapshot may have changed the others for its purpose.
-            files = [LiveFile(planned, shards) for planned in agreed.known.files]
-            saving = saving._replace(snapshot=LiveState(files, IN_FLIGHT.kept.scratch))
-        handle.finish(lambda: write_and_commit(saving), turn)
+            settle()
+            draft.read_live()
+        handle.finish(lambda: write_and_commit(settle()), turn)
     if not async_save:
         handle.result()
     return handle
 
 
 def _write_in_background(
-    handle: SaveHandle, saving: Saving, turn: ExitStack, kind: Kind, entries: Sequence[Entry]
+    handle: SaveHandle, draft: Draft, settle: Callable[[], Saving], turn: ExitStack, entries: Sequence[Entry]
 ) -> bool:
     """Returns when the state may change; for a lazy snapshot at once, because the optimizers wait for it. False, with
     nothing done, where there can be no more threads: the interpreter may be exiting.
     """
-    has_returned = threading.Event()
+    has_returned = threading.Event()  # threads that run at once would hold up the one that is to return
+    snapshot, (ranks, path, _, clock) = draft.snapshot, draft.phases
 
     def stage() -> None:
-        with saving.clock.phase("stage"):
-            handle.stage(saving.snapshot)
-        if saving.ranks.rank == COORDINATOR:
-            logger.info("staged %s in %.2f s", saving.path, saving.clock.total)
+        with clock.phase("stage"):
+            handle.stage(snapshot)
+        if ranks.rank == COORDINATOR:
+            logger.info("staged %s in %.2f s", path, clock.total)
 
     def stage_later() -> None:
-        has_returned.wait()  # threads that run at once would hold up the one that is to return
+        has_returned.wait()
         stage()
 
     def write() -> CheckpointInfo:
-        saving.snapshot.wait()
+        if draft.is_lazy:
+            has_returned.wait()
+        with collector_paused():
+            saving = settle()
+        snapshot.wait()
         return write_and_commit(saving)
 
-    if kind == "lazy":
-        if isinstance(saving.snapshot, StagedState):  # waves follow one another: nobody can help with them
-            handle.share(saving.snapshot)
+    if draft.is_lazy:
+        if not isinstance(snapshot, StateInWaves):  # waves follow one another: nobody can help with them
+            handle.share(snapshot)
         IN_FLIGHT.hold(optimizers_in(entries))
     try:
-        if not IN_FLIGHT.start(handle, write, turn, give_up=saving.snapshot.close):
+        if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):
             return False
-        if kind != "lazy" or not in_background("bcp-stage", stage_later):
+        if not draft.is_lazy or not in_background("bcp-stage", stage_later):
+            has_returned.set()
             stage()
-        saving.clock.end_stall()
+        clock.end_stall()
     except BaseException as error:
         # The writer may be under way: it must not wait for what nobody is going to stage.
         message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
-        saving.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
+        snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
         raise
     finally:
         has_returned.set()
@@ -205,7 +210,7 @@ def warm_up(
     with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn():
         target = Target(about.path, None, overwrite=False)
         wish = wish_of(target, collect_all(entries_of(state, framework)), options)
-        agreed = agree(ranks, wish, IN_FLIGHT.kept.plans)
+        agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
         warn_of_differing(ranks, agreed)
         kind = kind_of_snapshot(options.snapshot, async_save=True)
         allocate(kind, agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)

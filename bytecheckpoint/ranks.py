@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
-from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError, store_lost, within
+from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError
 
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
 
@@ -47,6 +47,11 @@ class Ranks(Protocol):
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         """The payload that the coordinator has for this rank; what others pass is ignored."""
 
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Every rank's payload goes to the coordinator, whose `decide` makes of them what each rank is told; what
+        others pass is ignored. The same as `gather` and `scatter`, and cheaper.
+        """
+
     def fail(self, error: CheckpointError) -> CheckpointError:
         """Tells the others, and returns the error that every rank is to raise."""
 
@@ -71,6 +76,9 @@ class SoleRank:
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         return payloads[0]
 
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        return decide([payload])[0]
+
     def fail(self, error: CheckpointError) -> CheckpointError:
         return error
 
@@ -81,7 +89,8 @@ class SoleRank:
 def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject) -> Ranks:
     """The ranks of the given group, or of the default one, or this process alone where there is none.
 
-    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later.
+    Every rank of the group must exchange messages, or fail, in the same order as in its other calls: which call this is
+    is found out with the first message.
     Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -100,11 +109,11 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, abo
     if len(names) == 1:
         return SoleRank()
     store = _group_store(group)
-    try:
-        call = within(timeout_s + _CATCH_UP_S, lambda: _next_call(store, rank))
-    except (TimeoutError, RuntimeError) as error:
-        raise _located(store_lost(error), SoleRank(), about) from error
-    return GroupRanks(PrefixStore(f"bytecheckpoint/{call}", store), rank, names, timeout_s, block_ranks=BLOCK_RANKS)
+
+    def enter() -> Store:
+        return PrefixStore(f"bytecheckpoint/{_next_call(store, rank)}", store)
+
+    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS)
 
 
 def _next_call(store: Store, rank: int) -> int:

@@ -155,6 +155,50 @@ class StagedState:
         self._files, self._places = (), []  # an error that is kept must not keep the state
 
 
+class ProposedState:
+    """A copy that is begun before it is certain that it is the right one: until it is settled which one is, the state
+    may not change.
+    """
+
+    def __init__(self, proposed: StagedState) -> None:
+        self._proposed = proposed
+        self._right: Snapshot = proposed
+        self._error: BaseException | None = None
+        self._is_settled = threading.Event()
+
+    def settle(self, other: Snapshot | None) -> None:
+        """The proposed one is right, or this other one is, which may use the same memory."""
+        if other is not None:
+            self._right = other
+        self._is_settled.set()
+
+    def stage(self) -> None:
+        """As of StagedState. What was wrong is completed as well: nobody may still copy it when the right one comes."""
+        self._proposed.stage()
+        self._is_settled.wait()
+        if self._error is not None:
+            raise self._error
+        if self._right is not self._proposed:
+            self._right.stage()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._proposed.fail(error)
+        self._right.fail(error)
+        self._is_settled.set()
+
+    def wait(self) -> None:
+        self._right.wait()
+
+    def content(self, file: int, byte_offset: int, byte_length: int) -> AbstractContextManager[memoryview]:
+        return self._right.content(file, byte_offset, byte_length)
+
+    def close(self) -> None:
+        self._is_settled.set()
+        self._proposed.close()
+        self._right.close()
+
+
 class StateInWaves:
     """The state on its way through staging memory that is smaller than it: what is written makes room for more."""
 
