@@ -297,7 +297,7 @@ def load(
         for entry in entries:
             entry.finish(stored)
         _wait_for_all(ranks)
-    ranks.farewell()
+    ranks.farewell_later()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
@@ -310,12 +310,9 @@ def _wanted_step(step: object) -> int | Literal["latest"] | None:
 
 def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions) -> Source:
     """The checkpoint, its manifest read by one rank for all."""
-    asked = [
-        msgspec.msgpack.decode(payload, type=tuple[str, bool])
-        for payload in ranks.gather(msgspec.msgpack.encode((f"{store} (step={step})", options.verify)))
-    ]
-    answer = b""
-    if ranks.rank == COORDINATOR:
+
+    def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        asked = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
         check_same("load from", [target for target, _ in asked], ranks.names)
         folder = layout.find_checkpoint(store, step, location=str(store))
         # One rank decides for all, whose options may differ.
@@ -323,10 +320,11 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
         is_exchanged = wanted and ranks.num_ranks > 1
         # What is passed on is verified by who reads it, for those who want that.
         is_verified = is_exchanged and any(verify for _, verify in asked)
-        answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder), is_exchanged, is_verified))
-    folder, content, is_exchanged, is_verified = msgspec.msgpack.decode(
-        ranks.broadcast(answer), type=tuple[str, bytes, bool, bool]
-    )
+        found = (folder, layout.read_manifest_bytes(store, folder), is_exchanged, is_verified)
+        return [msgspec.msgpack.encode(found)] * ranks.num_ranks
+
+    found = ranks.consult(msgspec.msgpack.encode((f"{store} (step={step})", options.verify)), find)
+    folder, content, is_exchanged, is_verified = msgspec.msgpack.decode(found, type=tuple[str, bytes, bool, bool])
     options = replace(options, verify=options.verify or is_verified)
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
     return Source(
@@ -336,8 +334,7 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
 
 def _wait_for_all(ranks: Ranks) -> None:
     """Nobody goes on before every rank has come this far; where one has failed, all raise."""
-    ranks.gather(b"")
-    ranks.broadcast(b"")
+    ranks.consult(b"", lambda payloads: payloads)
 
 
 def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:

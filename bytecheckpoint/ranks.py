@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError
+from bytecheckpoint.waiting import meanwhile
 
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
 
@@ -58,6 +59,9 @@ class Ranks(Protocol):
     def farewell(self) -> None:
         """Ends the call: nobody leaves before all have read what they were told."""
 
+    def farewell_later(self) -> None:
+        """The same, but this rank may go on: only the end of the interpreter waits for it."""
+
 
 class SoleRank:
     """A process on its own."""
@@ -85,12 +89,15 @@ class SoleRank:
     def farewell(self) -> None:
         """Nobody is waiting."""
 
+    def farewell_later(self) -> None:
+        """Nobody is waiting."""
+
 
 def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject) -> Ranks:
     """The ranks of the given group, or of the default one, or this process alone where there is none.
 
-    Every rank of the group must exchange messages, or fail, in the same order as in its other calls: which call this is
-    is found out with the first message.
+    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. Which call
+    this is is found out while the caller goes on, and waited for with the first message.
     Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -109,11 +116,11 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, abo
     if len(names) == 1:
         return SoleRank()
     store = _group_store(group)
-
-    def enter() -> Store:
-        return PrefixStore(f"bytecheckpoint/{_next_call(store, rank)}", store)
-
-    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS)
+    # Now, and not with the first message: a rank that is late for that has not missed the call.
+    call = meanwhile(lambda: _next_call(store, rank))
+    return GroupRanks(
+        lambda: PrefixStore(f"bytecheckpoint/{call.result()}", store), rank, names, timeout_s, block_ranks=BLOCK_RANKS
+    )
 
 
 def _next_call(store: Store, rank: int) -> int:

@@ -23,16 +23,21 @@ def within(limit_s: float, do: Callable[[], T]) -> T:
     A TCPStore's client waits for answers without any limit: where the process that holds the store is stopped or its
     host unreachable, it would hang for ever.
     """
+    return meanwhile(do).result(limit_s)
+
+
+def meanwhile(do: Callable[[], T]) -> Future[T]:
+    """Does it on a thread while the caller goes on. Raises RuntimeError where there can be no more threads."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(do())
-        except BaseException as error:  # noqa: BLE001  raised again below
+        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
             future.set_exception(error)
 
     _THREADS.begin("bcp-ranks", run)
-    return future.result(limit_s)
+    return future
 
 
 _THREADS = SpareThreads(is_awaited=False)
