@@ -89,6 +89,7 @@ def save(
     """
     options = options or SaveOptions()
     clock = Clock()
+    IN_FLIGHT.wait_until_entered()
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with ExitStack() as turn:
@@ -112,8 +113,14 @@ def save(
         with together(ranks, f"staging the save to {target.path}", about=about), clock.phase("stage"):
             draft.prepare(entries)
 
+        handle = SaveHandle(target.path)
+
+        def check() -> None:
+            handle.enter(ranks)
+            refuse_existing(ranks, store, folder, overwrite=options.overwrite)
+
         def settle() -> Saving:
-            agreed = draft.settle(lambda: refuse_existing(ranks, store, folder, overwrite=options.overwrite))
+            agreed = draft.settle(check)
             return Saving(
                 ranks=ranks,
                 store=store,
@@ -129,7 +136,6 @@ def save(
 
         if not draft.may_settle_later:
             settle()
-        handle = SaveHandle(target.path)
         if async_save:
             if _write_in_background(handle, draft, settle, turn, entries):
                 return handle
@@ -205,6 +211,7 @@ def warm_up(
     like `save`, and what the caller's last asynchronous save failed with.
     """
     options = options or SaveOptions()
+    IN_FLIGHT.wait_until_entered()
     about = Subject("(nowhere: warm_up)", None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn():
@@ -268,6 +275,7 @@ def load(
     """
     options = options or LoadOptions()
     started = time.monotonic()
+    IN_FLIGHT.wait_until_entered()
     IN_FLIGHT.wait_until_staged()  # a lazy save still reads what this load would change
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)

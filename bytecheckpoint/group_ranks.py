@@ -114,6 +114,13 @@ class GroupRanks:
             store = store.underlying_store
         return store.host if isinstance(store, TCPStore) else None
 
+    def enter(self) -> None:
+        try:
+            self._entered = self._entered or self._enter()
+        except (TimeoutError, RuntimeError) as error:
+            self._is_store_lost = True
+            raise store_lost(error) from error
+
     def gather(self, payload: bytes) -> list[bytes]:
         return self._exchange(lambda: self._gather(payload))
 

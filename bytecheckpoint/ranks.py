@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError
-from bytecheckpoint.waiting import meanwhile
+from bytecheckpoint.waiting import meanwhile, store_lost
 
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
 
@@ -38,6 +38,9 @@ class Ranks(Protocol):
     @property
     def meeting_host(self) -> str | None:
         """A host that all ranks reach, as they call it; None where they met in another way than over the network."""
+
+    def enter(self) -> None:
+        """Returns when it is certain which call this is: the process may make no other one before."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload by rank, on the coordinator; an empty list elsewhere."""
@@ -71,6 +74,9 @@ class SoleRank:
     num_ranks = 1
     meeting_host = None
 
+    def enter(self) -> None:
+        """There is no other call."""
+
     def gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
@@ -96,8 +102,8 @@ class SoleRank:
 def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject) -> Ranks:
     """The ranks of the given group, or of the default one, or this process alone where there is none.
 
-    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. Which call
-    this is is found out while the caller goes on, and waited for with the first message.
+    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. Which
+    call this is is found out while the caller goes on, and waited for with the first message, or by `enter`.
     Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -117,10 +123,15 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, abo
         return SoleRank()
     store = _group_store(group)
     # Now, and not with the first message: a rank that is late for that has not missed the call.
-    call = meanwhile(lambda: _next_call(store, rank))
-    return GroupRanks(
-        lambda: PrefixStore(f"bytecheckpoint/{call.result()}", store), rank, names, timeout_s, block_ranks=BLOCK_RANKS
-    )
+    try:
+        call = meanwhile(lambda: _next_call(store, rank))
+    except RuntimeError as error:
+        raise _located(store_lost(error), SoleRank(), about) from error
+
+    def enter() -> Store:
+        return PrefixStore(f"bytecheckpoint/{call.result(timeout_s + _CATCH_UP_S)}", store)
+
+    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS)
 
 
 def _next_call(store: Store, rank: int) -> int:
