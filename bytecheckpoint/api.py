@@ -32,7 +32,7 @@ from bytecheckpoint.matching import Match, Verdict, match_again, match_state, sh
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
-from bytecheckpoint.snapshot import StateInWaves
+from bytecheckpoint.snapshot import ProposedState, StagedState
 from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
@@ -175,8 +175,9 @@ def _write_in_background(
         return write_and_commit(saving)
 
     if draft.is_lazy:
-        if not isinstance(snapshot, StateInWaves):  # waves follow one another: nobody can help with them
-            handle.share(snapshot)
+        shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
+        if isinstance(shared, StagedState):  # waves follow one another: nobody can help with them
+            handle.share(shared)
         IN_FLIGHT.hold(optimizers_in(entries))
     try:
         if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):

@@ -4,6 +4,7 @@ where they agree on something else. Knows neither stores nor what comes of the s
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -91,6 +92,8 @@ class Draft:
             self.has_failed = True
             if isinstance(self._snapshot, ProposedState):
                 self._snapshot.fail(error)
+                self._snapshot.close()
+                _clear_frames(error)
             raise
         self._agreed = agreed
         return agreed
@@ -117,3 +120,10 @@ class Draft:
     def _is_on_host(self) -> bool:
         """What lies on a device is copied as the caller's stream has left it, which the background could not tell."""
         return all(shard.tensor.is_cpu for shard in self._proposal.wish.shards)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """An error that a handle keeps must not keep the state, which the functions that it came through knew."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__

@@ -95,6 +95,7 @@ class StagedState:
         self._ranges = list(_ranges_of(files))
         self._held_by: list[object] = [None] * len(self._ranges)
         """Of each range who gathers it, `_GATHERED`, or None."""
+        self._is_stopped = False
         self._changed = threading.Condition()
         self._is_staged = threading.Event()
         self._error: BaseException | None = None
@@ -127,8 +128,8 @@ class StagedState:
 
     def _begin_one(self, holder: object) -> int | None:
         with self._changed:
-            self._changed.wait_for(lambda: None in self._held_by or self._is_all_gathered())
-            if None not in self._held_by:
+            self._changed.wait_for(lambda: self._is_stopped or None in self._held_by or self._is_all_gathered())
+            if self._is_stopped or None not in self._held_by:
                 return None
             index = self._held_by.index(None)
             self._held_by[index] = holder  # in one step: an interrupt finds the range free, or held
@@ -136,6 +137,13 @@ class StagedState:
 
     def _is_all_gathered(self) -> bool:
         return self._held_by.count(_GATHERED) == len(self._held_by)
+
+    def stop(self) -> None:
+        """Returns when nobody writes to the memory any more, nor will: another save may then have it."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(holder in (None, _GATHERED) for holder in self._held_by))
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -161,7 +169,8 @@ class ProposedState:
     """
 
     def __init__(self, proposed: StagedState) -> None:
-        self._proposed = proposed
+        self.proposed = proposed
+        """Others may help to stage this one."""
         self._right: Snapshot = proposed
         self._error: BaseException | None = None
         self._is_settled = threading.Event()
@@ -173,17 +182,18 @@ class ProposedState:
         self._is_settled.set()
 
     def stage(self) -> None:
-        """As of StagedState. What was wrong is completed as well: nobody may still copy it when the right one comes."""
-        self._proposed.stage()
+        # What is wrong is completed as well: nobody may still write to its memory when the right one comes.
+        self.proposed.stage()
         self._is_settled.wait()
         if self._error is not None:
             raise self._error
-        if self._right is not self._proposed:
+        if self._right is not self.proposed:
             self._right.stage()
 
     def fail(self, error: BaseException) -> None:
         self._error = self._error or error
-        self._proposed.fail(error)
+        self.proposed.stop()
+        self.proposed.fail(error)
         self._right.fail(error)
         self._is_settled.set()
 
@@ -195,7 +205,7 @@ class ProposedState:
 
     def close(self) -> None:
         self._is_settled.set()
-        self._proposed.close()
+        self.proposed.close()
         self._right.close()
 
 
