@@ -86,6 +86,7 @@ def save(
         CheckpointSaveError: A value cannot be saved, or a rank failed or did not come. Every rank raises it, and
             nothing was committed unless the message says so.
         StorageError: The store refused or could not be reached.
+        With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
     """
     options = options or SaveOptions()
     clock = Clock()
