@@ -308,7 +308,7 @@ def load(
         traffic = read_together(ranks, source, fetches, match)
         for entry in entries:
             entry.finish(stored)
-        _wait_for_all(ranks)
+        ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
     ranks.farewell_later()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
@@ -342,11 +342,6 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
     return Source(
         store, folder, layout.parse_manifest(content, path=path, whole=False), options, is_exchanged=is_exchanged
     )
-
-
-def _wait_for_all(ranks: Ranks) -> None:
-    """Nobody goes on before every rank has come this far; where one has failed, all raise."""
-    ranks.consult(b"", lambda payloads: payloads)
 
 
 def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:

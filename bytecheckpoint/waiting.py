@@ -28,16 +28,7 @@ def within(limit_s: float, do: Callable[[], T]) -> T:
 
 def meanwhile(do: Callable[[], T]) -> Future[T]:
     """Does it on a thread while the caller goes on. Raises RuntimeError where there can be no more threads."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(do())
-        except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
-            future.set_exception(error)
-
-    _THREADS.begin("bcp-ranks", run)
-    return future
+    return _THREADS.submit("bcp-ranks", do)
 
 
 _THREADS = SpareThreads(is_awaited=False)
