@@ -155,8 +155,8 @@ def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch:
     reads = [reader.Read(file, "f", start, 100, None, lambda _: None, lambda: "x") for start in range(0, 1000, 100)]
 
     def run() -> None:
-        memory = reader.HostMemory()
-        reader.run_reads(NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory)
+        memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
+        reader.run_reads(NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory, submit=submit)
 
     assert isinstance(ends(run), MemoryError)
 
@@ -177,7 +177,13 @@ def test_an_interrupted_load_drops_the_reads_that_have_not_begun() -> None:
     reads = [reader.Read(file, "f", start, 10, None, lambda _: None, lambda: "x") for start in range(0, 1000, 10)]
     with pytest.raises(KeyboardInterrupt):
         reader.run_reads(
-            Interrupting(), reads, threads=3, verify=False, scratch_bytes=1 << 20, memory=reader.HostMemory()
+            Interrupting(),
+            reads,
+            threads=3,
+            verify=False,
+            scratch_bytes=1 << 20,
+            memory=reader.HostMemory(),
+            submit=SpareThreads(is_awaited=False).submit,
         )
     assert len(begun) < 10
     assert len(ended) == len(begun) - 1  # nobody is at work any more

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_NESTING = 400, 60, 3
 
-FOUNDATION = {"errors", "region", "dtypes", "frames", "spare_threads"}
+FOUNDATION = {"errors", "region", "dtypes", "frames"}
 RECORDS = {"chunk_check", "column_tensors", "int_columns", "manifest", "manifest_check", "manifest_envelope"}
 RECORDS |= {"options", "tensor_records"}
 SIBLINGS = {"planner", "storage", "adapters"}

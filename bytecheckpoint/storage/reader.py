@@ -17,7 +17,6 @@ import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.codecs import decode_frame
 from bytecheckpoint.storage.store import Store
 
@@ -78,6 +77,10 @@ class Memory(Protocol):
         """At most so many buffers of that length."""
 
 
+Submit = Callable[[str, Callable[[], None]], Future[None]]
+"""Does something on another thread, which has this name meanwhile. Raises RuntimeError where there can be none."""
+
+
 def run_reads(
     store: Store,
     reads: Sequence[Read],
@@ -86,6 +89,7 @@ def run_reads(
     verify: bool,
     scratch_bytes: int,
     memory: Memory,
+    submit: Submit,
 ) -> None:
     """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
 
@@ -115,10 +119,10 @@ def run_reads(
         finally:
             scratch.give(buffer)
 
-    _run_all(run, reads, threads=threads)
+    _run_all(run, reads, threads=threads, submit=submit)
 
 
-def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int) -> None:
+def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int, submit: Submit) -> None:
     """On so many threads, of which the caller's is one, because who waits for others to begin waits for a core. When it
     returns or raises, none is at work. Where there can be fewer threads, those that there are do all of it.
     """
@@ -141,7 +145,7 @@ def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int
     try:
         with suppress(RuntimeError):  # no more threads, or the interpreter is exiting
             while len(others) < min(threads, len(reads)) - 1:
-                others.append(_THREADS.submit("bcp-read", work))
+                others.append(submit("bcp-read", work))
         work()
         wait(others)
     finally:
@@ -149,9 +153,6 @@ def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int
         wait(others)
     for other in others:
         other.result()
-
-
-_THREADS = SpareThreads(is_awaited=False)
 
 
 def _run(store: Store, read: Read, buffer: memoryview, checks: _Checks | None) -> None:
