@@ -83,7 +83,9 @@ def held_parts(fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes:
     return parts
 
 
-def _parts(shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]) -> list[Part] | None:
+def _parts(
+    shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
+) -> Sequence[Part] | None:
     """None where the placements fit the local tensor in no way, or in several."""
     kinds = tuple(type(axis.placement) for axis in mesh_axes)
     find = _find_parts_once if _OF_TORCH.issuperset(kinds) else _find_parts
@@ -95,12 +97,12 @@ def _find_parts(
     local_shape: tuple[int, ...],
     mesh_axes: tuple[MeshAxis, ...],
     _kinds: tuple[type, ...],
-) -> list[Part] | None:
+) -> Sequence[Part] | None:
     """`_kinds` tells placements apart that some versions of torch say are equal."""
     fitting = _fitting(shape, local_shape, mesh_axes)
     if not fitting or any(intervals != fitting[0] for intervals in fitting):
         return None
-    return [Part(box, None if place == whole(local_shape) else place) for box, place in _boxes(fitting[0])]
+    return tuple(Part(box, None if place == whole(local_shape) else place) for box, place in _boxes(fitting[0]))
 
 
 _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
