@@ -116,5 +116,6 @@ CONTESTANTS = {
         Contestant("limit-8", "limit: preadv into place, 8 threads", "raw", is_limit=True),
         Contestant("checked-2", "limit: preadv into place and xxh3, 2 threads", "raw", is_limit=True),
         Contestant("checked-8", "limit: preadv into place and xxh3, 8 threads", "raw", is_limit=True),
+        Contestant("agree-3", "limit: three agreements of the ranks alone", "raw", is_limit=True, needs_ranks=True),
     )
 }

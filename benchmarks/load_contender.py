@@ -32,3 +32,4 @@ class Contender:
     load: Callable[[Place, Held], None]
     prepare: Callable[[Place, Held], None] = nothing
     """What a limit may do before the clock starts."""
+    brings_values: bool = True

@@ -1,5 +1,6 @@
 """What no load can beat on this machine, for benchmarks/load.py: the bytes of a rank, which lie in a file of their own
-in the order of its tensors, read straight into them by several threads; with and without a checksum of every block.
+in the order of its tensors, read straight into them by several threads; with and without a checksum of every block. And
+what ranks need to agree as often as they must: on the checkpoint, on whether it fits all of them, on being done.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import xxhash
+from agreement_limit import agree
 from load_contender import Contender, Place
 from load_states import Held
 from load_torch import file_of, is_writer
@@ -21,6 +23,7 @@ from page_cache import opened
 MIB = 1 << 20
 READ_BYTES, CHECKED_BYTES = 4 * MIB, MIB
 """Of a block; one that is checked is small enough to be in the processor's cache when it is."""
+AGREEMENTS = 3
 MAX_BUFFERS = 1024
 """Of one preadv, at most."""
 
@@ -38,6 +41,7 @@ def contestants() -> dict[str, Contender]:
         "limit-8": limit(threads=8, block_bytes=READ_BYTES, is_checked=False),
         "checked-2": limit(threads=2, block_bytes=CHECKED_BYTES, is_checked=True),
         "checked-8": limit(threads=8, block_bytes=CHECKED_BYTES, is_checked=True),
+        "agree-3": Contender(save, agree_only, brings_values=False),
     }
 
 
@@ -53,6 +57,11 @@ def limit(*, threads: int, block_bytes: int, is_checked: bool) -> Contender:
                 pass
 
     return Contender(save, load, prepare)
+
+
+def agree_only(place: Place, held: Held) -> None:  # noqa: ARG001  a contestant takes both
+    for _ in range(AGREEMENTS):
+        agree()
 
 
 def save(folder: Path, held: Held) -> None:

@@ -15,6 +15,7 @@ What the columns say:
   stall     for which the call holds the training thread.
   lost      of training time by an asynchronous save: the stall, and what the steps until the checkpoint is durable
             took longer than as many undisturbed ones, measured just before and after.
+  limit: ... in the second table: timed as an asynchronous save is, once a round, while ranks that have returned train.
   memory    what two saves need beyond the state and what training needs, all processes, without the page cache.
 bytecheckpoint gets modules and optimizers and takes them apart within the clock; the others get the same tensors
 ready by name.

@@ -39,6 +39,12 @@ class Contestant:
     """Which Python runs it: the one that runs the benchmark, or the one that --peers names."""
     rank_in_name: str | None = None
     """A regular expression that finds the rank that wrote a file in the file's name."""
+    needs_ranks: bool = False
+    """Is nothing where there is one rank only."""
+
+    @property
+    def is_limit(self) -> bool:
+        return self.title.startswith("limit")
 
 
 WORKLOADS = {
@@ -78,5 +84,8 @@ CONTESTANTS = {
         Contestant("limit", "limit: O_DIRECT + fsync", "limit"),
         Contestant("memcpy", "limit: memcpy into warm memory", "limit"),
         Contestant("fork", "limit: fork of a process with the state", "limit"),
+        # As asynchronous saves are timed: once a round, and ranks that have returned train while others have not.
+        Contestant("agree", "limit: agreement of the ranks alone", "async", needs_ranks=True),
+        Contestant("memcpy-async", "limit: memcpy into warm memory, once, then training", "async"),
     )
 }

@@ -1,6 +1,7 @@
 """What no save can beat on this machine, for benchmarks/save.py: the bytes of a rank written past the page cache from
 aligned memory that is paged in, and copied into memory that is paged in; and a fork of the process. Each is the best of
-several ways or times.
+several ways or times. What is timed as asynchronous saves are, once and with training after it: an agreement of the
+ranks, and the same copy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from save_timing import Save
+from agreement_limit import agree
+from save_timing import Pending, Save
 from save_workloads import Job
 
 MIB = 1 << 20
@@ -26,7 +28,13 @@ PAGE = mmap.PAGESIZE
 
 
 def contestants() -> dict[str, Save]:
-    return {"limit": write_limit, "memcpy": copy_limit, "fork": fork_limit}
+    return {
+        "limit": write_limit,
+        "memcpy": copy_limit,
+        "fork": fork_limit,
+        "agree": agreement_only,
+        "memcpy-async": copy_only(),
+    }
 
 
 def write_limit(folder: Path, job: Job) -> dict[str, float]:
@@ -73,7 +81,15 @@ def open_direct(path: Path) -> int:
 
 
 def copy_limit(folder: Path, job: Job) -> dict[str, float]:  # noqa: ARG001  a contestant takes both
-    """With all threads that torch has, tensor by tensor, into one piece of memory that has been written before."""
+    """With all threads that torch has, tensor by tensor, into one piece of memory that has been written before; by all
+    ranks at the same time.
+    """
+    copy = copier(job)
+    return {"durable": min(_timed(job, copy) for _ in range(COPIES))}
+
+
+def copier(job: Job) -> Callable[[], None]:
+    """What copies this rank's share. Its memory is paged in, and goes with it."""
     sources = list(_first_bytes(job.local_tensors.values(), job.share_bytes))
     memory = torch.zeros(sum(source.numel() for source in sources), dtype=torch.uint8)
     targets = memory.split([source.numel() for source in sources])
@@ -83,7 +99,25 @@ def copy_limit(folder: Path, job: Job) -> dict[str, float]:  # noqa: ARG001  a c
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
-    return {"durable": min(_timed(job, copy) for _ in range(COPIES))}
+    return copy
+
+
+def copy_only() -> Save:
+    copiers: list[Callable[[], None]] = []
+
+    def begin(folder: Path, job: Job) -> Pending:  # noqa: ARG001  a contestant takes both
+        """Other than in the first round, of which nothing counts, the memory is there."""
+        if not copiers:
+            copiers.append(copier(job))
+        copiers[0]()
+        return Pending(lambda: None)
+
+    return begin
+
+
+def agreement_only(folder: Path, job: Job) -> Pending:  # noqa: ARG001  a contestant takes both
+    agree()
+    return Pending(lambda: None)
 
 
 def fork_limit(folder: Path, job: Job) -> dict[str, float]:  # noqa: ARG001  a contestant takes both

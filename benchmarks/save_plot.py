@@ -49,6 +49,6 @@ def draw(panel: Any, results: Results, workload: str, names: list[str]) -> None:
 
 
 def colour(name: str) -> str:
-    if CONTESTANTS[name].kind == "limit":
+    if CONTESTANTS[name].is_limit:
         return LIMIT
     return OURS if name.startswith("bcp") else THEIRS

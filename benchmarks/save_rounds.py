@@ -42,7 +42,7 @@ class Rounds:
     """One workload, measured contestant by contestant; rows fill up as it goes."""
 
     def __init__(self, workload: Workload, names: Sequence[str], settings: Settings) -> None:
-        self.rows = {name: Row() for name in names}
+        self.rows = {name: Row() for name in names if workload.num_ranks > 1 or not CONTESTANTS[name].needs_ranks}
         self.state_bytes = 0
         self._workload = workload
         self._settings = settings
@@ -51,7 +51,7 @@ class Rounds:
         """Who is past the first save, which makes what is kept, in which crew."""
         self._num_folders = 0
         if settings.peers_python is None:
-            for name in names:
+            for name in self.rows:
                 if CONTESTANTS[name].crew == "peers":
                     self.rows[name].skipped = "not measured: --peers not given"
 
@@ -107,7 +107,7 @@ class Rounds:
     def measure_memory(self) -> None:
         """By two saves of each contestant in fresh processes, because memory that is kept counts as well."""
         for name, row in self.rows.items():
-            if row.skipped is not None or CONTESTANTS[name].kind == "limit":
+            if row.skipped is not None or CONTESTANTS[name].is_limit:
                 continue
             try:
                 with self._new_crew(CONTESTANTS[name].crew) as crew:

@@ -106,6 +106,15 @@ class Agreed(NamedTuple):
     rank_objects: Mapping[str, Mapping[int, bytes]]
 
 
+class Proposal(NamedTuple):
+    """What one rank wants saved, and how it would be."""
+
+    wish: Wish
+    fingerprint: bytes
+    known: KnownPlan | None
+    """Used if all ranks know it as well; None where this one knows none."""
+
+
 def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) -> Wish:
     """What this rank wants saved of its entries."""
     shards = [shard for of_entry in contents for shard in of_entry.shards]
@@ -120,22 +129,28 @@ def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) 
     return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec)
 
 
-def agree(ranks: Ranks, wish: Wish, plans: PlanCache) -> Agreed:
+def propose(ranks: Ranks, wish: Wish, plans: PlanCache) -> Proposal:
+    """The plan that this rank knows for a wish, if it does. Nobody is told yet."""
+    fingerprint = wish.fingerprint(ranks)
+    return Proposal(wish, fingerprint, plans.find(fingerprint))
+
+
+def agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
     """Every rank's part of one plan, made now or known from a save of the same.
 
     Raises CheckpointMismatchError (conflict, coverage) where what ranks want does not fit together.
     """
-    fingerprint = wish.fingerprint(ranks)
-    known = plans.find(fingerprint)
-    request = _known_request(wish, known) if known is not None else _whole_request(wish, ranks)
-    payloads = ranks.gather(msgspec.msgpack.encode(request))
-    if ranks.rank == COORDINATOR:
-        agreed = _decide(ranks, wish, known, [_decode_request(payload) for payload in payloads])
-    else:
-        agreed = _obey(ranks, wish, known)
-    if agreed.is_new:
-        plans.keep(fingerprint, agreed.known)
-    return agreed
+    wish, known = proposal.wish, proposal.known
+    decision = _Decision(ranks, known)
+    order = decision.hear(_known_request(wish, known) if known is not None else _whole_request(wish, ranks))
+    if order.tell_all:
+        order = decision.hear(_whole_request(wish, ranks))
+    is_new = not order.is_known or known is None
+    planned = _planned(order, wish) if is_new or known is None else known
+    if is_new:
+        planned.plan = decision.plan
+        plans.keep(proposal.fingerprint, planned)
+    return Agreed(order.save_id, planned, is_new, order.has_written, decision.objects, decision.rank_objects)
 
 
 def _known_request(wish: Wish, known: KnownPlan) -> _Request:
@@ -152,32 +167,39 @@ def _whole_request(wish: Wish, ranks: Ranks) -> _Request:
     return _Request(str(wish.target), "", [], pack_offers(offers), dict(wish.aliases), dict(wish.plain))
 
 
-def _decode_request(payload: bytes) -> _Request:
-    return msgspec.msgpack.decode(payload, type=_Request)
+class _Decision:
+    """What the coordinator makes of all requests: one order for each rank. Stays empty on the others."""
 
+    def __init__(self, ranks: Ranks, known: KnownPlan | None) -> None:
+        self._ranks = ranks
+        self._known = known
+        self.plan: SavePlan | None = None
+        """The one that was made; None where a known one is used again."""
+        self.objects: Mapping[str, bytes] = {}
+        self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
 
-def _decide(ranks: Ranks, wish: Wish, known: KnownPlan | None, requests: Sequence[_Request]) -> Agreed:
-    """The coordinator's part: one order for each rank."""
-    check_same("save to", [request.target for request in requests], ranks.names)
-    save_id = uuid.uuid4().hex[:16]
-    if known is not None and _is_still_so(known, requests):
-        objects, rank_objects = _merge(ranks, requests)
-        has_written = known.written is not None
-        order = _Order(save_id, known.plan_id, b"", [], [], [], is_known=True, has_written=has_written)
-        ranks.scatter([msgspec.msgpack.encode(order)] * ranks.num_ranks)
-        return Agreed(save_id, known, False, has_written, objects, rank_objects)
-    if any(request.plan_id for request in requests):
-        ranks.scatter([msgspec.msgpack.encode(_Order("", "", b"", [], [], [], tell_all=True))] * ranks.num_ranks)
-        payloads = ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks)))
-        requests = [_decode_request(payload) for payload in payloads]
-    packed = [request.offers for request in requests if request.offers is not None]
-    plan = plan_save(packed, [request.aliases for request in requests], names=ranks.names)
-    objects, rank_objects = _merge(ranks, requests)
-    orders = _orders(save_id, plan)
-    ranks.scatter([msgspec.msgpack.encode(order) for order in orders])
-    planned = _planned(orders[COORDINATOR], wish)
-    planned.plan = plan
-    return Agreed(save_id, planned, True, False, objects, rank_objects)
+    def hear(self, request: _Request) -> _Order:
+        """This rank's order."""
+        return msgspec.msgpack.decode(self._ranks.consult(msgspec.msgpack.encode(request), self._orders), type=_Order)
+
+    def _orders(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        requests = [msgspec.msgpack.decode(payload, type=_Request) for payload in payloads]
+        names, known = self._ranks.names, self._known
+        check_same("save to", [request.target for request in requests], names)
+        save_id = uuid.uuid4().hex[:16]
+        if known is not None and _is_still_so(known, requests):
+            has_written = known.written is not None
+            orders = [_Order(save_id, known.plan_id, b"", [], [], [], is_known=True, has_written=has_written)]
+        elif any(request.plan_id for request in requests):
+            orders = [_Order("", "", b"", [], [], [], tell_all=True)]
+        else:
+            packed = [request.offers for request in requests if request.offers is not None]
+            self.plan = plan_save(packed, [request.aliases for request in requests], names=names)
+            orders = _orders(save_id, self.plan)
+        if not orders[COORDINATOR].tell_all:
+            self.objects, self.rank_objects = merge_plain([request.plain for request in requests], names)
+        encoded = [msgspec.msgpack.encode(order) for order in orders]
+        return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 
 
 def _is_still_so(known: KnownPlan, requests: Sequence[_Request]) -> bool:
@@ -186,10 +208,6 @@ def _is_still_so(known: KnownPlan, requests: Sequence[_Request]) -> bool:
         return False
     positions = [iter(request.digests) for request in requests]
     return all(len({next(positions[rank]) for rank in ranks}) == 1 for ranks in known.plan.compared)
-
-
-def _merge(ranks: Ranks, requests: Sequence[_Request]) -> tuple[Mapping[str, bytes], Mapping[str, Mapping[int, bytes]]]:
-    return merge_plain([request.plain for request in requests], ranks.names)
 
 
 def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
@@ -208,17 +226,6 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
         )
         for rank, (kept, parts) in enumerate(zip(plan.kept, plan.parts, strict=True))
     ]
-
-
-def _obey(ranks: Ranks, wish: Wish, known: KnownPlan | None) -> Agreed:
-    """The part of every other rank."""
-    order = msgspec.msgpack.decode(ranks.scatter([]), type=_Order)
-    if order.tell_all:
-        ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks)))
-        order = msgspec.msgpack.decode(ranks.scatter([]), type=_Order)
-    if order.is_known and known is not None:
-        return Agreed(order.save_id, known, False, order.has_written, {}, {})
-    return Agreed(order.save_id, _planned(order, wish), True, False, {}, {})
 
 
 def _planned(order: _Order, wish: Wish) -> KnownPlan:

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,10 +19,11 @@ import torch.distributed as dist
 from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, optimizers_in
 from bytecheckpoint.adapters.stored import KeyMap, Stored
 from bytecheckpoint.aftermath import telling
-from bytecheckpoint.agreement import Target, agree, check_same, wish_of
+from bytecheckpoint.agreement import Target, agree, check_same, propose, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
+from bytecheckpoint.draft import Draft, Phases
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
@@ -32,9 +33,8 @@ from bytecheckpoint.matching import Match, Verdict, match_again, match_state, sh
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
-from bytecheckpoint.snapshot import LiveState, StagedState
-from bytecheckpoint.snapshot_kinds import Kind, allocate, hold_shards, kind_of_snapshot, take_snapshot
-from bytecheckpoint.staging import LiveFile
+from bytecheckpoint.snapshot import ProposedState, StagedState
+from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
@@ -85,9 +85,11 @@ def save(
         CheckpointSaveError: A value cannot be saved, or a rank failed or did not come. Every rank raises it, and
             nothing was committed unless the message says so.
         StorageError: The store refused or could not be reached.
+        With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
     """
     options = options or SaveOptions()
     clock = Clock()
+    IN_FLIGHT.wait_until_entered()
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with ExitStack() as turn:
@@ -100,83 +102,96 @@ def save(
                 step, metadata = check_step(step), check_metadata(metadata)
                 root, folder = save_location(path, step=step, role=role)
                 store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
-                refuse_existing(ranks, store, folder, overwrite=options.overwrite)
                 target = Target(join_name(str(store), folder), step, options.overwrite)
                 entries = entries_of(state, framework)
                 wish = wish_of(target, collect_all(entries), options)
-                agreed = agree(ranks, wish, IN_FLIGHT.kept.plans)
-                warn_of_differing(ranks, agreed)
+                proposal = propose(ranks, wish, IN_FLIGHT.kept.plans)
 
-        with together(ranks, f"staging the save to {target.path}", about=about):
-            kind = kind_of_snapshot(options.snapshot, async_save=async_save)
-            with clock.phase("stage"):
-                shards = hold_shards(entries, wish.shards) if kind == "lazy" else wish.shards
-                files = [LiveFile(planned, shards) for planned in agreed.known.files]
-                IN_FLIGHT.kept.grow(options.writer_threads)
-                snapshot = take_snapshot(kind, files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
+        kind = kind_of_snapshot(options.snapshot, async_save=async_save)
+        phases = Phases(ranks, target.path, about, clock)
+        draft = Draft(proposal, phases, IN_FLIGHT.kept, kind=kind, options=options)
+        with together(ranks, f"staging the save to {target.path}", about=about), clock.phase("stage"):
+            draft.prepare(entries)
 
-        about = about._replace(step=step)
-        saving = Saving(
-            ranks=ranks,
-            store=store,
-            folder=folder,
-            about=about,
-            options=options,
-            agreed=agreed,
-            snapshot=snapshot,
-            scratch=IN_FLIGHT.kept.scratch,
-            metadata=metadata,
-            clock=clock,
-        )
         handle = SaveHandle(target.path)
+
+        def check() -> None:
+            handle.enter(ranks)
+            refuse_existing(ranks, store, folder, overwrite=options.overwrite)
+
+        def settle() -> Saving:
+            agreed = draft.settle(check)
+            return Saving(
+                ranks=ranks,
+                store=store,
+                folder=folder,
+                about=about._replace(step=step),
+                options=options,
+                agreed=agreed,
+                snapshot=draft.snapshot,
+                scratch=IN_FLIGHT.kept.scratch,
+                metadata=metadata,
+                clock=clock,
+            )
+
+        if not draft.may_settle_later:
+            settle()
         if async_save:
-            if _write_in_background(handle, saving, turn, kind, entries):
+            if _write_in_background(handle, draft, settle, turn, entries):
                 return handle
-            # New files, because the snapshot may have changed the others for its purpose.
-            files = [LiveFile(planned, shards) for planned in agreed.known.files]
-            saving = saving._replace(snapshot=LiveState(files, IN_FLIGHT.kept.scratch))
-        handle.finish(lambda: write_and_commit(saving), turn)
+            settle()
+            draft.read_live()
+        handle.finish(lambda: write_and_commit(settle()), turn)
     if not async_save:
         handle.result()
     return handle
 
 
 def _write_in_background(
-    handle: SaveHandle, saving: Saving, turn: ExitStack, kind: Kind, entries: Sequence[Entry]
+    handle: SaveHandle, draft: Draft, settle: Callable[[], Saving], turn: ExitStack, entries: Sequence[Entry]
 ) -> bool:
     """Returns when the state may change; for a lazy snapshot at once, because the optimizers wait for it. False, with
     nothing done, where there can be no more threads: the interpreter may be exiting.
     """
-    has_returned = threading.Event()
+    has_returned = threading.Event()  # threads that run at once would hold up the one that is to return
+    snapshot, (ranks, path, _, clock) = draft.snapshot, draft.phases
 
     def stage() -> None:
-        with saving.clock.phase("stage"):
-            handle.stage(saving.snapshot)
-        if saving.ranks.rank == COORDINATOR:
-            logger.info("staged %s in %.2f s", saving.path, saving.clock.total)
+        with clock.phase("stage"):
+            handle.stage(snapshot)
+        if ranks.rank == COORDINATOR:
+            logger.info("staged %s in %.2f s", path, clock.total)
 
     def stage_later() -> None:
-        has_returned.wait()  # threads that run at once would hold up the one that is to return
+        has_returned.wait()
         stage()
 
     def write() -> CheckpointInfo:
-        saving.snapshot.wait()
+        if draft.is_lazy:
+            has_returned.wait()
+        with collector_paused():
+            saving = settle()
+        snapshot.wait()
         return write_and_commit(saving)
 
-    if kind == "lazy":
-        if isinstance(saving.snapshot, StagedState):  # waves follow one another: nobody can help with them
-            handle.share(saving.snapshot)
+    if draft.is_lazy:
+        shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
+        if isinstance(shared, StagedState):  # waves follow one another: nobody can help with them
+            handle.share(shared)
         IN_FLIGHT.hold(optimizers_in(entries))
     try:
-        if not IN_FLIGHT.start(handle, write, turn, give_up=saving.snapshot.close):
+        if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):
             return False
-        if kind != "lazy" or not in_background("bcp-stage", stage_later):
+        if not draft.is_lazy or not in_background("bcp-stage", stage_later):
+            has_returned.set()
             stage()
-        saving.clock.end_stall()
+            if draft.has_failed and not draft.is_lazy:
+                handle.result()  # the ranks did not agree while this one staged, which the caller is to hear here
+        clock.end_stall()
     except BaseException as error:
         # The writer may be under way: it must not wait for what nobody is going to stage.
         message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
-        saving.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
+        snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
         raise
     finally:
         has_returned.set()
@@ -199,12 +214,13 @@ def warm_up(
     like `save`, and what the caller's last asynchronous save failed with.
     """
     options = options or SaveOptions()
+    IN_FLIGHT.wait_until_entered()
     about = Subject("(nowhere: warm_up)", None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn():
         target = Target(about.path, None, overwrite=False)
         wish = wish_of(target, collect_all(entries_of(state, framework)), options)
-        agreed = agree(ranks, wish, IN_FLIGHT.kept.plans)
+        agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
         warn_of_differing(ranks, agreed)
         kind = kind_of_snapshot(options.snapshot, async_save=True)
         allocate(kind, agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
@@ -264,6 +280,7 @@ def load(
     """
     options = options or LoadOptions()
     started = time.monotonic()
+    IN_FLIGHT.wait_until_entered()
     IN_FLIGHT.wait_until_staged()  # a lazy save still reads what this load would change
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
@@ -293,8 +310,8 @@ def load(
         for entry in entries:
             with source.changes.overwriting():
                 entry.finish(stored)
-        _wait_for_all(ranks)
-    ranks.farewell()
+        ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
+    ranks.farewell_later()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
@@ -307,12 +324,9 @@ def _wanted_step(step: object) -> int | Literal["latest"] | None:
 
 def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions) -> Source:
     """The checkpoint, its manifest read by one rank for all."""
-    asked = [
-        msgspec.msgpack.decode(payload, type=tuple[str, bool])
-        for payload in ranks.gather(msgspec.msgpack.encode((f"{store} (step={step})", options.verify)))
-    ]
-    answer = b""
-    if ranks.rank == COORDINATOR:
+
+    def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        asked = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
         check_same("load from", [target for target, _ in asked], ranks.names)
         folder = layout.find_checkpoint(store, step, location=str(store))
         # One rank decides for all, whose options may differ.
@@ -320,21 +334,16 @@ def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | N
         is_exchanged = wanted and ranks.num_ranks > 1
         # What is passed on is verified by who reads it, for those who want that.
         is_verified = is_exchanged and any(verify for _, verify in asked)
-        answer = msgspec.msgpack.encode((folder, layout.read_manifest_bytes(store, folder), is_exchanged, is_verified))
-    folder, content, is_exchanged, is_verified = msgspec.msgpack.decode(
-        ranks.broadcast(answer), type=tuple[str, bytes, bool, bool]
-    )
+        found = (folder, layout.read_manifest_bytes(store, folder), is_exchanged, is_verified)
+        return [msgspec.msgpack.encode(found)] * ranks.num_ranks
+
+    found = ranks.consult(msgspec.msgpack.encode((f"{store} (step={step})", options.verify)), find)
+    folder, content, is_exchanged, is_verified = msgspec.msgpack.decode(found, type=tuple[str, bytes, bool, bool])
     options = replace(options, verify=options.verify or is_verified)
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
     return Source(
         store, folder, layout.parse_manifest(content, path=path, whole=False), options, is_exchanged=is_exchanged
     )
-
-
-def _wait_for_all(ranks: Ranks) -> None:
-    """Nobody goes on before every rank has come this far; where one has failed, all raise."""
-    ranks.gather(b"")
-    ranks.broadcast(b"")
 
 
 def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:

@@ -7,9 +7,7 @@ can be used by the background thread of a save while the training thread runs co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from itertools import chain
 from typing import TypeVar
@@ -19,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
 from bytecheckpoint.spare_threads import SpareThreads
+from bytecheckpoint.waiting import poll, store_lost, within
 
 T = TypeVar("T")
 
@@ -30,12 +29,12 @@ _MAX_GRACE_S = 5.0
 as long again as the timeout itself."""
 _FAREWELL_S = 5.0
 """How long the coordinator stays for others to read its last word; at most as long as the timeout."""
-_STORE_GRACE_S = 2.0
-"""How much longer an exchange with the store may take than its longest wait."""
+_STORE_GRACE_S = 4.0
+"""How much longer an exchange with the store may take than its longest wait, of which entering the call may take 2."""
 _SMALL_BYTES = 1 << 10
 """Up to this a message to the coordinator may stay in the store until the call is over."""
-_SHORTEST_POLL_S = 0.0002
-_LONGEST_POLL_S = 0.02
+_POLLS_PER_LOOK = 4
+"""While messages are awaited, so many looks for them are made before one for failures."""
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -77,17 +76,22 @@ class GroupRanks:
     hold the store, stays until then, and removes the keys of the call.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float, *, block_ranks: int) -> None:
+    def __init__(
+        self, enter: Callable[[], Store], rank: int, names: Sequence[int], timeout_s: float, *, block_ranks: int
+    ) -> None:
+        """`enter` gives the store of this call. It is called with the first message, where waiting has a limit."""
         self.rank = rank
         self.names = names
         self.num_ranks = len(names)
-        self._store = store
+        self._enter = enter
+        self._entered: Store | None = None
         self._block_ranks = block_ranks
         self._leaders = range(0, len(names), block_ranks)
         self._leader = rank - rank % block_ranks
         self._has_blocks = len(self._leaders) > 1
         self._timeout_s = timeout_s
         self._patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
+        self._num_polls = 0
         self._num_up = 0
         self._num_down = 0
         self._left: list[str] = []
@@ -98,11 +102,24 @@ class GroupRanks:
         """Known on the coordinator."""
 
     @property
+    def _store(self) -> Store:
+        if self._entered is None:
+            self._entered = self._enter()
+        return self._entered
+
+    @property
     def meeting_host(self) -> str | None:
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         return store.host if isinstance(store, TCPStore) else None
+
+    def enter(self) -> None:
+        try:
+            self._entered = self._entered or self._enter()
+        except (TimeoutError, RuntimeError) as error:
+            self._is_store_lost = True
+            raise store_lost(error) from error
 
     def gather(self, payload: bytes) -> list[bytes]:
         return self._exchange(lambda: self._gather(payload))
@@ -112,6 +129,11 @@ class GroupRanks:
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         return self._exchange(lambda: self._scatter(payloads))
+
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        if self.rank == COORDINATOR:
+            return self.scatter(decide(self.gather(payload)))
+        return self._exchange(lambda: self._ask(payload))
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         if self._is_store_lost:
@@ -125,6 +147,15 @@ class GroupRanks:
         with suppress(CheckpointError):  # the work is done and known to be; only keys may stay behind
             self._exchange(self._leave)
 
+    def farewell_later(self) -> None:
+        if self.rank != COORDINATOR:
+            self.farewell()
+            return
+        try:
+            _LEAVING.begin("bcp-farewell", self.farewell)
+        except RuntimeError:  # no more threads, or the interpreter is exiting
+            self.farewell()
+
     def _gather(self, payload: bytes) -> list[bytes]:
         number, self._num_up = self._num_up, self._num_up + 1
         if self.rank != COORDINATOR:
@@ -135,7 +166,7 @@ class GroupRanks:
         members = [self._up_key(number, rank) for rank in self._members(COORDINATOR)]
         blocks = [self._block_key(number, leader) for leader in self._leaders[1:]]
         keys = members + blocks
-        if not _poll(lambda: self._have_come(keys), self._timeout_s) and (absent := self._absent(number)):
+        if not poll(lambda: self._have_come(keys), self._timeout_s) and (absent := self._absent(number)):
             raise self._missing(absent)
         messages = self._get_all(keys)
         # Training waits for the answer, and a small message can stay until the end of the call.
@@ -144,9 +175,15 @@ class GroupRanks:
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
         return [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
 
+    def _ask(self, payload: bytes) -> bytes:
+        self._gather(payload)
+        return self._receive_down()
+
     def _have_come(self, keys: Sequence[str]) -> bool:
         have_come = self._is_set(*keys)
-        if self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
+        self._num_polls += 1
+        looks = have_come or self._num_polls % _POLLS_PER_LOOK == 0
+        if looks and self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(_merge(self._failures()))
         return have_come
 
@@ -162,7 +199,7 @@ class GroupRanks:
         # Before this message has come no other is sent down but a verdict. The coordinator may begin to wait later.
         verdict = self._down_key(self._num_down, "all")
         over = (_HAS_FAILURE, verdict)
-        if not _poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._patience_s):
+        if not poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._patience_s):
             return
         if not any(map(self._is_set, over)):
             payloads = [payload, *self._get_all(keys)]
@@ -225,7 +262,7 @@ class GroupRanks:
             return
         others = range(1, self.num_ranks)
         awaited = [self._goodbye_key(rank) for rank in others if self.names[rank] not in missing]
-        _poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s))
+        poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s))
         goodbyes = [self._goodbye_key(rank) for rank in others]
         if self._is_set(*goodbyes):  # else the last word stays, for those who come late
             said = self._get_all(goodbyes) if self._has_failed else []
@@ -239,7 +276,7 @@ class GroupRanks:
     def _receive_down(self) -> bytes:
         number = self._num_down
         key = self._down_key(number, "all")
-        if not _poll(lambda: self._is_set(key), self._patience_s):
+        if not poll(lambda: self._is_set(key), self._patience_s):
             self._has_given_up = True
             self._store.set(ABANDONED, b"")  # type: ignore[arg-type]  # as in _put
             raise self._missing([COORDINATOR])
@@ -318,36 +355,7 @@ class GroupRanks:
         return f"goodbye/{rank}"
 
 
-def within(limit_s: float, do: Callable[[], T]) -> T:
-    """Does it on a thread that is left behind when it takes too long, which raises TimeoutError.
-
-    A TCPStore's client waits for answers without any limit: where the process that holds the store is stopped or its
-    host unreachable, it would hang for ever.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(do())
-        except BaseException as error:  # noqa: BLE001  raised again below
-            future.set_exception(error)
-
-    _THREADS.begin("bcp-ranks", run)
-    return future.result(limit_s)
-
-
-_THREADS = SpareThreads(is_awaited=False)
-
-
-def store_lost(error: Exception) -> CheckpointError:
-    """Names a global rank, as every error does: the store of any group is one of the default group."""
-    reason = str(error).partition("\n")[0] or "it does not answer"
-    return CheckpointError(
-        f"rank 0 of the whole job, or the launcher, which holds the store of all process groups, is gone or stopped "
-        f"({reason}), so the ranks cannot agree. Look at its log, and start the job again from the last checkpoint",
-        kind="rank_missing",
-        ranks=(0,),
-    )
+_LEAVING = SpareThreads(is_awaited=True)
 
 
 def _merge(errors: Sequence[CheckpointError]) -> CheckpointError:
@@ -371,18 +379,6 @@ def _decode_failure(message: bytes) -> CheckpointError:
     failure = msgspec.msgpack.decode(message[1:], type=_Failure)
     cls = ERROR_CLASSES[failure.cls]
     return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)
-
-
-def _poll(is_there: Callable[[], bool], limit_s: float) -> bool:
-    """Asks again and again. A blocking wait would hold the lock of the store's client against the training thread."""
-    started = time.monotonic()
-    while not is_there():
-        waited_s = time.monotonic() - started
-        if waited_s > limit_s:
-            return False
-        # In proportion, so that an answer is never noticed much later than it came.
-        time.sleep(min(max(waited_s / 10, _SHORTEST_POLL_S), _LONGEST_POLL_S))
-    return True
 
 
 def _block(leader: int) -> str:

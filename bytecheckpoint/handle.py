@@ -21,6 +21,7 @@ import torch
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.kept import Kept
+from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.snapshot import Snapshot
 from bytecheckpoint.spare_threads import SpareThreads
 
@@ -33,6 +34,7 @@ class SaveHandle:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._entered = threading.Event()
         self._staged = threading.Event()
         self._shared: Snapshot | None = None
         """What is being staged in the background, if it is."""
@@ -91,6 +93,11 @@ class SaveHandle:
                 shared.stage()
         self._staged.wait()
 
+    def enter(self, ranks: Ranks) -> None:
+        """From now on other calls may begin: it is certain which one this save is to all ranks."""
+        ranks.enter()
+        self._entered.set()
+
     def share(self, snapshot: Snapshot) -> None:
         """The snapshot will be staged in the background: from now on, who waits for that takes part."""
         self._shared = snapshot
@@ -120,6 +127,7 @@ class SaveHandle:
             self._error = error
         # The turn ends first: what waits for the outcome, callbacks too, may well save again.
         turn.close()
+        self._entered.set()
         self._staged.set()
         if info is not None:
             self._future.set_result(info)
@@ -203,6 +211,12 @@ class InFlight:
             if optimizer not in self._held_optimizers:
                 self._held_optimizers.add(optimizer)
                 optimizer.register_step_pre_hook(self._wait_for_staging)
+
+    def wait_until_entered(self) -> None:
+        """Returns when another call may begin: ranks count their calls, and must count them in the same order."""
+        handle = self._handle
+        if handle is not None:
+            handle._entered.wait()
 
     def wait_until_staged(self) -> None:
         """Returns when no save in flight needs the training state any more, well or not."""

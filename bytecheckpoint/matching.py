@@ -194,16 +194,16 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
     unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
     digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
     findings = _Findings(match.problems, sorted(top_level), np.packbits(wanted).tobytes(), unexpected, digest)
-    payloads = ranks.gather(msgspec.msgpack.encode(findings))
-    if ranks.rank != COORDINATOR:
-        return msgspec.msgpack.decode(ranks.broadcast(b""), type=Verdict)
-    all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
-    _check_same_names(ranks, all_findings)
-    verdict = _merge(all_findings, names)
-    if strict and (verdict.problems or verdict.unexpected):
-        raise _mismatch(verdict)
-    ranks.broadcast(msgspec.msgpack.encode(verdict))
-    return verdict
+
+    def judge(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
+        _check_same_names(ranks, all_findings)
+        verdict = _merge(all_findings, names)
+        if strict and (verdict.problems or verdict.unexpected):
+            raise _mismatch(verdict)
+        return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
+
+    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=Verdict)
 
 
 def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:

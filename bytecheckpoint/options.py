@@ -32,9 +32,10 @@ class SaveOptions:
 
     `copy` into staging memory before `save` returns: always safe. `lazy` copies in the background: the state must not
     change before `handle.staged()` returns; a step of an optimizer that is in the state waits by itself, and buffers
-    are copied before `save` returns. `fork` lets a forked child keep it (Linux, tensors on the host): the shortest
-    stall, but each page that training changes while the save runs is copied by the kernel; and like every fork it may
-    hang where other threads are inside OpenBLAS, which numpy uses. `auto` is `copy`.
+    are copied before `save` returns. Where this rank has saved the same before, that is before the ranks have agreed,
+    and the handle tells what they do not agree about. `fork` lets a forked child keep it (Linux, tensors on the host):
+    the shortest stall, but each page that training changes while the save runs is copied by the kernel; and like every
+    fork it may hang where other threads are inside OpenBLAS, which numpy uses. `auto` is `copy`.
     """
     staging_bytes: int | None = None
     """Host memory that an asynchronous save may stage in; a larger state goes through it in waves, and `save` returns

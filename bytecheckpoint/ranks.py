@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
-from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError, store_lost, within
+from bytecheckpoint.group_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError
+from bytecheckpoint.waiting import meanwhile, store_lost
 
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
 
@@ -38,6 +39,9 @@ class Ranks(Protocol):
     def meeting_host(self) -> str | None:
         """A host that all ranks reach, as they call it; None where they met in another way than over the network."""
 
+    def enter(self) -> None:
+        """Returns when it is certain which call this is: the process may make no other one before."""
+
     def gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload by rank, on the coordinator; an empty list elsewhere."""
 
@@ -47,11 +51,19 @@ class Ranks(Protocol):
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         """The payload that the coordinator has for this rank; what others pass is ignored."""
 
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Every rank's payload goes to the coordinator, whose `decide` makes of them what each rank is told; what
+        others pass is ignored. The same as `gather` and `scatter`, and cheaper.
+        """
+
     def fail(self, error: CheckpointError) -> CheckpointError:
         """Tells the others, and returns the error that every rank is to raise."""
 
     def farewell(self) -> None:
         """Ends the call: nobody leaves before all have read what they were told."""
+
+    def farewell_later(self) -> None:
+        """The same, but this rank may go on: only the end of the interpreter waits for it."""
 
 
 class SoleRank:
@@ -62,6 +74,9 @@ class SoleRank:
     num_ranks = 1
     meeting_host = None
 
+    def enter(self) -> None:
+        """There is no other call."""
+
     def gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
@@ -71,17 +86,24 @@ class SoleRank:
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         return payloads[0]
 
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        return decide([payload])[0]
+
     def fail(self, error: CheckpointError) -> CheckpointError:
         return error
 
     def farewell(self) -> None:
         """Nobody is waiting."""
 
+    def farewell_later(self) -> None:
+        """Nobody is waiting."""
+
 
 def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject) -> Ranks:
     """The ranks of the given group, or of the default one, or this process alone where there is none.
 
-    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later.
+    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. Which
+    call this is is found out while the caller goes on, and waited for with the first message, or by `enter`.
     Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -100,11 +122,16 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, abo
     if len(names) == 1:
         return SoleRank()
     store = _group_store(group)
+    # Now, and not with the first message: a rank that is late for that has not missed the call.
     try:
-        call = within(timeout_s + _CATCH_UP_S, lambda: _next_call(store, rank))
-    except (TimeoutError, RuntimeError) as error:
+        call = meanwhile(lambda: _next_call(store, rank))
+    except RuntimeError as error:
         raise _located(store_lost(error), SoleRank(), about) from error
-    return GroupRanks(PrefixStore(f"bytecheckpoint/{call}", store), rank, names, timeout_s, block_ranks=BLOCK_RANKS)
+
+    def enter() -> Store:
+        return PrefixStore(f"bytecheckpoint/{call.result(timeout_s + _CATCH_UP_S)}", store)
+
+    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS)
 
 
 def _next_call(store: Store, rank: int) -> int:

@@ -16,11 +16,13 @@ from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.placing import Target, memory_of, place_all, takes_bytes, target_of
 from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
+from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.reader import ALIGNMENT, FrameRead, Read, run_reads
 from bytecheckpoint.storage.store import Store
 
+_THREADS = SpareThreads(is_awaited=False)
 _EXTENT_BYTES = 1 << 20
 """The most that an extent of an ordinary file has."""
 
@@ -103,6 +105,7 @@ class Source:
             verify=self.options.verify,
             scratch_bytes=self._scratch_bytes,
             memory=lanes,
+            submit=_THREADS.submit,
         )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:

@@ -95,6 +95,7 @@ class StagedState:
         self._ranges = list(_ranges_of(files))
         self._held_by: list[object] = [None] * len(self._ranges)
         """Of each range who gathers it, `_GATHERED`, or None."""
+        self._is_stopped = False
         self._changed = threading.Condition()
         self._is_staged = threading.Event()
         self._error: BaseException | None = None
@@ -127,8 +128,8 @@ class StagedState:
 
     def _begin_one(self, holder: object) -> int | None:
         with self._changed:
-            self._changed.wait_for(lambda: None in self._held_by or self._is_all_gathered())
-            if None not in self._held_by:
+            self._changed.wait_for(lambda: self._is_stopped or None in self._held_by or self._is_all_gathered())
+            if self._is_stopped or None not in self._held_by:
                 return None
             index = self._held_by.index(None)
             self._held_by[index] = holder  # in one step: an interrupt finds the range free, or held
@@ -136,6 +137,13 @@ class StagedState:
 
     def _is_all_gathered(self) -> bool:
         return self._held_by.count(_GATHERED) == len(self._held_by)
+
+    def stop(self) -> None:
+        """Returns when nobody writes to the memory any more, nor will: another save may then have it."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(holder in (None, _GATHERED) for holder in self._held_by))
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -153,6 +161,52 @@ class StagedState:
 
     def close(self) -> None:
         self._files, self._places = (), []  # an error that is kept must not keep the state
+
+
+class ProposedState:
+    """A copy that is begun before it is certain that it is the right one: until it is settled which one is, the state
+    may not change.
+    """
+
+    def __init__(self, proposed: StagedState) -> None:
+        self.proposed = proposed
+        """Others may help to stage this one."""
+        self._right: Snapshot = proposed
+        self._error: BaseException | None = None
+        self._is_settled = threading.Event()
+
+    def settle(self, other: Snapshot | None) -> None:
+        """The proposed one is right, or this other one is, which may use the same memory."""
+        if other is not None:
+            self._right = other
+        self._is_settled.set()
+
+    def stage(self) -> None:
+        # What is wrong is completed as well: nobody may still write to its memory when the right one comes.
+        self.proposed.stage()
+        self._is_settled.wait()
+        if self._error is not None:
+            raise self._error
+        if self._right is not self.proposed:
+            self._right.stage()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self.proposed.stop()
+        self.proposed.fail(error)
+        self._right.fail(error)
+        self._is_settled.set()
+
+    def wait(self) -> None:
+        self._right.wait()
+
+    def content(self, file: int, byte_offset: int, byte_length: int) -> AbstractContextManager[memoryview]:
+        return self._right.content(file, byte_offset, byte_length)
+
+    def close(self) -> None:
+        self._is_settled.set()
+        self.proposed.close()
+        self._right.close()
 
 
 class StateInWaves:

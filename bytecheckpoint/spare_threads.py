@@ -8,7 +8,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SPARE_NAME = "bytecheckpoint-spare"
 
@@ -41,6 +45,19 @@ class SpareThreads:
             idle = self._idle.setdefault(_priority(), [])
             jobs = idle.pop() if idle else self._start(idle)
             jobs.put((name, do))
+
+    def submit(self, name: str, do: Callable[[], T]) -> Future[T]:
+        """The same, for one who asks for what it returns or raises."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(do())
+            except BaseException as error:  # noqa: BLE001  raised again where the result is asked for
+                future.set_exception(error)
+
+        self.begin(name, run)
+        return future
 
     def _start(self, idle: list[_Jobs]) -> _Jobs:
         if self._is_awaited and not self._all:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,32 +155,38 @@ def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch:
     reads = [reader.Read(file, "f", start, 100, None, lambda _: None, lambda: "x") for start in range(0, 1000, 100)]
 
     def run() -> None:
-        memory = reader.HostMemory()
-        reader.run_reads(NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory)
+        memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
+        reader.run_reads(NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory, submit=submit)
 
     assert isinstance(ends(run), MemoryError)
 
 
-def test_an_interrupted_load_drops_the_reads_that_have_not_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+def test_an_interrupted_load_drops_the_reads_that_have_not_begun() -> None:
+    begun: list[str] = []
+    ended: list[str] = []
 
-    monkeypatch.setattr(reader, "wait", interrupted)
-    begun: list[int] = []
-    hold = threading.Event()
-
-    class Slow:
+    class Interrupting:
         def read_into(self, *_: object) -> None:
-            begun.append(1)
-            hold.wait(0.2)
+            begun.append(threading.current_thread().name)
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            time.sleep(0.2)
+            ended.append(threading.current_thread().name)
 
     file = DataFile("f", 1000)
     reads = [reader.Read(file, "f", start, 10, None, lambda _: None, lambda: "x") for start in range(0, 1000, 10)]
     with pytest.raises(KeyboardInterrupt):
-        reader.run_reads(Slow(), reads, threads=2, verify=False, scratch_bytes=1 << 20, memory=reader.HostMemory())
+        reader.run_reads(
+            Interrupting(),
+            reads,
+            threads=3,
+            verify=False,
+            scratch_bytes=1 << 20,
+            memory=reader.HostMemory(),
+            submit=SpareThreads(is_awaited=False).submit,
+        )
     assert len(begun) < 10
+    assert len(ended) == len(begun) - 1  # nobody is at work any more
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="/proc tells what a process holds")

@@ -27,7 +27,7 @@ NAMES = (4, 5, 9)
 def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[Any]:
     """What the function returns or raises on each of three ranks."""
     store = HashStore()
-    ranks = [GroupRanks(store, rank, NAMES, timeout_s, block_ranks=64) for rank in range(len(NAMES))]
+    ranks = [GroupRanks(lambda: store, rank, NAMES, timeout_s, block_ranks=64) for rank in range(len(NAMES))]
 
     def run(of_rank: Ranks) -> Any:
         try:
@@ -42,7 +42,10 @@ def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[An
 def in_blocks(function: Callable[[Ranks], Any], num_ranks: int, timeout_s: float = 20.0) -> list[Any]:
     """The same on more ranks, in blocks of two or three; None from those whose function is None."""
     store = HashStore()
-    ranks = [GroupRanks(store, rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3) for rank in range(num_ranks)]
+    ranks = [
+        GroupRanks(lambda: store, rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3)
+        for rank in range(num_ranks)
+    ]
 
     def run(of_rank: Ranks) -> Any:
         try:
@@ -74,7 +77,7 @@ def test_blocks_of_ranks_hear_and_say_the_same(num_ranks: int) -> None:
 
 def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
     store = HashStore()
-    ranks = [GroupRanks(store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
+    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
 
     def call(of_rank: Ranks) -> None:
         of_rank.gather(b"x")
@@ -90,7 +93,7 @@ def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
 @pytest.mark.parametrize("num_said_before", [0, 2])
 def test_nothing_of_a_call_that_fails_in_blocks_stays_in_the_store(failing_rank: int, num_said_before: int) -> None:
     store = HashStore()
-    ranks = [GroupRanks(store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
+    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
 
     def call(of_rank: Ranks) -> None:
         with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
@@ -249,7 +252,7 @@ def lose_the_store(rank: int, world_size: int, port: int, end: signal.Signals) -
         return "", (), ""
     store = TCPStore("127.0.0.1", port, is_master=False)
     pid = int(store.get("pid"))
-    ranks = GroupRanks(PrefixStore("x", store), 1, (0, 1), timeout_s=1.0, block_ranks=64)
+    ranks = GroupRanks(lambda: PrefixStore("x", store), 1, (0, 1), timeout_s=1.0, block_ranks=64)
     store.set("is up", "yes")
     time.sleep(0.4)
     try:

@@ -202,7 +202,7 @@ def test_a_fork_of_what_is_on_a_device_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("bytecheckpoint.api.LiveFile", OnDevice)
+        patch.setattr("bytecheckpoint.draft.LiveFile", OnDevice)
         refuse_fork(tmp_path / "ckpt", "there are tensors on cuda:1")
     bcp.save(tmp_path / "ckpt", {"x": torch.ones(3)}, options=OPTIONS["fork"])
 

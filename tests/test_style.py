@@ -24,9 +24,8 @@ NO_TORCH = FOUNDATION | RECORDS | {"planner", "storage"}
 
 MAY_CATCH_ALL = {
     "bytecheckpoint/ranks.py",  # a phase that fails on one rank fails on all
-    "bytecheckpoint/group_ranks.py",  # what fails on a thread with a time limit is raised by the one that waits
     "bytecheckpoint/handle.py",  # what fails in the background is raised by the handle
-    "bytecheckpoint/spare_threads.py",  # what fails on a thread is reported, and the thread goes on
+    "bytecheckpoint/spare_threads.py",  # what fails on a thread is reported or kept, and the thread goes on
     "bytecheckpoint/storage/fsspec_store.py",  # client libraries raise classes of their own, translated in one place
 }
 MAY_PRINT = {

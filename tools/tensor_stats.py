@@ -19,6 +19,7 @@ from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
 from bytecheckpoint.region import flat_span, split_rows
+from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.reader import FrameRead, HostMemory, Read, run_reads
@@ -114,6 +115,7 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         verify=options.verify,
         scratch_bytes=options.scratch_bytes,
         memory=HostMemory(),
+        submit=SpareThreads(is_awaited=False).submit,
     )
     return found
 

@@ -67,6 +67,12 @@ class ModuleTree(NamedTuple):
                     found[id(parameter)] = prefix + own, parameter
         return found.values()
 
+    def buffers(self) -> Iterable[torch.Tensor]:
+        """What `buffers()` of the module gives; where it is walked as usual, some more than once."""
+        if not self.is_walked_as_usual:
+            return self.module.buffers()
+        return [buffer for _, module in self.submodules for buffer in module._buffers.values() if buffer is not None]
+
     def live(self) -> set[int]:
         """The ids of all parameters and buffers, also of those that no checkpoint holds."""
         return {id(tensor) for tensor in self._tensors()}

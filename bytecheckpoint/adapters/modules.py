@@ -124,7 +124,7 @@ class ModuleEntry:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
-            yield from part.tree.module.buffers()
+            yield from part.tree.buffers()
 
     def tied_names(self) -> dict[str, str]:
         """The other names of tied tensors -> their first name, without the entry's own."""

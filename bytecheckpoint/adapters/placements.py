@@ -7,6 +7,7 @@ their `dims` and `local_units`), and any placement with a method `checkpoint_reg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from operator import index
@@ -25,6 +26,9 @@ _Interval = tuple[int, int]
 _RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int], Sequence[int]]]]
 """Of a shape, the number of ranks along the mesh axis, and which of them: offsets and lengths of each region that this
 one holds, in the order in which they lie in its memory."""
+
+
+_OF_TORCH = frozenset({Replicate, Shard, _StridedShard})
 
 
 class MeshAxis(NamedTuple):
@@ -67,12 +71,42 @@ def held_parts(fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes:
 
     Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
     """
-    by_regions = [axis for axis in mesh_axes if _regions_of(axis.placement) is not None]
-    if by_regions:
-        return _parts_by_regions(fqn, shape, local, by_regions, [axis for axis in mesh_axes if axis not in by_regions])
+    if not _OF_TORCH.issuperset(type(axis.placement) for axis in mesh_axes):
+        by_regions = [axis for axis in mesh_axes if _regions_of(axis.placement) is not None]
+        if by_regions:
+            others = [axis for axis in mesh_axes if axis not in by_regions]
+            return _parts_by_regions(fqn, shape, local, by_regions, others)
     local_shape = tuple(local.shape)
-    boxes = _boxes(_held_intervals(fqn, shape, local_shape, mesh_axes))
-    return [Part(box, None if place == whole(local_shape) else place) for box, place in boxes]
+    parts = _parts(shape, local_shape, mesh_axes)
+    if parts is None:
+        raise _misfit(fqn, shape, local_shape, mesh_axes)
+    return parts
+
+
+def _parts(
+    shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
+) -> Sequence[Part] | None:
+    """None where the placements fit the local tensor in no way, or in several."""
+    kinds = tuple(type(axis.placement) for axis in mesh_axes)
+    find = _find_parts_once if _OF_TORCH.issuperset(kinds) else _find_parts
+    return find(shape, local_shape, tuple(mesh_axes), kinds)
+
+
+def _find_parts(
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    mesh_axes: tuple[MeshAxis, ...],
+    _kinds: tuple[type, ...],
+) -> Sequence[Part] | None:
+    """`_kinds` tells placements apart that some versions of torch say are equal."""
+    fitting = _fitting(shape, local_shape, mesh_axes)
+    if not fitting or any(intervals != fitting[0] for intervals in fitting):
+        return None
+    return tuple(Part(box, None if place == whole(local_shape) else place) for box, place in _boxes(fitting[0]))
+
+
+_find_parts_once = lru_cache(maxsize=1024)(_find_parts)
+"""It takes as long as all else that is done for a small tensor, and follows from its arguments alone."""
 
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
@@ -153,32 +187,37 @@ def _does_not_fit(fqn: str, placement: Any, why: str) -> CheckpointMismatchError
     )
 
 
-def _held_intervals(
-    fqn: str, shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
-) -> list[list[_Interval]]:
+def _fitting(
+    shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
+) -> list[list[list[_Interval]]]:
     """The indices along each dimension that this rank holds, in the order in which its local tensor has them.
 
     Strided placements say two things where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
-    from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was.
-    Raises CheckpointMismatchError (conflict) where it fits neither, or both with different indices.
+    from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was,
+    unless it fits neither, or both.
     """
     layouts = [[_left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)]]
     if _may_be_fully_sharded(mesh_axes):
         layouts.append([_right_to_left(dim, length, mesh_axes) for dim, length in enumerate(shape)])
-    fitting = [intervals for intervals in layouts if _lengths(intervals) == local_shape]
-    if fitting and all(intervals == fitting[0] for intervals in fitting):
-        return fitting[0]
+    return [intervals for intervals in layouts if _lengths(intervals) == local_shape]
+
+
+def _misfit(
+    fqn: str, shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
+) -> CheckpointMismatchError:
+    fitting = _fitting(shape, local_shape, mesh_axes)
     placements = [placement for placement, _, _ in mesh_axes]
     if fitting:
-        raise CheckpointMismatchError(
+        return CheckpointMismatchError(
             f"{fqn}: placements {placements} of a {list(shape)} tensor may be those of distribute_tensor or those of "
             f"fully_shard over tensor parallelism, and it cannot be told which of the two it is: they give this rank "
             f"indices {fitting[0]} or {fitting[1]}, as (first, number) along each dimension. Nothing was written or "
             "changed; pad the tensor so that its lengths divide evenly",
             kind="conflict",
         )
-    raise CheckpointMismatchError(
-        f"{fqn}: placements {placements} of a {list(shape)} tensor give this rank {list(_lengths(layouts[0]))}, but "
+    held = _lengths([_left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)])
+    return CheckpointMismatchError(
+        f"{fqn}: placements {placements} of a {list(shape)} tensor give this rank {list(held)}, but "
         f"its local tensor is {list(local_shape)}; build the DTensor from shards that follow torch.chunk",
         kind="conflict",
     )

@@ -36,6 +36,8 @@ class StoredOptimizer:
             for name in group["params"]
         }
         self._tensors = self._tensors_by_name()
+        self._known_names: dict[tuple[str, ...], list[str]] = {}
+        """FQNs of a parameter in the state -> what `_names` has found for them: it is asked for each time and again."""
         self._by_state_fqn: dict[str, str] = {}
         """FQN of a parameter in the state -> the name that it was saved under."""
         self._by_tensor: dict[str, str] = {}
@@ -91,6 +93,12 @@ class StoredOptimizer:
 
     def _names(self, names: ParameterNames) -> list[str]:
         """Every name that a parameter of the state was saved under; several where it was not tied then."""
+        known = self._known_names.get(names.fqns)
+        if known is None:
+            known = self._known_names[names.fqns] = self._find_names(names)
+        return known
+
+    def _find_names(self, names: ParameterNames) -> list[str]:
         found = [self._by_state_fqn.get(fqn) for fqn in names.fqns]
         elsewhere = self._tree.get("elsewhere", {})
         for fqn in names.fqns:

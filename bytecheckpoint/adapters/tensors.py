@@ -86,7 +86,7 @@ class LocalShards:
         self.found.append(tuple.__new__(LocalShard, (fqn, dtype, region.lengths, region, tensor)))
 
     def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, DTensor):
+        if type(tensor) is DTensor or isinstance(tensor, DTensor):
             self._add_dtensor(fqn, tensor)
         elif isinstance(tensor, ShardedTensor):
             self.found += _of_sharded_tensor(fqn, tensor)
@@ -163,7 +163,7 @@ def _layout_of(fqn: str, tensor: DTensor) -> _Layout:
             advice = "redistribute it to Shard and Replicate placements first, or give the placement a method "
             advice += "checkpoint_regions (docs/placements.md)"
             raise unsupported(fqn, f"a DTensor with a {kind} placement, {placement}", advice)
-    mesh_axes = [*map(MeshAxis, tensor.placements, tensor.device_mesh.shape, coordinate)]
+    mesh_axes = (*map(MeshAxis, tensor.placements, tensor.device_mesh.shape, coordinate),)
     return _Layout(dtype, shape, held_parts(fqn, shape, tensor._local_tensor, mesh_axes))
 
 

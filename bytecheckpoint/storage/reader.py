@@ -5,9 +5,10 @@ into tensors is the business of whoever passes `place`.
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -77,6 +78,10 @@ class Memory(Protocol):
         """At most so many buffers of that length."""
 
 
+Submit = Callable[[str, Callable[[], None]], Future[None]]
+"""Does something on another thread, which has this name meanwhile. Raises RuntimeError where there can be none."""
+
+
 def run_reads(
     store: Store,
     reads: Sequence[Read],
@@ -85,6 +90,7 @@ def run_reads(
     verify: bool,
     scratch_bytes: int,
     memory: Memory,
+    submit: Submit,
 ) -> None:
     """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
 
@@ -114,23 +120,40 @@ def run_reads(
         finally:
             scratch.give(buffer)
 
-    if threads == 1 or len(reads) == 1:
-        for read in reads:
-            run(read)
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="bcp-read") as pool:
-        futures = [pool.submit(run, read) for read in reads]
-        _await_all(futures)
+    _run_all(run, reads, threads=threads, submit=submit)
 
 
-def _await_all(futures: Sequence[Future[None]]) -> None:
+def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int, submit: Submit) -> None:
+    """On so many threads, of which the caller's is one, because who waits for others to begin waits for a core. When it
+    returns or raises, none is at work. Where there can be fewer threads, those that there are do all of it.
+    """
+    pending = iter(reads)
+    lock, is_over = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        try:
+            while not is_over.is_set():
+                with lock:
+                    read = next(pending, None)
+                if read is None:
+                    return
+                run(read)
+        except BaseException:
+            is_over.set()
+            raise
+
+    others: list[Future[None]] = []
     try:
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    finally:  # also where whoever waits is interrupted
-        for future in futures:
-            future.cancel()
-    for future in done:
-        future.result()
+        with suppress(RuntimeError):  # no more threads, or the interpreter is exiting
+            while len(others) < min(threads, len(reads)) - 1:
+                others.append(submit("bcp-read", work))
+        work()
+        wait(others)
+    finally:
+        is_over.set()  # where the caller is interrupted, those that are at work still use what it passed
+        wait(others)
+    for other in others:
+        other.result()
 
 
 def _run(store: Store, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:

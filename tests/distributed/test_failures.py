@@ -396,8 +396,8 @@ def save_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[in
             handle = bcp.save(path, state_of(rank, 1.0), async_save=number % 2 == 0, options=options)
             assert handle.result().num_tensors == world_size + 1
             assert loads_as(path, rank, 1.0)
-        dist.barrier()
         gc_collect()
+        dist.barrier()
         counts.append((threading.active_count(), len(os.listdir("/proc/self/fd")), store.num_keys()))
         dist.barrier()
     return counts

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api
-from bytecheckpoint.agreement import Agreed, Wish
+from bytecheckpoint import draft
+from bytecheckpoint.agreement import Agreed, Proposal
 from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.plan_cache import PlanCache
 from bytecheckpoint.ranks import Ranks
@@ -33,7 +33,7 @@ from distributed.workers import WorkerPool
 OPTIONS = bcp.SaveOptions(timeout_s=30)
 SMALL_FILES = bcp.SaveOptions(timeout_s=30, max_file_bytes=1 << 20)
 
-HIT_EXCHANGES = ["gather", "scatter"]
+HIT_EXCHANGES = ["consult"]
 MISS_EXCHANGES = HIT_EXCHANGES * 2
 """Ranks that know a plan offer it first, and send what they hold when not all know the same."""
 
@@ -55,29 +55,29 @@ class WatchedRanks:
         self._ranks, self._watched = ranks, watched
         self.rank, self.names, self.num_ranks = ranks.rank, ranks.names, ranks.num_ranks
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        self._watched.exchanges.append("gather")
-        self._watched.num_bytes += len(payload)
-        return self._ranks.gather(payload)
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        def watched_decide(payloads: list[bytes]) -> Sequence[bytes]:
+            orders = decide(payloads)
+            self._watched.num_bytes += sum(map(len, orders))
+            return orders
 
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        self._watched.exchanges.append("scatter")
-        self._watched.num_bytes += sum(map(len, payloads))
-        return self._ranks.scatter(payloads)
+        self._watched.exchanges.append("consult")
+        self._watched.num_bytes += len(payload)
+        return self._ranks.consult(payload, watched_decide)
 
 
 @contextmanager
 def watched_planning() -> Iterator[Watched]:
     watched = Watched()
-    agree = api.agree
+    agree = draft.agree
 
-    def watched_agree(ranks: Ranks, wish: Wish, plans: PlanCache) -> Agreed:
-        return agree(WatchedRanks(ranks, watched), wish, plans)
+    def watched_agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
+        return agree(WatchedRanks(ranks, watched), proposal, plans)
 
     with ExitStack() as stack:
         for name in ("plan_save", "plan_files"):
             stack.enter_context(before(f"bytecheckpoint.agreement.{name}", partial(watched.planned.append, name)))
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(api, "agree", watched_agree)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(draft, "agree", watched_agree)
         yield watched
 
 

@@ -20,8 +20,8 @@ import bytecheckpoint as bcp
 
 SAVE_PHASES = {
     "opening": "bytecheckpoint.api.open_store",
-    "planning": "bytecheckpoint.api.agree",
-    "staging": "bytecheckpoint.api.take_snapshot",
+    "planning": "bytecheckpoint.draft.agree",
+    "staging": "bytecheckpoint.draft.take_snapshot",
     "writing": "bytecheckpoint.writing.write_image",
     "reporting": "bytecheckpoint.writing.encode_report",
 }
