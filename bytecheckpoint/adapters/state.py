@@ -19,8 +19,8 @@ from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
 
 FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "vescale")
-"""What `framework` may be. They share one adapter, because all of them are torch tensors that say how they lie; FSDP1's
-flat parameters, Megatron and DeepSpeed are not read yet."""
+"""What `framework` may be. Each takes what all of them take: tensors say themselves how they lie, and modules whether
+FSDP1 keeps them flat. Megatron and DeepSpeed are not read yet."""
 
 _CONTAINERS = (dict, list, tuple)
 
