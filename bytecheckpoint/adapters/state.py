@@ -5,11 +5,12 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
+from bytecheckpoint.adapters.deepspeed import flat_optimizer
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, too_deep
@@ -17,10 +18,11 @@ from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
+from bytecheckpoint.adapters.zero_partitions import is_wrapper
 
-FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "vescale")
-"""What `framework` may be. They share one adapter, because all of them are torch tensors that say how they lie; FSDP1's
-flat parameters, Megatron and DeepSpeed are not read yet."""
+FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "vescale", "deepspeed")
+"""What `framework` may be. All but DeepSpeed share one adapter, because they are torch tensors that say how they lie;
+FSDP1's flat parameters and Megatron are not read yet."""
 
 _CONTAINERS = (dict, list, tuple)
 
@@ -56,15 +58,25 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
     modules: list[ModuleEntry] = []
-    optimizers: list[OptimizerEntry] = []
+    given: list[_Optimizers] = []
     others: list[Entry] = []
     for entry in _walk(state, ""):
         if isinstance(entry, ModuleEntry):
             modules.append(entry)
-        elif isinstance(entry, OptimizerEntry):
-            optimizers.append(entry)
+        elif isinstance(entry, _Optimizers):
+            given.append(entry)
         else:
             others.append(entry)
+    engines = [engine for entry in modules for engine in entry.engines]
+    optimizers = [
+        OptimizerEntry(fqn, [flat_optimizer(fqn, each, engines) or each for each in values]) for fqn, values in given
+    ]
+    wrapped = [each for entry in optimizers for each in entry.wrapped]
+    if framework == "deepspeed" and not engines and not wrapped:
+        what = "a state without a DeepSpeed engine or its optimizer"
+        raise unsupported("framework='deepspeed'", what, "pass the engine as the model, or framework='auto'")
+    for module in modules:
+        module.find_flat(wrapped)
     for optimizer in optimizers:
         optimizer.name_parameters(modules)
     return [*modules, *optimizers, *others]
@@ -105,7 +117,14 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
     return collected
 
 
-def _walk(container: Any, fqn: str) -> Iterator[Entry]:
+class _Optimizers(NamedTuple):
+    """What becomes one entry once all modules are known."""
+
+    fqn: str
+    values: Sequence[Any]
+
+
+def _walk(container: Any, fqn: str) -> Iterator[Entry | _Optimizers]:
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):
         check_key(key, fqn or "the state")
         child = join_fqn(fqn, key)
@@ -152,12 +171,12 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
     )
 
 
-def _special_entry(value: Any, fqn: str) -> Entry:
+def _special_entry(value: Any, fqn: str) -> Entry | _Optimizers:
     items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(items[0], torch.nn.Module):
         return ModuleEntry(fqn, items)
-    if isinstance(items[0], torch.optim.Optimizer):
-        return OptimizerEntry(fqn, items)
+    if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
+        return _Optimizers(fqn, items)
     if isinstance(value, RankLocal):
         return RankLocalEntry(fqn, value)
     if isinstance(value, RngState):
