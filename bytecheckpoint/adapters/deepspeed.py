@@ -30,10 +30,14 @@ from bytecheckpoint.adapters.flat_parts import (
     NamedPart,
     part_of_whole,
 )
+from bytecheckpoint.adapters.module_tree import ModuleTree
 from bytecheckpoint.adapters.tensors import unsupported
 from bytecheckpoint.adapters.zero_partitions import MasterPart, is_wrapper, masters_of, part_of_partitioned
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
+"""Attributes of parameters: their part in ZeRO 3; where their master is, which those with several precisions have; and
+their optimizer."""
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What changes in a loss scaler; the rest is configuration, which the one who loads has chosen anew."""
 
@@ -97,7 +101,7 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
         what = f"a module with {len(of_module)} of the {len(masters)} parameters of its DeepSpeed optimizer"
         raise unsupported(fqn, what, "pass the engine, or the whole of engine.module")
     has_master = {id(each.parameter) for each in of_module}
-    alone = [each for each in by_id.values() if hasattr(each, "ds_tensor") and id(each) not in has_master]
+    alone = [each for each in by_id.values() if hasattr(each, _PARTITION) and id(each) not in has_master]
     if not of_module and not alone:
         return None
     held = [HeldPart(names[id(each.parameter)][0], each.part, _flat(each.master)) for each in of_module]
@@ -114,20 +118,32 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
     )
 
 
-def refuse_unknown(fqn: str, named: NamedParameters, replaced: Iterable[int]) -> None:
+def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:
+    """How the parameters lie of an engine, or of a module of ZeRO 3, that no optimizer stands beside."""
+    if engine is not None:
+        return flat_module(fqn, named, engine.optimizer)
+    return flat_module(fqn, named, next((vars(each)[_OWNER] for _, each in named if _OWNER in vars(each)), None))
+
+
+def has_traces(tree: ModuleTree) -> bool:
+    """Whether DeepSpeed has had the module in its hands: told by its first parameter, and the first that trains."""
+    found = (each for _, module in tree.submodules for each in module._parameters.values() if each is not None)
+    first = next(found, None)
+    trains = (
+        first if first is None or first.requires_grad else next((each for each in found if each.requires_grad), None)
+    )
+    return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in (first, trains))
+
+
+def refuse_unknown(fqn: str, named: NamedParameters, flat: Iterable[FlatModule]) -> None:
     """Raises CheckpointSaveError (unsupported_value) for parameters with masters that nobody has found: a load would
     be undone by the next step, and a save would store what is rounded.
     """
-    known = set(replaced)
-    unknown = [name for name, parameter in named if hasattr(parameter, "_hp_mapping") and id(parameter) not in known]
+    known = {tensor_id for each in flat for tensor_id in each.replaced}
+    unknown = [name for name, parameter in named if hasattr(parameter, _MASTER) and id(parameter) not in known]
     if unknown:
         what = f"a module with parameters that DeepSpeed keeps in full precision elsewhere, as {unknown[0]}"
         raise unsupported(fqn, what, "pass the engine as the model, or its engine.optimizer beside the module")
-
-
-def optimizer_of(named: NamedParameters) -> Any | None:
-    """The optimizer that parameters of ZeRO 3 know."""
-    return next((vars(each)["_z3_optimizer"] for _, each in named if "_z3_optimizer" in vars(each)), None)
 
 
 def _in_optimizer(masters: Sequence[MasterPart], names: Mapping[int, Sequence[str]]) -> dict[int, list[NamedPart]]:
@@ -150,7 +166,7 @@ def _partition(fqn: str, parameter: Any) -> tuple[Any, torch.Tensor]:
 def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[HeldPart]:
     """Low precision that has no master on this rank."""
     parameter: Any = held.parameter
-    if hasattr(parameter, "ds_tensor"):
+    if hasattr(parameter, _PARTITION):
         _refuse_swapped(fqn, parameter)
         yield from _gathered(fqn, name, parameter)
         return
@@ -175,7 +191,7 @@ def _fill_low_precision(masters: Sequence[MasterPart]) -> None:
     for held in masters:
         parameter: Any = held.parameter
         start, numel, position = held.part.start, held.part.numel, held.part.position
-        if hasattr(parameter, "ds_tensor"):
+        if hasattr(parameter, _PARTITION):
             low, start = parameter.ds_tensor, 0
             parameter.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
         else:

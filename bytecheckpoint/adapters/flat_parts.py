@@ -29,20 +29,29 @@ class FlatPart(NamedTuple):
     """How many elements lie here; none at all where the rank holds nothing of the box."""
     position: int
     """Of the first of them in the flat memory, in elements."""
+    order: tuple[int, ...] | None = None
+    """The dimensions from the outermost in memory to the innermost, where elements are counted so and not by rows."""
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
         """The regions that lie here, as views of the flat memory; one of no elements where there are none.
 
+        Memory that has the box's shape is the box itself.
+
         Raises CheckpointSaveError (unsupported_value) for memory of a dtype that cannot be saved.
         """
         dtype = dense_dtype(fqn, memory)
+        if memory.shape == self.box.lengths and memory.numel() == self.numel:
+            return [LocalShard(fqn, dtype, self.shape, self.box, memory.detach())]
         flat = memory.detach().view(-1)
-        regions = split_flat_range(self.box.lengths, self.start, self.numel) or [_nothing_of(self.box)]
+        order = self.order or tuple(range(len(self.box.lengths)))
+        lengths = [self.box.lengths[dim] for dim in order]
+        back = [order.index(dim) for dim in range(len(order))]
         shards, position = [], self.position
-        for region in regions:
+        for region in split_flat_range(lengths, self.start, self.numel) or [_nothing_of(self.box)]:
             view = flat[position : position + region.numel].view(region.lengths)
-            offsets = tuple(map(int.__add__, region.offsets, self.box.offsets))
-            shards.append(LocalShard(fqn, dtype, self.shape, Region(offsets, region.lengths), view))
+            view = view if self.order is None else view.permute(back)
+            offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
+            shards.append(LocalShard(fqn, dtype, self.shape, Region(offsets, tuple(view.shape)), view))
             position += region.numel
         return shards
 

@@ -250,7 +250,7 @@ class OptimizerEntry:
             for parameter in parameters:
                 optimized = self._optimized[id(parameter)]
                 if any(of_parameter.part is not None and of_parameter.part.numel for of_parameter in optimized):
-                    yield FlatState(self.fqn, optimizer, parameter, optimized, self._created)
+                    yield FlatState(self.fqn, optimizer, parameter, optimized=optimized, one_values=self._created)
 
 
 def _check_has_state(fqn: str, optimizer: torch.optim.Optimizer) -> None:

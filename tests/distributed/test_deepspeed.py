@@ -388,7 +388,8 @@ def spoiled(case: str) -> State:
         case "half a module":
             del module.p1, module.inner["tied"]
         case "unknown":
-            module.p1._hp_mapping = None
+            for name in TRAINED:
+                module.get_parameter(name)._hp_mapping = None
             return {"model": module}
     return state
 
