@@ -119,7 +119,7 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
         in_optimizer=_in_optimizer(of_module, names),
         copies=[copy for each in of_module for copy in _copies(fqn, names[id(each.parameter)][0], each)]
         + [copy for each in alone for copy in _gathered(fqn, names[id(each)][0], each)],
-        finish=partial(_fill_low_precision, of_module),
+        finish=partial(_finish, of_module, alone),
     )
 
 
@@ -191,14 +191,16 @@ def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[HeldPart]:
         yield HeldPart(name, whole, parameter.detach().view(-1))
 
 
-def _fill_low_precision(masters: Sequence[MasterPart]) -> None:
+def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
     """As DeepSpeed does after a step, without its gather: what other ranks have masters of was read."""
+    for partitioned in alone:
+        partitioned.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
     for held in masters:
         parameter: Any = held.parameter
         start, numel, position = held.part.start, held.part.numel, held.part.position
         if hasattr(parameter, _PARTITION):
             low, start = parameter.ds_tensor, 0
-            parameter.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
+            parameter.ds_secondary_tensor = None
         else:
             low = parameter
         low.detach().view(-1)[start : start + numel].copy_(_flat(held.master)[position : position + numel])

@@ -22,6 +22,8 @@ class Setup(NamedTuple):
     stage: int
     is_bf16: bool = True
     zero: Mapping[str, Any] = MappingProxyType({})
+    more: Mapping[str, Any] = MappingProxyType({})
+    """Of the configuration."""
 
 
 SETUPS = {
@@ -34,8 +36,9 @@ SETUPS = {
     "zero_3_fp32": Setup(3, is_bf16=False),
     "zero_3_in_sub_groups": Setup(3, zero={"sub_group_size": 20, "stage3_param_persistence_threshold": 10}),
     "zero_3_offloaded": Setup(3, zero=OFFLOADED | {"offload_param": {"device": "cpu"}}),
-    "zero_3_hpz": Setup(3, zero={"zero_hpz_partition_size": 2}),
     "bf16_without_zero": Setup(0),
+    "bf16_optimizer": Setup(1, more={"data_types": {"grad_accum_dtype": "fp32"}}),
+    "zero_3_hpz": Setup(3, zero={"zero_hpz_partition_size": 2}),
 }
 
 
@@ -73,6 +76,7 @@ def engine_of(setup: Setup, *, seed: int) -> Any:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": setup.stage, **setup.zero},
         "bf16": {"enabled": setup.is_bf16},
+        **setup.more,
     }
     return deepspeed.initialize(
         model=model,
