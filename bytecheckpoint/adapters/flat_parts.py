@@ -29,6 +29,8 @@ class FlatPart(NamedTuple):
     """How many elements lie here; none at all where the rank holds nothing of the box."""
     position: int
     """Of the first of them in the flat memory, in elements."""
+    padded_axis: int | None = None
+    """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
         """The regions that lie here, as views of the flat memory; one of no elements where there are none.
