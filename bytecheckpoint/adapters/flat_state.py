@@ -130,7 +130,9 @@ class FlatState:
             if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
                 own.copy_(value.view(own.shape))
             else:
-                self._optimizer.state[self._memory][key] = value
+                # Cloned, because what another part of the parameter is in has the same value, and steps count in place.
+                own_value = value.clone() if isinstance(value, torch.Tensor) else value
+                self._optimizer.state[self._memory][key] = own_value
 
     def _zero_padding(self, part: FlatPart, states: Mapping[str, tuple[str, StoredTensor]]) -> None:
         for key, (fqn, tensor) in states.items() if part.padded_axis is not None else ():
