@@ -28,6 +28,7 @@ class FlatState:
         fqn: str,
         optimizer: torch.optim.Optimizer,
         memory: torch.Tensor,
+        *,
         optimized: Sequence[OptimizedParameter],
         one_values: MutableMapping[str, torch.Tensor],
     ) -> None:

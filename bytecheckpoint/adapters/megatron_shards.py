@@ -56,7 +56,7 @@ class Piece(NamedTuple):
             return None
         common = range(max(span.start, start), min(span.stop, start + numel))
         first, position = (common.start - span.start, common.start - start) if common else (0, 0)
-        return FlatPart(self.shape, self.region, first, len(common), position, self.padded_axis)
+        return FlatPart(self.shape, self.region, first, len(common), position, padded_axis=self.padded_axis)
 
 
 class Copied(NamedTuple):

@@ -15,6 +15,10 @@ _WALKING = ("parameters", "named_parameters", "buffers", "named_buffers", "named
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _METHODS = frozenset(_WALKING + _SAVING)
 """A module can also override them by an attribute of its own."""
+_FILLING = ("state_dict", "_save_to_state_dict", "named_modules")
+"""What decides which values a state_dict has."""
+_RENAMING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+"""Where hooks come from that only take a wrapper out of names."""
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
 """Where the hooks come from that put sharded parameters back in their places before a state_dict, and do no more."""
 
@@ -31,6 +35,34 @@ class ModuleTree(NamedTuple):
     """The same holds for state_dict, and no hook and no extra state adds to it."""
     resharding: Sequence[Callable[..., Any]]
     """The hooks of fully_shard; what else there are of hooks is in `is_saved_as_usual`."""
+    extra_states: Sequence[tuple[str, torch.nn.Module]] = ()
+    """Where the tree itself looks for extra state: what it is called, and whose it is."""
+
+    def own_saving(self, known: str) -> Iterator[tuple[str, str]]:
+        """The modules that say themselves what a state_dict holds, by their names, and how: a walk would miss that.
+
+        Extra state and hooks from the module `known` do not count.
+        """
+        for name, module in self.submodules:
+            usual = {dict, OrderedDict}
+            if not {type(module._parameters), type(module._buffers)} <= usual:
+                yield name, f"{type(module).__name__}, which keeps its parameters elsewhere"
+            own = [method for method in _FILLING if method in module.__dict__ or not _keep([type(module)], [method])]
+            if own:
+                yield name, f"{type(module).__name__} with its own {own[0]}"
+            for hook in (*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()):
+                if not str(getattr(hook, "__module__", "")).startswith((_FULLY_SHARD, _RENAMING, known)):
+                    yield name, f"{type(module).__name__} with the state_dict hook {getattr(hook, '__name__', hook)}"
+
+    def walked(self) -> ModuleTree:
+        """The same tree, whose values are found without any method of its modules but `get_extra_state`.
+
+        For modules whose methods communicate, once `own_saving` has nothing to say.
+        """
+        getter = torch.nn.Module.get_extra_state
+        found = [(name, module) for name, module in self.submodules if type(module).get_extra_state is not getter]
+        extra = [(f"{name}._extra_state" if name else "_extra_state", module) for name, module in found]
+        return self._replace(is_walked_as_usual=True, is_saved_as_usual=True, extra_states=extra)
 
     def reshard(self) -> None:
         """Puts sharded parameters back in their places: a forward pass without a backward one leaves them whole."""
@@ -53,6 +85,7 @@ class ModuleTree(NamedTuple):
             for own, buffer in module._buffers.items():
                 if buffer is not None and own not in module._non_persistent_buffers_set:
                     values[prefix + own] = buffer
+        values |= {name: module.get_extra_state() for name, module in self.extra_states}
         return values
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:

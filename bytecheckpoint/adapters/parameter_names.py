@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart, NamedPart
+from bytecheckpoint.adapters.fsdp1 import is_flattened
 from bytecheckpoint.adapters.modules import plain_name
 from bytecheckpoint.adapters.plain_data import join_fqn
 from bytecheckpoint.adapters.tensors import unsupported
@@ -70,6 +71,9 @@ def name_parameters(
     found: dict[int, list[OptimizedParameter]] = {}
     for parameter, own_name in parameters:
         of_parameter = in_modules.get(id(parameter))
+        if of_parameter is None and is_flattened(parameter):
+            what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
+            raise unsupported(optimizer_fqn, what, "pass the model beside it")
         if of_parameter is None and own_name is None:
             raise unsupported(
                 optimizer_fqn,

@@ -5,11 +5,12 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
+from bytecheckpoint.adapters.deepspeed import flat_optimizer
 from bytecheckpoint.adapters.megatron import MegatronEntry, is_megatron_module
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
@@ -20,17 +21,14 @@ from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
+from bytecheckpoint.adapters.zero_partitions import is_wrapper
 
-FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "vescale")
-"""What `framework` may be. Most share the adapters of torch's modules and optimizers; FSDP1's flat parameters and
-DeepSpeed are not read yet."""
+FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale")
+"""What `framework` may be. Those that have no adapters of their own share those of torch's modules and optimizers."""
 
 _CONTAINERS = (dict, list, tuple)
 _MODULES = ModuleEntry | MegatronEntry
 _OPTIMIZERS = OptimizerEntry | MegatronOptimizerEntry
-
-_OWN_ADAPTERS: Mapping[str, tuple[type, ...]] = {"megatron": (MegatronEntry, MegatronOptimizerEntry)}
-"""Frameworks with adapters of their own, and which those are. `auto` tries all of them."""
 
 
 class Entry(Protocol):
@@ -51,6 +49,20 @@ class Entry(Protocol):
         """Puts plain data in place, once the tensors are loaded."""
 
 
+def _is_of_deepspeed(entry: Entry) -> bool:
+    return (isinstance(entry, ModuleEntry) and bool(entry.engines)) or (
+        isinstance(entry, OptimizerEntry) and bool(entry.wrapped)
+    )
+
+
+def _is_of_megatron(entry: Entry) -> bool:
+    return isinstance(entry, MegatronEntry | MegatronOptimizerEntry)
+
+
+_OWN_ADAPTERS: Mapping[str, Callable[[Entry], bool]] = {"deepspeed": _is_of_deepspeed, "megatron": _is_of_megatron}
+"""Frameworks with adapters of their own, and what tells their entries. `auto` tries all of them."""
+
+
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     """The entries of a state, modules first: optimizers are named after their modules' parameters.
 
@@ -64,23 +76,42 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
     modules: list[ModuleEntry | MegatronEntry] = []
-    optimizers: list[OptimizerEntry | MegatronOptimizerEntry] = []
+    given: list[_Optimizers | MegatronOptimizerEntry] = []
     others: list[Entry] = []
     for entry in _walk(state, "", framework):
         if isinstance(entry, _MODULES):
             modules.append(entry)
-        elif isinstance(entry, _OPTIMIZERS):
-            optimizers.append(entry)
+        elif isinstance(entry, _Optimizers | MegatronOptimizerEntry):
+            given.append(entry)
         else:
             others.append(entry)
+    optimizers = _optimizer_entries(given, modules)
     for optimizer in optimizers:
         optimizer.name_parameters(modules)
     entries: list[Entry] = [*modules, *optimizers, *others]
-    if framework in _OWN_ADAPTERS and not any(isinstance(entry, _OWN_ADAPTERS[framework]) for entry in entries):
+    if framework in _OWN_ADAPTERS and not any(map(_OWN_ADAPTERS[framework], entries)):
         tried = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"
         what = f"a framework of which nothing is in the state; tried were {tried}"
         raise unsupported(f"framework={framework!r}", what, 'pass framework="auto", which finds what there is')
     return entries
+
+
+def _optimizer_entries(
+    given: Sequence[_Optimizers | MegatronOptimizerEntry], modules: Sequence[ModuleEntry | MegatronEntry]
+) -> list[OptimizerEntry | MegatronOptimizerEntry]:
+    """The entries of all optimizers, once the modules have learnt what they keep flat."""
+    of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
+    engines = [engine for entry in of_torch for engine in entry.engines]
+    optimizers = [
+        OptimizerEntry(each.fqn, [flat_optimizer(each.fqn, value, engines) or value for value in each.values])
+        if isinstance(each, _Optimizers)
+        else each
+        for each in given
+    ]
+    wrapped = [each for entry in optimizers if isinstance(entry, OptimizerEntry) for each in entry.wrapped]
+    for module in of_torch:
+        module.find_flat(wrapped)
+    return optimizers
 
 
 def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
@@ -118,7 +149,14 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
     return collected
 
 
-def _walk(container: Any, fqn: str, framework: str) -> Iterator[Entry]:
+class _Optimizers(NamedTuple):
+    """What becomes one entry once all modules are known."""
+
+    fqn: str
+    values: Sequence[Any]
+
+
+def _walk(container: Any, fqn: str, framework: str) -> Iterator[Entry | _Optimizers]:
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):
         check_key(key, fqn or "the state")
         child = join_fqn(fqn, key)
@@ -177,7 +215,7 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
     )
 
 
-def _special_entry(value: Any, fqn: str, framework: str) -> Entry:
+def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
     items = list(value) if isinstance(value, list | tuple) else [value]
     if framework in {"auto", "megatron"}:
         if all(map(is_megatron_module, items)):
@@ -186,8 +224,8 @@ def _special_entry(value: Any, fqn: str, framework: str) -> Entry:
             return MegatronOptimizerEntry(fqn, value)
     if isinstance(items[0], torch.nn.Module):
         return ModuleEntry(fqn, items)
-    if isinstance(items[0], torch.optim.Optimizer):
-        return OptimizerEntry(fqn, items)
+    if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
+        return _Optimizers(fqn, items)
     if isinstance(value, RankLocal):
         return RankLocalEntry(fqn, value)
     if isinstance(value, RngState):

@@ -4,6 +4,7 @@ are used, on whole tensors with the true values, so what a rank then holds owes 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +27,8 @@ class Layout:
     """Mesh axes and their sizes, outermost first; their product is the world size."""
 
     axes: dict[str, int]
+    is_flat: bool = False
+    """Whether FSDP1 shows its flat parameters, so that the parameters in each have one count of steps."""
 
     @property
     def world_size(self) -> int:
@@ -47,6 +50,19 @@ LAYOUTS = {
     "pp2_tp2": Layout(axes={"pp": 2, "tp": 2}),
 }
 
+FRAMEWORK_LAYOUTS = {
+    "fsdp1_4": Layout(axes={"fsdp1": 4}),
+    "fsdp1_4_flat": Layout(axes={"fsdp1": 4}, is_flat=True),
+    "fsdp1_hybrid2x2": Layout(axes={"replicate": 2, "fsdp1": 2}),
+    "fsdp1_whole2": Layout(axes={"fsdp1_whole": 2}),
+}
+"""Those of frameworks that lay parameters out themselves, which are in a matrix of their own."""
+_STRATEGIES = {
+    ("fsdp1",): ShardingStrategy.FULL_SHARD,
+    ("replicate", "fsdp1"): ShardingStrategy.HYBRID_SHARD,
+    ("fsdp1_whole",): ShardingStrategy.NO_SHARD,
+}
+
 _TP_PLAN_OF_BLOCK = {
     "attention.wq": ColwiseParallel,
     "attention.wk": ColwiseParallel,
@@ -65,7 +81,8 @@ class Builder:
     """
 
     def __init__(self, layout: str, rank: int, *, tied: bool = False) -> None:
-        self._axes = LAYOUTS[layout].axes
+        self._layout = (LAYOUTS | FRAMEWORK_LAYOUTS)[layout]
+        self._axes = self._layout.axes
         self._rank = rank
         self._tied = tied
         self._mesh: DeviceMesh | None = None
@@ -95,10 +112,11 @@ class Builder:
 
     def _fill_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, name: str, *, prefix: str) -> None:
         """The state tensors are the parameters of further models, sharded as torch shards the model itself."""
-        trained = {fqn: parameter for fqn, parameter in _named_parameters(model) if parameter.requires_grad}
-        if name == "adamw":
+        # Of what a rank has nothing of, FSDP1 gives the optimizer no gradient.
+        trained = {fqn: each for fqn, each in _named_parameters(model) if each.requires_grad and each.numel()}
+        if "adamw" in name:
             for fqn, parameter in trained.items():
-                optimizer.state[parameter]["step"] = truth.step(prefix + fqn)
+                optimizer.state[parameter]["step"] = truth.step(prefix + fqn, name)
         for entry in truth.STATE_TENSORS[name]:
             shadow = self._model(lambda fqn, tensor, entry=entry: truth.value(f"{prefix}{fqn}.{entry}", tensor))
             for fqn, tensor in _named_parameters(shadow):
@@ -114,6 +132,8 @@ class Builder:
             self._shard_tensors(model)
         if "shard" in self._axes:
             self._shard_fully(model)
+        if tuple(self._axes) in _STRATEGIES:
+            return self._shard_flat(model)
         if "ddp" in self._axes:
             return DistributedDataParallel(model)
         return model
@@ -137,6 +157,24 @@ class Builder:
         for block in model.layers.values():
             fully_shard(block, mesh=mesh, shard_placement_fn=_by_columns if "replicate" in self._axes else None)
         fully_shard(model, mesh=mesh)
+
+    def _shard_flat(self, model: nn.Module) -> nn.Module:
+        """Every layer is a unit of its own, what does not train is one, and the rest is the outermost."""
+
+        def wrap(module: nn.Module) -> nn.Module:
+            return FullyShardedDataParallel(
+                module,
+                device_mesh=self._mesh,
+                sharding_strategy=_STRATEGIES[tuple(self._axes)],
+                use_orig_params=not self._layout.is_flat,
+                device_id=torch.device("cpu"),
+            )
+
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # NO_SHARD is deprecated
+            for index, block in model.layers.items():
+                model.layers[index] = wrap(block)
+            model.frozen = wrap(model.frozen)
+            return wrap(model)
 
     def _mesh_of(self, *axes: str) -> DeviceMesh:
         if self._mesh is None:
@@ -165,7 +203,7 @@ def _modules(state: State) -> list[nn.Module]:
 
 
 def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(_unwrap(model).named_parameters())
+    return [(truth.unwrapped(fqn), parameter) for fqn, parameter in model.named_parameters()]
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -197,8 +235,7 @@ def local_parts(state: State) -> dict[str, Any]:
     fqns: dict[nn.Parameter, str] = {}
     for model in _modules(state):
         fqns |= {parameter: fqn for fqn, parameter in _named_parameters(model)}
-        saved = _unwrap(model).state_dict(keep_vars=True)
-        parts |= {f"model.{fqn}": tensor for fqn, tensor in saved.items()}
+        parts |= {f"model.{fqn}": tensor for fqn, tensor in _saved(_unwrap(model)).items()}
     optimizer: torch.optim.Optimizer = state["optimizer"]
     for parameter, entries in optimizer.state.items():
         parts |= {f"optimizer.state.{fqns[parameter]}.{name}": entry for name, entry in entries.items()}
@@ -206,6 +243,14 @@ def local_parts(state: State) -> dict[str, Any]:
         values = {name: value for name, value in group.items() if name != "params"}
         parts |= {f"optimizer.groups.{fqns[parameter]}": values for parameter in group["params"]}
     return parts
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    if not isinstance(model, FullyShardedDataParallel):
+        return model.state_dict(keep_vars=True)
+    # Its state_dict gathers.
+    buffers = {name: buffer for name, buffer in model.named_buffers() if not name.endswith(".mask")}
+    return dict(model.named_parameters()) | buffers
 
 
 def _same(found: Any, wanted: Any) -> bool:

@@ -21,24 +21,10 @@ from torch.distributed.tensor.placement_types import Placement
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.placements import MeshAxis, held_parts
 from bytecheckpoint.region import Region
+from distributed.ragged import Own, RaggedShard, flat_of_ragged
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=60)
-
-
-class Own(Placement):
-    """torch's dispatch of DTensors crashes where a placement was not initialised, which a dataclass forgets."""
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-
-@dataclass(frozen=True)
-class RaggedShard(Own):
-    """What veScale's placement is to those who do not know it."""
-
-    dims: tuple[int, ...]
-    local_units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -64,13 +50,6 @@ class Wrong(Own):
 
 def truth(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
-
-
-def flat_of_ragged(value: torch.Tensor, placement: RaggedShard, index: int) -> torch.Tensor:
-    units = placement.local_units
-    flat = value.reshape(-1)
-    ends = [flat.numel() // sum(units) * sum(units[:number]) for number in range(len(units) + 1)]
-    return flat[ends[index] : ends[index + 1]]
 
 
 def cut(value: torch.Tensor, placement: Placement, num_parts: int, index: int) -> torch.Tensor:

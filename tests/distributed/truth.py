@@ -19,11 +19,16 @@ HIDDEN = 22
 OPTIMIZERS = ("adamw", "sgd")
 HYPERPARAMETERS = {
     "adamw": {"lr": 0.0123, "betas": (0.85, 0.97), "eps": 3e-7},
+    "adamw_even": {"lr": 0.0123, "betas": (0.85, 0.97), "eps": 3e-7},
     "sgd": {"lr": 0.0321, "momentum": 0.87},
 }
 WEIGHT_DECAY = 0.07
 """Of matrices; vectors are in a group of their own, without any."""
-STATE_TENSORS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+STATE_TENSORS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adamw_even": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+}
 """What an optimizer keeps for each parameter in the parameter's own shape."""
 
 
@@ -86,8 +91,13 @@ def value(fqn: str, like: Tensor) -> Tensor:
     return values.square() if fqn.endswith("exp_avg_sq") else values
 
 
-def step(fqn: str) -> Tensor:
-    """AdamW's count of steps of a parameter, as the scalar tensor that torch keeps. Parameters differ on purpose."""
+def step(fqn: str, optimizer: str = "adamw") -> Tensor:
+    """AdamW's count of steps of a parameter, as the scalar tensor that torch keeps. Parameters differ on purpose.
+
+    In "adamw_even", for layouts that keep several parameters as one, they do not.
+    """
+    if optimizer == "adamw_even":
+        return torch.tensor(99.0 if fqn.startswith("noise.") else 1234.0)
     return torch.tensor(float(100 + hashlib.sha256(fqn.encode()).digest()[0]))
 
 
@@ -106,10 +116,19 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """With the true hyperparameters and no state yet."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {unwrapped(fqn): parameter for fqn, parameter in model.named_parameters() if parameter.requires_grad}
+    if name == "adamw_even":
+        return torch.optim.AdamW([*trained.values()], weight_decay=WEIGHT_DECAY, **HYPERPARAMETERS[name])
+    with torch.device("meta"):  # because what a rank has of a matrix may be flat
+        matrices = {fqn for fqn, parameter in Transformer().named_parameters() if parameter.ndim > 1}
     groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [trained[fqn] for fqn in trained if fqn in matrices], "weight_decay": WEIGHT_DECAY},
+        {"params": [trained[fqn] for fqn in trained if fqn not in matrices], "weight_decay": 0.0},
     ]
     cls: type[torch.optim.Optimizer] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
     return cls(groups, **HYPERPARAMETERS[name])
+
+
+def unwrapped(fqn: str) -> str:
+    """The FQN without what DistributedDataParallel and FullyShardedDataParallel put into it."""
+    return fqn.removeprefix("module.").replace("_fsdp_wrapped_module.", "")
