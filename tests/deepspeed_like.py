@@ -144,6 +144,61 @@ def partition_parameter(parameter: Any, dtype: torch.dtype, *, is_persistent: bo
     parameter.data = whole if is_persistent else torch.empty(0, dtype=dtype)
 
 
+def engine_state(plain: dict[str, Any], wrap: Callable[..., Wrapper]) -> dict[str, Any]:
+    """What a model and its torch optimizer hold, in an engine with low-precision parameters. Parameters that do not
+    train stay precise. Takes both apart; parameters of one group must have one count of steps.
+    """
+    model, inner = plain["model"], plain["optimizer"]
+    whole = dict(inner.state)
+    inner.state.clear()
+    wrapper = wrap(inner, torch.bfloat16)
+    for master, (cut, parameters) in zip(wrapper.masters, wrapper.cuts, strict=True):
+        for key, value in whole.get(parameters[0], {}).items():
+            of_all = [whole[parameter][key] for parameter in parameters]
+            inner.state[master][key] = value.clone() if key == "step" else cut(of_all)
+    if "fp32_partitioned_groups_flat" in vars(wrapper):
+        for parameter in model.parameters():
+            if not hasattr(parameter, "ds_tensor"):
+                partition_parameter(parameter, torch.float32)
+    return {"model": Engine(model, wrapper), "optimizer": wrapper}
+
+
+def differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What is not as in another engine that keeps everything in the same way."""
+    found, wanted = parts(state), parts(expected)
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    return [name for name in found if not same(found[name], wanted[name])]
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if isinstance(found, Tensor):
+        return bool(found.dtype == wanted.dtype and torch.equal(found, wanted))
+    return bool(found == wanted)
+
+
+def parts(state: dict[str, Any]) -> dict[str, Any]:
+    """All that a rank holds, without padding."""
+    engine, wrapper = state["model"], state["optimizer"]
+    saved = engine.module.state_dict()
+    found: dict[str, Any] = {name: buffer for name, buffer in engine.module.named_buffers() if name in saved}
+    for name, parameter in engine.module.named_parameters():
+        found[f"{name} whole"] = parameter.data
+        if hasattr(parameter, "ds_tensor"):
+            found[f"{name} here"] = parameter.ds_tensor * mask_of(_equal_rows, [parameter])
+    for index, (master, (cut, parameters)) in enumerate(zip(wrapper.masters, wrapper.cuts, strict=True)):
+        mask = mask_of(cut, parameters)
+        found[f"master {index}"] = master.detach() * mask
+        for key, value in wrapper.optimizer.state.get(master, {}).items() if mask.any() else ():
+            found[f"master {index} {key}"] = value * mask if value.shape == mask.shape else value
+    found["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in wrapper.optimizer.param_groups]
+    return found
+
+
+def mask_of(cut: Cut, parameters: list[Any]) -> Tensor:
+    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
+    return cut([torch.ones(shape) for shape in shapes])
+
+
 def pad(flat: Tensor, multiple: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(-flat.numel() % multiple)])
 

@@ -14,8 +14,8 @@ from typing import Any
 import deepspeed_like
 import pytest
 import torch
-from deepspeed_like import Engine, Status, Wrapper
-from torch import Tensor, nn
+from deepspeed_like import Engine, Status, Wrapper, differences
+from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import bytecheckpoint as bcp
@@ -76,54 +76,7 @@ def plain_state(prefix: str, *, step: float, keys: tuple[str, ...] = ("exp_avg",
 
 def engine_state(kind: str, prefix: str, *, step: float, **options: Any) -> State:
     """The same in an engine; with step 0 an optimizer that has no state yet."""
-    plain = plain_state(prefix, step=step, **options)
-    model, inner = plain["model"], plain["optimizer"]
-    whole = dict(inner.state)
-    inner.state.clear()
-    wrapper = WRAP[kind](inner, torch.bfloat16)
-    for master, (cut, parameters) in zip(wrapper.masters, wrapper.cuts, strict=True):
-        for key, value in whole.get(parameters[0], {}).items():
-            of_all = [whole[parameter][key] for parameter in parameters]
-            inner.state[master][key] = value.clone() if key == "step" else cut(of_all)
-    if kind.startswith("zero_3"):
-        deepspeed_like.partition_parameter(model.frozen, torch.float32)
-    engine = Engine(model, wrapper)
-    return {"model": engine, "optimizer": wrapper}
-
-
-def differences(state: State, expected: State) -> list[str]:
-    """What is not as in another engine that keeps everything in the same way."""
-    found, wanted = parts(state), parts(expected)
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    return [name for name in found if not same(found[name], wanted[name])]
-
-
-def same(found: Any, wanted: Any) -> bool:
-    if isinstance(found, Tensor):
-        return bool(found.dtype == wanted.dtype and torch.equal(found, wanted))
-    return bool(found == wanted)
-
-
-def parts(state: State) -> dict[str, Any]:
-    """All that a rank holds, without padding."""
-    engine, wrapper = state["model"], state["optimizer"]
-    found: dict[str, Any] = dict(engine.module.named_buffers())
-    for name, parameter in engine.module.named_parameters():
-        found[f"{name} whole"] = parameter.data
-        if hasattr(parameter, "ds_tensor"):
-            found[f"{name} here"] = parameter.ds_tensor * mask_of(deepspeed_like._equal_rows, [parameter])
-    for index, (master, (cut, parameters)) in enumerate(zip(wrapper.masters, wrapper.cuts, strict=True)):
-        mask = mask_of(cut, parameters)
-        found[f"master {index}"] = master.detach() * mask
-        for key, value in wrapper.optimizer.state.get(master, {}).items() if mask.any() else ():
-            found[f"master {index} {key}"] = value * mask if value.shape == mask.shape else value
-    found["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in wrapper.optimizer.param_groups]
-    return found
-
-
-def mask_of(cut: deepspeed_like.Cut, parameters: list[Any]) -> Tensor:
-    shapes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in parameters]
-    return cut([torch.ones(shape) for shape in shapes])
+    return deepspeed_like.engine_state(plain_state(prefix, step=step, **options), WRAP[kind])
 
 
 def save(rank: int, world_size: int, kind: str, path: str) -> None:
