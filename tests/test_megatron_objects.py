@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from megatron_like import (
 from torch import Tensor, nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
 
 ONE = Grid(1, 1, 1)
 
@@ -314,6 +316,31 @@ def test_flat_memory_of_strided_parts_is_refused(tmp_path: Path) -> None:
     bcp.save(tmp_path / "model", {"model": model})
     with pytest.raises(bcp.CheckpointSaveError, match="no run of its parameter's memory"):
         bcp.save(tmp_path / "both", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flat_shards_of_any_length_are_parts_of_a_parameter(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def any_of(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    shape = (2 * any_of(1, 5), *(any_of(1, 5) for _ in range(any_of(0, 3))))
+    grid = Grid(1, 1, 1)
+    model = Model([Spec("w", shape, (1, 3), tp_axis=0, is_swiglu=bool(any_of(0, 2)))], grid, counting)
+    parameter = model.get_parameter("0")
+    whole = torch.zeros(3, *shape)
+    cuts = sorted({0, parameter.numel(), *(any_of(0, parameter.numel() + 1) for _ in range(any_of(0, 6)))})
+    for start, end in itertools.pairwise(cuts):
+        entry = MegatronEntry("model", [model])
+        held = parameter.detach().view(-1)[start:end].clone()
+        entry.link([Optimized(parameter, held, start, is_master=True)])
+        for shard in entry.collect().shards:
+            place = tuple(slice(at, at + length) for at, length in zip(*shard.region, strict=True))
+            assert whole[place].eq(0).all()
+            whole[place] = shard.tensor
+    assert torch.equal(whole[1], parameter)
+    assert whole[::2].eq(0).all()
 
 
 def precision_aware(optimizer: Any) -> None:

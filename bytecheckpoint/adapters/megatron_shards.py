@@ -216,6 +216,7 @@ def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> Piece:
     if not is_inside:
         found = f"a ShardedTensor of shape {list(lengths)} at {list(offsets)}, which is not inside {list(shape)}"
         raise unsupported(name, found, "give it a global_offset, in elements, inside its global_shape")
+    dense_dtype(name, data)
     memory = data.detach()[(None,) * num_prepended] if num_prepended else data.detach()
     padded_axis = num_prepended if getattr(sharded, "allow_shape_mismatch", False) and data.dim() else None
     return Piece(sharded.key, shape, Region(offsets, lengths), memory, data if source is None else source, padded_axis)

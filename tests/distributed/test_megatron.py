@@ -23,6 +23,7 @@ from megatron_like import (
     Wrapper,
     full_shape,
     layout_of,
+    sharded,
 )
 from torch import Tensor
 
@@ -307,3 +308,34 @@ def test_flat_buffers_are_laid_out_as_megatron_does(
     assert [tuple(bucket) for bucket in layout.buckets] == buckets
     found = [[(index, r.start, r.stop, at) for index, r, at in layout.owned(dp, rank)] for rank in range(dp)]
     assert found == owned
+
+
+def save_odd(rank: int, world_size: int, path: str, case: str) -> str:
+    """What the save of two parts that contradict one another raises."""
+    data = torch.full((3, 2), float(rank))
+    shape = (6 + (rank if case == "shapes" else 0), 2)
+    offset = 3 * rank - (rank if case == "overlap" else 0)
+    part = sharded("w", data, global_shape=shape, global_offset=(offset, 0))
+    try:
+        bcp.save(path, {"model": {"part": part}}, "megatron")
+    except bcp.CheckpointMismatchError as error:
+        return f"{error.kind}: {error}"
+    return "saved"
+
+
+@pytest.mark.parametrize(("case", "kind"), [("shapes", "conflict"), ("overlap", "conflict")])
+def test_ranks_that_contradict_one_another_are_refused(
+    workers: WorkerPool, tmp_path: Path, case: str, kind: str
+) -> None:
+    for text in workers.run(save_odd, str(tmp_path), case, world_size=2):
+        assert text.startswith(f"{kind}: ")
+        assert "model.w" in text
+
+
+def save_copies_only(rank: int, world_size: int, path: str) -> None:
+    bcp.save(path, {"model": {"w": sharded("w", torch.arange(4.0), replica_id=(1, 0, rank))}})
+
+
+def test_replicas_are_saved_though_none_of_them_is_the_main_one(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_copies_only, str(tmp_path), world_size=2)
+    assert torch.equal(bcp.open(tmp_path)["model.w"][...], torch.arange(4.0))
