@@ -87,6 +87,13 @@ def test_a_model_loads_what_a_dict_saved_and_is_found_in_its_wrappers(tmp_path: 
     assert torch.equal(model.get_parameter("0"), counting("", (4, 3), torch.float32))
 
 
+def test_a_module_that_hides_one_of_megatron_is_refused(tmp_path: Path) -> None:
+    hiding = nn.ModuleDict({"a": Model([Spec("a", (2,))], ONE, counting), "b": nn.Linear(2, 2)})
+    with pytest.raises(bcp.CheckpointSaveError, match="that holds Megatron's Model"):
+        bcp.save(tmp_path, {"model": hiding})
+    bcp.save(tmp_path, {"model": hiding}, "ddp")
+
+
 @pytest.mark.parametrize("is_copy", [False, True])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_factory_is_built_and_undone(tmp_path: Path, dim: int, is_copy: bool) -> None:

@@ -54,6 +54,18 @@ def is_megatron_module(value: object) -> bool:
     return isinstance(value, torch.nn.Module) and callable(getattr(unwrapped(value), "sharded_state_dict", None))
 
 
+def refuse_inside(fqn: str, module: object) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of tensors that
+    ranks hold under one name would be taken for replicas.
+    """
+    children = module.modules() if isinstance(module, torch.nn.Module) else ()
+    kinds = [kind for kind in dict.fromkeys(map(type, children)) if hasattr(kind, "sharded_state_dict")]
+    if kinds:
+        what = f"a module without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
+        advice = "pass the modules inside, or give it that method; where Megatron splits no tensor, pass framework="
+        raise unsupported(fqn, what, f'{advice}"ddp" (or "deepspeed")')
+
+
 class MegatronEntry:
     """The chunks of a model that this rank holds, or the sharded objects in a dict of the state."""
 

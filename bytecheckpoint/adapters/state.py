@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
-from bytecheckpoint.adapters.deepspeed import flat_optimizer
-from bytecheckpoint.adapters.megatron import MegatronEntry, is_megatron_module
+from bytecheckpoint.adapters.deepspeed import flat_optimizer, is_engine
+from bytecheckpoint.adapters.megatron import MegatronEntry, is_megatron_module, refuse_inside
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
@@ -218,8 +218,10 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
 def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
     items = list(value) if isinstance(value, list | tuple) else [value]
     if framework in {"auto", "megatron"}:
-        if all(map(is_megatron_module, items)):
+        if all(map(is_megatron_module, items)) and not any(map(is_engine, items)):
             return MegatronEntry(fqn, items)
+        for item in items:
+            refuse_inside(fqn, item)
         if is_megatron_optimizer(value):
             return MegatronOptimizerEntry(fqn, value)
     if isinstance(items[0], torch.nn.Module):
