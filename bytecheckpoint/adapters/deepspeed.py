@@ -43,8 +43,13 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def is_engine(value: Any) -> bool:
+    """Whether a module is an engine, which is `engine.module` with an optimizer and counters."""
     attributes = vars(value) if isinstance(value, torch.nn.Module) else {}
-    return "module" in getattr(value, "_modules", ()) and {"optimizer", *_COUNTERS} <= attributes.keys()
+    return {"optimizer", *_COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
+
+
+def unwrapped(engine: Any) -> Any:
+    return getattr(engine, "module", None)
 
 
 def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
@@ -205,6 +210,9 @@ def _facts(wrapper: Any, engine: Any | None) -> dict[str, Any]:
     scaler = _dynamic_scaler(wrapper)
     if scaler is not None:
         facts["loss_scaler"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
+    autocast = getattr(wrapper, "torch_autocast_gradscaler", None)
+    if autocast is not None:
+        facts["grad_scaler"] = autocast.state_dict()
     if engine is not None:
         facts["engine"] = {name: getattr(engine, name) for name in _COUNTERS}
         if getattr(engine, "lr_scheduler", None) is not None:
@@ -217,6 +225,9 @@ def _take(wrapper: Any, engine: Any | None, facts: Mapping[str, Any]) -> None:
     for name, value in facts.get("loss_scaler", {}).items():
         if scaler is not None and hasattr(scaler, name):
             setattr(scaler, name, value)
+    autocast = getattr(wrapper, "torch_autocast_gradscaler", None)
+    if autocast is not None and facts.get("grad_scaler"):
+        autocast.load_state_dict(facts["grad_scaler"])
     if engine is None:
         return
     for name, value in facts.get("engine", {}).items():

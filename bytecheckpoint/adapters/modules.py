@@ -125,7 +125,7 @@ class ModuleEntry:
         named = [(part.plain_name(name), parameter) for name, parameter in found]
         flat = [of_module for each in optimizers if (of_module := each.module(named)) is not None]
         if not flat:
-            engine = next((each for each in self.engines if each.module is part.tree.module), None)
+            engine = next((each for each in self.engines if deepspeed.unwrapped(each) is part.tree.module), None)
             alone = deepspeed.module_alone(self.fqn, named, engine)
             flat = [] if alone is None else [alone]
         deepspeed.refuse_unknown(self.fqn, named, flat)
@@ -295,7 +295,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
-    tree = tree_of(module.get_submodule("module") if deepspeed.is_engine(module) else module)
+    tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
     is_fsdp1 = fsdp1.has_units(tree)
     if is_fsdp1:
         tree = fsdp1.walked_tree(fqn, tree)

@@ -252,6 +252,7 @@ def counted(step: float, *, accumulation: int = 2) -> State:
     engine.lr_scheduler.last_epoch = int(step)
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     scaler = dict(zip(names, (2.0**step, step * 3, step, 2), strict=True))
+    wrapper.torch_autocast_gradscaler = torch.amp.GradScaler("cpu", init_scale=2.0**step)
     wrapper.loss_scaler = SimpleNamespace(**scaler, dynamic=True, scale_window=1000)
     return state
 
@@ -267,6 +268,7 @@ def resume(rank: int, world_size: int, path: str) -> None:
     assert engine.lr_scheduler.last_epoch == 7
     scaler = state["optimizer"].loss_scaler
     assert (scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter) == (128.0, 21.0, 7.0)
+    assert state["optimizer"].torch_autocast_gradscaler.state_dict()["scale"] == 128.0
     assert scaler.scale_window == 5, "what the new run was configured with"
 
     state = counted(3.0, accumulation=4)
