@@ -31,9 +31,12 @@ class FlatPart(NamedTuple):
     """Of the first of them in the flat memory, in elements."""
     order: tuple[int, ...] | None = None
     """The dimensions from the outermost in memory to the innermost, where elements are counted so and not by rows."""
+    padded_axis: int | None = None
+    """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
-        """The regions that lie here, as views of the flat memory; one of no elements where there are none.
+        """The regions that lie here, as views of the flat memory; one of no elements where there are none, if it has
+        dimensions.
 
         Memory that has the box's shape is the box itself.
 
@@ -47,7 +50,7 @@ class FlatPart(NamedTuple):
         lengths = [self.box.lengths[dim] for dim in order]
         back = [order.index(dim) for dim in range(len(order))]
         shards, position = [], self.position
-        for region in split_flat_range(lengths, self.start, self.numel) or [_nothing_of(self.box)]:
+        for region in split_flat_range(lengths, self.start, self.numel) or _nothing_of(self.box):
             view = flat[position : position + region.numel].view(region.lengths)
             view = view if self.order is None else view.permute(back)
             offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
@@ -61,8 +64,10 @@ def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -
     return FlatPart(tuple(shape), whole(shape), start, numel, position)
 
 
-def _nothing_of(box: Region) -> Region:
-    return Region((0,) * len(box.lengths), (0,) * len(box.lengths))
+def _nothing_of(box: Region) -> list[Region]:
+    """So that every rank knows the FQN; what has no dimensions cannot have no elements."""
+    nothing = (0,) * len(box.lengths)
+    return [Region(nothing, nothing)] if nothing else []
 
 
 class NamedPart(NamedTuple):

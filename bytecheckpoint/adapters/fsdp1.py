@@ -133,7 +133,8 @@ def _unit(fqn: str, wrapper: Any) -> _Unit:
 def _take_over(fqn: str, handle: Any) -> None:
     """Takes over memory that was put in place of a parameter's, as FSDP1 itself does at the next forward pass."""
     flat = handle.flat_param
-    if handle._skip_writeback_check or handle._skipped_use_sharded_views:
+    is_idle = handle._training_state is HandleTrainingState.IDLE
+    if not is_idle or handle._skip_writeback_check or handle._skipped_use_sharded_views:
         return
     if handle.uses_sharded_strategy and not handle.is_sharded(flat):
         return

@@ -8,15 +8,16 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState
-from bytecheckpoint.adapters.hyperparameters import agreed, set_hyperparameters
-from bytecheckpoint.adapters.modules import ModuleEntry
+from bytecheckpoint.adapters.hyperparameters import agreed, same_value, set_hyperparameters
 from bytecheckpoint.adapters.parameter_names import (
+    NamesParameters,
     OptimizedParameter,
     ParameterNames,
     check_state_key,
@@ -44,11 +45,11 @@ class OptimizerEntry:
         self._optimized: dict[int, list[OptimizedParameter]] = {}
         """What lies in each tensor of the param_groups, by its id: one parameter, or parts of several."""
         self._created: dict[str, torch.Tensor] = {}
-        """Tensors that a load makes anew: those in lists of a parameter's state, and what a flat one has one of."""
+        """Tensors that a load makes anew: those in lists of a parameter's state. And what a flat one has one of."""
         self._found: StoredOptimizer | None = None
         """What the one load that this entry is made for has found."""
 
-    def name_parameters(self, modules: Sequence[ModuleEntry]) -> None:
+    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
 
         Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has, and one that two
@@ -61,6 +62,7 @@ class OptimizerEntry:
 
     def collect(self) -> Contents:
         shards = LocalShards()
+        self._created.clear()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
             _check_has_state(self.fqn, optimizer)
@@ -70,7 +72,7 @@ class OptimizerEntry:
                     tree["state"][names.name] = plain
             for flat in self._flat_states(optimizer):
                 tree["state"].update(flat.collect(shards))
-            tree["groups"] |= self._groups(optimizer)
+        tree["groups"] = self._groups()
         elsewhere = {fqn: names.name for names in self._all_names() for fqn in names.elsewhere}
         if elsewhere:
             tree["elsewhere"] = elsewhere
@@ -97,14 +99,24 @@ class OptimizerEntry:
             plain[key] = with_leaves(_copied(value), fqn, refs)
         return plain
 
-    def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Hyperparameters by the first parameter of their group, so that ranks with other parameters add theirs."""
-        groups = {}
-        for index, (group, parameters) in enumerate(self._param_groups(optimizer)):
+    def _groups(self) -> dict[str, Any]:
+        """Hyperparameters by the first parameter of their group, so that ranks with other parameters add theirs.
+
+        Raises CheckpointSaveError (unsupported_value) where parts of one parameter have different ones.
+        """
+        groups: dict[str, dict[str, Any]] = {}
+        values_of: dict[str, dict[str, Any]] = {}
+        all_groups = chain.from_iterable(map(self._param_groups, self.optimizers))
+        for index, (group, parameters) in enumerate(all_groups):
             # A dict, because ranks may hold other parameters of one group, and dicts of ranks are united.
             names = dict.fromkeys(names.name for parameter in parameters for names in self._names(parameter))
             values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-            groups[next(iter(names), f"#{index}")] = {"params": names, "values": values}
+            for name in names:
+                if values_of.setdefault(name, values) is not values and not same_value(values_of[name], values):
+                    what = f"an optimizer that has parts of {name} in groups with different hyperparameters"
+                    raise unsupported(self.fqn, what, "give its parts names of their own, such as one for each layer")
+            first = groups.setdefault(next(iter(names), f"#{index}"), {"params": {}, "values": values})
+            first["params"] |= names
         return groups
 
     def expect(self, stored: Stored) -> Expectation:

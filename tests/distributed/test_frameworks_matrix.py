@@ -16,7 +16,7 @@ import deepspeed_like
 import pytest
 
 import bytecheckpoint as bcp
-from distributed import layouts
+from distributed import layouts, megatron
 from distributed.layouts import FRAMEWORK_LAYOUTS, LAYOUTS, Builder, State
 from distributed.ragged import RaggedBuilder
 from distributed.small_pieces import small_pieces
@@ -63,6 +63,9 @@ def of_zero(world_size: int, wrap: Callable[..., deepspeed_like.Wrapper]) -> Fra
 FRAMEWORKS: Mapping[str, Framework] = {
     **{name: of_layout(name) for name in (*FRAMEWORK_LAYOUTS, "fsdp3", "single")},
     "ragged4": Framework(world_size=4, build=RaggedBuilder),
+    "megatron_tp2_pp2_dp2": Framework(
+        world_size=megatron.GRID.world_size, build=megatron.MegatronBuilder, differences=megatron.differences
+    ),
     "zero1_2": of_zero(2, deepspeed_like.zero_1),
     "zero3_4": of_zero(4, deepspeed_like.zero_3),
 }
