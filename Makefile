@@ -1,6 +1,7 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
 #   make test     the tests, some 10 minutes on 2 cores
+#   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it, resume it on other layouts
 #   make bench    how long things take, beside what others take
@@ -22,10 +23,18 @@ BENCH_LOAD_ARGS ?= --size 0.1
 BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 
 .DELETE_ON_ERROR:
-.PHONY: test lint demo bench bench-load clean
+.PHONY: test test-frameworks lint demo bench bench-load clean
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Frameworks pin what they need, so they get an environment of their own: the same rules, under another name.
+test-frameworks:
+	@$(MAKE) VENV=.venv-frameworks run-test-frameworks
+
+.PHONY: run-test-frameworks
+run-test-frameworks: $(VENV)/.installed-frameworks
+	$(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .
@@ -47,7 +56,7 @@ bench-load: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/cold.py $(BENCH_COLD_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-frameworks build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: one for the venv, one for torch, one for each set of extras; only the last kind is redone when
@@ -68,6 +77,11 @@ $(VENV)/.installed-torch: | $(VENV)/.created
 
 $(VENV)/.installed-bench: benchmarks/requirements.txt $(VENV)/.installed-test
 	@$(PIP) install --requirement benchmarks/requirements.txt
+	@touch $@
+
+$(VENV)/.installed-frameworks: tests/frameworks/requirements.txt $(VENV)/.installed-test
+	@echo "installing the frameworks"
+	@DS_BUILD_OPS=0 $(PIP) install --requirement tests/frameworks/requirements.txt
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.installed-torch

@@ -65,8 +65,8 @@ def save(
         path: A directory or any fsspec URL; with `step` the checkpoint is at `path/step_00001000`.
         state: A dict of modules, optimizers, objects with state_dict(), tensors and plain data; every rank passes
             what it holds, and all call `save` together.
-        framework: `auto`, `ddp`, `fsdp`, `fsdp2`, `dtensor` or `vescale`. All of them are read in the same way; a
-            framework that is not supported is refused by its name.
+        framework: `auto`, `ddp`, `fsdp`, `fsdp2`, `dtensor`, `vescale`, `megatron` or `deepspeed`. `auto` finds what
+            there is; one that nothing in the state is of is refused.
         step: The training step, at least 0.
         async_save: Return as soon as the state may change again, and write in the background.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.

@@ -58,6 +58,7 @@ def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Ma
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
         _match_shards(match, expectation.shards, stored, cast=cast)
+        _match_shards(match._replace(cast=set()), expectation.copies, stored, cast=True)
     _leave_out_shared(match)
     return match
 

@@ -8,7 +8,7 @@ padding is ever stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,8 @@ class FlatPart(NamedTuple):
     """Of the first of them in the flat memory, in elements."""
     order: tuple[int, ...] | None = None
     """The dimensions from the outermost in memory to the innermost, where elements are counted so and not by rows."""
+    padded_axis: int | None = None
+    """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
         """The regions that lie here, as views of the flat memory; one of no elements where there are none, if it has
@@ -102,5 +104,45 @@ class FlatModule(NamedTuple):
     in_optimizer: Mapping[int, Sequence[NamedPart]] = {}
     """By the id of what an optimizer has in its param_groups: what lies in it, as in tensors of its optimizer state
     that have its shape."""
+    copies: Sequence[HeldPart] = ()
+    """What the module keeps of the same parameters in lower precision. A load fills it from the same tensors, and
+    converts them whatever `cast` says, because no precision is lost that the module has. A save does not look at it."""
     finish: Callable[[], None] = nothing_to_do
     """Called when a load has filled the memory."""
+
+
+def merged(flat: Sequence[FlatModule]) -> FlatModule | None:
+    """What several optimizers keep of one module."""
+    if len(flat) < 2:
+        return next(iter(flat), None)
+
+    def finish() -> None:
+        for each in flat:
+            each.finish()
+
+    return FlatModule(
+        [held for each in flat for held in each.held],
+        {tensor_id for each in flat for tensor_id in each.replaced},
+        {alias: name for each in flat for alias, name in each.aliases.items()},
+        {tensor_id: parts for each in flat for tensor_id, parts in each.in_optimizer.items()},
+        [copy for each in flat for copy in each.copies],
+        finish,
+    )
+
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+"""The parameters of a module, each under all of its names."""
+
+
+class FlatOptimizer(NamedTuple):
+    """A torch optimizer inside one of a framework's own, as one save or load finds it."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[Sequence[torch.Tensor]]
+    """What each of its param_groups has, also while the framework keeps it elsewhere."""
+    module: Callable[[NamedParameters], FlatModule | None]
+    """How the module is kept that has these parameters; None where none is flat."""
+    facts: Callable[[], dict[str, Any]]
+    """What else a resumed training needs, as plain data that is the same on all ranks."""
+    take_facts: Callable[[Mapping[str, Any]], None]
+    """Puts those of a checkpoint in place, which may come from another framework and lack any of them."""

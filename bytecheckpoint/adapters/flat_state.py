@@ -11,6 +11,7 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.hyperparameters import same_value
+from bytecheckpoint.adapters.padding import as_stored, zero_beyond
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import leaves
 from bytecheckpoint.adapters.stored import Problem, StoredTensor, not_stored, placeholder
@@ -37,7 +38,7 @@ class FlatState:
         # A rank that has nothing of a parameter has nothing to say of it either.
         self._parts = [(each.names, each.part) for each in optimized if each.part is not None and each.part.numel]
         self._one_values = one_values
-        """By FQN: what a load reads for each parameter of which the optimizer has one for all."""
+        """By FQN: what a save writes and a load reads for each parameter of which the optimizer has one for all."""
 
     @property
     def _state(self) -> Mapping[str, Any]:
@@ -56,11 +57,20 @@ class FlatState:
                 elif value.shape == self._memory.shape:
                     shards.found += part.shards(fqn, value)
                 elif value.numel() == 1:
-                    shards.add(fqn, value)
+                    self._add_one_value(fqn, value, shards)
                 else:
                     raise _refused(fqn, f"optimizer state of shape {list(value.shape)} for flat parameters")
             if plain:
                 yield names.name, plain
+
+    def _add_one_value(self, fqn: str, value: torch.Tensor, shards: LocalShards) -> None:
+        """Once where several parts of one parameter lie on this rank, in this tensor or in others."""
+        if fqn not in self._one_values:
+            self._one_values[fqn] = value
+            shards.add(fqn, value)
+        elif not same_value(self._one_values[fqn], value):
+            what = f"{value} for one part of a parameter and {self._one_values[fqn]} for another"
+            raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
     def expect(self, found: StoredOptimizer) -> tuple[list[LocalShard], list[Problem]]:
         shards, problems = LocalShards(), []
@@ -75,7 +85,8 @@ class FlatState:
                 elif _is_one_value(tensor, part, key):
                     shards.add(fqn, self._one_values.get(fqn, placeholder(tensor)))
                 else:
-                    shards.found += part.shards(fqn, self._target(key, tensor))
+                    targets = part.shards(fqn, self._target(key, tensor))
+                    shards.found += [as_stored(target, part.padded_axis, tensor.shape) for target in targets]
             for key, value in self._state.items():
                 if key not in states and isinstance(value, torch.Tensor):
                     fqn = self._state_fqn(names, key)
@@ -109,6 +120,7 @@ class FlatState:
                 for key, (fqn, tensor) in found.tensors(names).items()
                 if _is_one_value(tensor, part, key)
             }
+            self._zero_padding(part, found.tensors(names))
             of_parameter |= found.plain(names)
             for key, (fqn, value) in of_parameter.items():
                 first_fqn, first = values.setdefault(key, (fqn, value))
@@ -119,7 +131,16 @@ class FlatState:
             if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
                 own.copy_(value.view(own.shape))
             else:
-                self._optimizer.state[self._memory][key] = value
+                # Cloned, because what another part of the parameter is in has the same value, and steps count in place.
+                own_value = value.clone() if isinstance(value, torch.Tensor) else value
+                self._optimizer.state[self._memory][key] = own_value
+
+    def _zero_padding(self, part: FlatPart, states: Mapping[str, tuple[str, StoredTensor]]) -> None:
+        for key, (fqn, tensor) in states.items() if part.padded_axis is not None else ():
+            own = self._state.get(key)
+            if isinstance(own, torch.Tensor) and own.shape == self._memory.shape:
+                for target in part.shards(fqn, own):
+                    zero_beyond(target, part.padded_axis, tensor.shape)
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
         """The parameters whose state is loaded."""

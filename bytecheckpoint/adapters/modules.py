@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from bytecheckpoint.adapters import fsdp1
-from bytecheckpoint.adapters.flat_parts import FlatModule, HeldPart, NamedPart
+from bytecheckpoint.adapters import deepspeed, fsdp1
+from bytecheckpoint.adapters.flat_parts import FlatModule, FlatOptimizer, HeldPart, NamedPart, merged
 from bytecheckpoint.adapters.meta_modules import materialise
 from bytecheckpoint.adapters.module_tree import ModuleTree, tree_of
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
@@ -30,7 +30,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, unsupported
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, unsupported
 from bytecheckpoint.adapters.ties import untied
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", fsdp1.WRAPPED})
@@ -102,12 +102,34 @@ class ModuleEntry:
 
     def __init__(self, fqn: str, modules: Sequence[torch.nn.Module]) -> None:
         self.fqn = fqn
+        self.engines = [module for module in modules if deepspeed.is_engine(module)]
+        """Those of the modules that are engines of DeepSpeed."""
         self._parts = [_part_of(fqn, module) for module in modules]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
         self._named: _Held | None = None
         """What was found to name parameters, for the one collect or expect that follows at once."""
+
+    def find_flat(self, optimizers: Sequence[FlatOptimizer]) -> None:
+        """Learns which parameters these optimizers keep flat, whatever they are called here.
+
+        Raises CheckpointSaveError (unsupported_value) for parameters that cannot be read without their optimizer.
+        """
+        for index, part in enumerate(self._parts):
+            if part.flat is None and (optimizers or self.engines or deepspeed.has_traces(part.tree)):
+                self._parts[index] = part._replace(flat=self._flat_of(part, optimizers))
+
+    def _flat_of(self, part: _Part, optimizers: Sequence[FlatOptimizer]) -> FlatModule | None:
+        found = part.tree.module.named_parameters(remove_duplicate=False)
+        named = [(part.plain_name(name), parameter) for name, parameter in found]
+        flat = [of_module for each in optimizers if (of_module := each.module(named)) is not None]
+        if not flat:
+            engine = next((each for each in self.engines if deepspeed.unwrapped(each) is part.tree.module), None)
+            alone = deepspeed.module_alone(self.fqn, named, engine)
+            flat = [] if alone is None else [alone]
+        deepspeed.refuse_unknown(self.fqn, named, flat)
+        return merged(flat)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Every parameter with its name in the model; a tied one once, under its first name. Without flat ones."""
@@ -159,6 +181,7 @@ class ModuleEntry:
         for fqn, flat in held.flat:
             shards += flat.part.shards(_stored_name(fqn, other_names, stored), flat.memory)
         claims = held.names()
+        copies = self._copies(other_names, stored)
         problems: list[Problem] = []
         for fqn in held.extra:
             found = stored.entry_tree(fqn)
@@ -170,7 +193,16 @@ class ModuleEntry:
                 claims.update(map(stored.rename, values))
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
-        return Expectation(shards, claims, problems)
+        return Expectation(shards, claims, problems, copies)
+
+    def _copies(self, other_names: Mapping[str, Sequence[str]], stored: Stored) -> list[LocalShard]:
+        """What flat parameters are in lower precision."""
+        shards: list[LocalShard] = []
+        for part in self._parts:
+            for copy in () if part.flat is None else part.flat.copies:
+                name = _stored_name(join_fqn(self.fqn, copy.name), other_names, stored)
+                shards += copy.part.shards(name, copy.memory)
+        return shards
 
     def prepare(self, stored: Stored) -> None:
         for fqn in self._read().extra:
@@ -263,7 +295,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
-    tree = tree_of(module)
+    tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
     is_fsdp1 = fsdp1.has_units(fqn, tree)
     if is_fsdp1:
         tree = fsdp1.walked_tree(fqn, tree)

@@ -8,14 +8,16 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState
-from bytecheckpoint.adapters.hyperparameters import agreed, set_hyperparameters
-from bytecheckpoint.adapters.modules import ModuleEntry
+from bytecheckpoint.adapters.hyperparameters import agreed, same_value, set_hyperparameters
 from bytecheckpoint.adapters.parameter_names import (
+    NamesParameters,
     OptimizedParameter,
     ParameterNames,
     check_state_key,
@@ -35,17 +37,19 @@ _HOST_SCALARS = {"step", "mu_product"}
 class OptimizerEntry:
     """One optimizer, or several that share a name in the state."""
 
-    def __init__(self, fqn: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, fqn: str, optimizers: Sequence[torch.optim.Optimizer | FlatOptimizer]) -> None:
         self.fqn = fqn
-        self.optimizers = optimizers
+        self.wrapped = [each for each in optimizers if isinstance(each, FlatOptimizer)]
+        """Those that frameworks have wrapped."""
+        self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
         self._optimized: dict[int, list[OptimizedParameter]] = {}
         """What lies in each tensor of the param_groups, by its id: one parameter, or parts of several."""
         self._created: dict[str, torch.Tensor] = {}
-        """Tensors that a load makes anew: those in lists of a parameter's state, and what a flat one has one of."""
+        """Tensors that a load makes anew: those in lists of a parameter's state. And what a flat one has one of."""
         self._found: StoredOptimizer | None = None
         """What the one load that this entry is made for has found."""
 
-    def name_parameters(self, modules: Sequence[ModuleEntry]) -> None:
+    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
 
         Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has, and one that two
@@ -58,6 +62,7 @@ class OptimizerEntry:
 
     def collect(self) -> Contents:
         shards = LocalShards()
+        self._created.clear()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
             _check_has_state(self.fqn, optimizer)
@@ -67,10 +72,12 @@ class OptimizerEntry:
                     tree["state"][names.name] = plain
             for flat in self._flat_states(optimizer):
                 tree["state"].update(flat.collect(shards))
-            tree["groups"] |= self._groups(optimizer)
+        tree["groups"] = self._groups()
         elsewhere = {fqn: names.name for names in self._all_names() for fqn in names.elsewhere}
         if elsewhere:
             tree["elsewhere"] = elsewhere
+        for each in self.wrapped:
+            tree["facts"] = tree.get("facts", {}) | each.facts()
 
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
         return Contents(shards.found, {shard.fqn for shard in shards.found}, {self.fqn: ("shared", encoded)})
@@ -92,14 +99,24 @@ class OptimizerEntry:
             plain[key] = with_leaves(_copied(value), fqn, refs)
         return plain
 
-    def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Hyperparameters by the first parameter of their group, so that ranks with other parameters add theirs."""
-        groups = {}
-        for index, group in enumerate(optimizer.param_groups):
+    def _groups(self) -> dict[str, Any]:
+        """Hyperparameters by the first parameter of their group, so that ranks with other parameters add theirs.
+
+        Raises CheckpointSaveError (unsupported_value) where parts of one parameter have different ones.
+        """
+        groups: dict[str, dict[str, Any]] = {}
+        values_of: dict[str, dict[str, Any]] = {}
+        all_groups = chain.from_iterable(map(self._param_groups, self.optimizers))
+        for index, (group, parameters) in enumerate(all_groups):
             # A dict, because ranks may hold other parameters of one group, and dicts of ranks are united.
-            names = dict.fromkeys(names.name for parameter in group["params"] for names in self._names(parameter))
+            names = dict.fromkeys(names.name for parameter in parameters for names in self._names(parameter))
             values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-            groups[next(iter(names), f"#{index}")] = {"params": names, "values": values}
+            for name in names:
+                if values_of.setdefault(name, values) is not values and not same_value(values_of[name], values):
+                    what = f"an optimizer that has parts of {name} in groups with different hyperparameters"
+                    raise unsupported(self.fqn, what, "give its parts names of their own, such as one for each layer")
+            first = groups.setdefault(next(iter(names), f"#{index}"), {"params": {}, "values": values})
+            first["params"] |= names
         return groups
 
     def expect(self, stored: Stored) -> Expectation:
@@ -123,8 +140,8 @@ class OptimizerEntry:
                 shards, problems = flat.expect(found)
                 expectation.shards.extend(shards)
                 expectation.problems.extend(problems)
-            for group in optimizer.param_groups:
-                expectation.problems.extend(self._hyperparameters(group, found, stored)[1])
+            for _, parameters in self._param_groups(optimizer):
+                expectation.problems.extend(self._hyperparameters(parameters, found, stored)[1])
         return expectation
 
     def _problems(self, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer) -> Iterator[Problem]:
@@ -183,8 +200,10 @@ class OptimizerEntry:
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
                 flat.finish(found)
-            for group in optimizer.param_groups:
-                set_hyperparameters(group, self._hyperparameters(group, found, stored)[0])
+            for group, parameters in self._param_groups(optimizer):
+                set_hyperparameters(group, self._hyperparameters(parameters, found, stored)[0])
+        for each in self.wrapped:
+            each.take_facts(found.facts())
 
     def _loadable(self, found: StoredOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, ParameterNames]]:
         """The parameters whose state is loaded."""
@@ -201,15 +220,27 @@ class OptimizerEntry:
         return self._found
 
     def _hyperparameters(
-        self, group: Mapping[str, Any], found: StoredOptimizer, stored: Stored
+        self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, stored: Stored
     ) -> tuple[dict[str, Any], list[Problem]]:
-        return agreed((names for parameter in group["params"] for names in self._names(parameter)), found, stored)
+        return agreed((names for parameter in parameters for names in self._names(parameter)), found, stored)
+
+    def _param_groups(
+        self, optimizer: torch.optim.Optimizer
+    ) -> Iterator[tuple[dict[str, Any], Sequence[torch.Tensor]]]:
+        """The param_groups, each with the parameters in it."""
+        wrapped = next((each for each in self.wrapped if each.optimizer is optimizer), None)
+        if wrapped is not None:
+            yield from zip(optimizer.param_groups, wrapped.parameters, strict=True)
+            return
+        for group in optimizer.param_groups:
+            yield group, group["params"]
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, str | None]]:
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                names = group.get("param_names") or [None] * len(group["params"])
-                yield from zip(group["params"], names, strict=True)
+            for group, parameters in self._param_groups(optimizer):
+                names = group.get("param_names") or []
+                is_of_them = len(names) == len(parameters)  # a wrapper puts other parameters in their place
+                yield from zip(parameters, names if is_of_them else [None] * len(parameters), strict=True)
 
     def _names(self, parameter: torch.Tensor) -> Iterator[ParameterNames]:
         """Of what lies in a tensor of the param_groups."""
@@ -220,15 +251,15 @@ class OptimizerEntry:
 
     def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, ParameterNames]]:
         """The parameters that are no flat memory."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        for _, parameters in self._param_groups(optimizer):
+            for parameter in parameters:
                 optimized = self._optimized[id(parameter)]
                 if len(optimized) == 1 and optimized[0].part is None:
                     yield parameter, optimized[0].names
 
     def _flat_states(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatState]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        for _, parameters in self._param_groups(optimizer):
+            for parameter in parameters:
                 optimized = self._optimized[id(parameter)]
                 if any(of_parameter.part is not None and of_parameter.part.numel for of_parameter in optimized):
                     yield FlatState(self.fqn, optimizer, parameter, optimized=optimized, one_values=self._created)

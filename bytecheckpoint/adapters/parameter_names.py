@@ -6,19 +6,34 @@ FQN. So a name depends on nothing that other ranks hold, and on nothing else tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart, NamedPart
 from bytecheckpoint.adapters.fsdp1 import is_flattened
-from bytecheckpoint.adapters.modules import ModuleEntry, plain_name
+from bytecheckpoint.adapters.modules import plain_name
 from bytecheckpoint.adapters.plain_data import join_fqn
 from bytecheckpoint.adapters.tensors import unsupported
 
 MODEL = "model"
+
+
+class NamesParameters(Protocol):
+    """An entry of the state that says what the parameters in it are called."""
+
+    fqn: str
+
+    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """Every parameter that is no flat memory, with its name in the model; a tied one once."""
+
+    def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
+        """What an optimizer has in place of the others, by id, and what lies in it."""
+
+    def tied_names(self) -> dict[str, str]:
+        """The other names of tied tensors -> their first name."""
 
 
 class ParameterNames(NamedTuple):
@@ -42,7 +57,7 @@ class OptimizedParameter(NamedTuple):
 
 
 def name_parameters(
-    optimizer_fqn: str, parameters: Iterable[tuple[torch.Tensor, str | None]], modules: Sequence[ModuleEntry]
+    optimizer_fqn: str, parameters: Iterable[tuple[torch.Tensor, str | None]], modules: Sequence[NamesParameters]
 ) -> dict[int, list[OptimizedParameter]]:
     """What each tensor that an optimizer calls a parameter holds, by its id: one parameter, or parts of several.
 
@@ -75,7 +90,7 @@ def name_parameters(
     return found
 
 
-def _found_in_modules(wanted: set[int], modules: Sequence[ModuleEntry]) -> dict[int, list[OptimizedParameter]]:
+def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> dict[int, list[OptimizedParameter]]:
     """By the id of what the optimizer has. The first module that has it gives it its name."""
     found: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:

@@ -5,11 +5,15 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
+from bytecheckpoint.adapters.deepspeed import flat_optimizer, is_engine
+from bytecheckpoint.adapters.megatron import MegatronEntry, is_megatron_module, refuse_inside
+from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
+from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, too_deep
@@ -17,12 +21,14 @@ from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
+from bytecheckpoint.adapters.zero_partitions import is_wrapper
 
-FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "vescale")
-"""What `framework` may be. Each takes what all of them take: tensors say themselves how they lie, and modules whether
-FSDP1 keeps them flat. Megatron and DeepSpeed are not read yet."""
+FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale")
+"""What `framework` may be. Those that have no adapters of their own share those of torch's modules and optimizers."""
 
 _CONTAINERS = (dict, list, tuple)
+_MODULES = ModuleEntry | MegatronEntry
+_OPTIMIZERS = OptimizerEntry | MegatronOptimizerEntry
 
 
 class Entry(Protocol):
@@ -43,11 +49,25 @@ class Entry(Protocol):
         """Puts plain data in place, once the tensors are loaded."""
 
 
+def _is_of_deepspeed(entry: Entry) -> bool:
+    return (isinstance(entry, ModuleEntry) and bool(entry.engines)) or (
+        isinstance(entry, OptimizerEntry) and bool(entry.wrapped)
+    )
+
+
+def _is_of_megatron(entry: Entry) -> bool:
+    return isinstance(entry, MegatronEntry | MegatronOptimizerEntry)
+
+
+_OWN_ADAPTERS: Mapping[str, Callable[[Entry], bool]] = {"deepspeed": _is_of_deepspeed, "megatron": _is_of_megatron}
+"""Frameworks with adapters of their own, and what tells their entries. `auto` tries all of them."""
+
+
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     """The entries of a state, modules first: optimizers are named after their modules' parameters.
 
     Raises CheckpointSaveError (unsupported_value) for a state that is no dict with names as keys, and for a framework
-    that is none of FRAMEWORKS.
+    that is none of FRAMEWORKS, or that nothing in the state is of.
     """
     if framework not in FRAMEWORKS:
         raise unsupported(
@@ -55,31 +75,55 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
         )
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
-    modules: list[ModuleEntry] = []
-    optimizers: list[OptimizerEntry] = []
+    modules: list[ModuleEntry | MegatronEntry] = []
+    given: list[_Optimizers | MegatronOptimizerEntry] = []
     others: list[Entry] = []
-    for entry in _walk(state, ""):
-        if isinstance(entry, ModuleEntry):
+    for entry in _walk(state, "", framework):
+        if isinstance(entry, _MODULES):
             modules.append(entry)
-        elif isinstance(entry, OptimizerEntry):
-            optimizers.append(entry)
+        elif isinstance(entry, _Optimizers | MegatronOptimizerEntry):
+            given.append(entry)
         else:
             others.append(entry)
+    optimizers = _optimizer_entries(given, modules)
     for optimizer in optimizers:
         optimizer.name_parameters(modules)
-    return [*modules, *optimizers, *others]
+    entries: list[Entry] = [*modules, *optimizers, *others]
+    if framework in _OWN_ADAPTERS and not any(map(_OWN_ADAPTERS[framework], entries)):
+        tried = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"
+        what = f"a framework of which nothing is in the state; tried were {tried}"
+        raise unsupported(f"framework={framework!r}", what, 'pass framework="auto", which finds what there is')
+    return entries
+
+
+def _optimizer_entries(
+    given: Sequence[_Optimizers | MegatronOptimizerEntry], modules: Sequence[ModuleEntry | MegatronEntry]
+) -> list[OptimizerEntry | MegatronOptimizerEntry]:
+    """The entries of all optimizers, once the modules have learnt what they keep flat."""
+    of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
+    engines = [engine for entry in of_torch for engine in entry.engines]
+    optimizers = [
+        OptimizerEntry(each.fqn, [flat_optimizer(each.fqn, value, engines) or value for value in each.values])
+        if isinstance(each, _Optimizers)
+        else each
+        for each in given
+    ]
+    wrapped = [each for entry in optimizers if isinstance(entry, OptimizerEntry) for each in entry.wrapped]
+    for module in of_torch:
+        module.find_flat(wrapped)
+    return optimizers
 
 
 def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
     """The optimizers of the state: what changes its parameters, and theirs."""
-    return [optimizer for entry in entries if isinstance(entry, OptimizerEntry) for optimizer in entry.optimizers]
+    return [optimizer for entry in entries if isinstance(entry, _OPTIMIZERS) for optimizer in entry.optimizers]
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     """This rank's memory of the buffers of all modules."""
     shards = LocalShards()
     for entry in entries:
-        for buffer in entry.buffers() if isinstance(entry, ModuleEntry) else ():
+        for buffer in entry.buffers() if isinstance(entry, _MODULES) else ():
             shards.add(entry.fqn, buffer)
     return [shard.tensor for shard in shards.found]
 
@@ -105,18 +149,35 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
     return collected
 
 
-def _walk(container: Any, fqn: str) -> Iterator[Entry]:
+class _Optimizers(NamedTuple):
+    """What becomes one entry once all modules are known."""
+
+    fqn: str
+    values: Sequence[Any]
+
+
+def _walk(container: Any, fqn: str, framework: str) -> Iterator[Entry | _Optimizers]:
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):
         check_key(key, fqn or "the state")
         child = join_fqn(fqn, key)
-        if _is_special(value):
-            yield _special_entry(value, child)
-        elif _holds_special(value, child, MAX_DEPTH):
-            yield from _walk(value, child)
-        elif type(container) is tuple and not isinstance(value, torch.Tensor | dict | list):
-            raise unsupported(child, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
-        else:
-            yield PlainEntry(child, value, _assigner(container, key))
+        is_special = _is_special(value)
+        if not is_special and not _holds_special(value, child, MAX_DEPTH):
+            yield _plain_entry(container, key, value, child)
+            continue
+        leaves = list(sharded_leaves(value)) if not fqn else []
+        if leaves:
+            # All that stand below a name, because layers are parts of one tensor.
+            yield MegatronEntry(child, [], leaves)
+        if not is_special:
+            yield from _walk(value, child, framework)
+        elif not is_sharded_leaf(value):
+            yield _special_entry(value, child, framework)
+
+
+def _plain_entry(container: Any, key: Any, value: Any, fqn: str) -> PlainEntry:
+    if type(container) is tuple and not isinstance(value, torch.Tensor | dict | list):
+        raise unsupported(fqn, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
+    return PlainEntry(fqn, value, _assigner(container, key))
 
 
 def _assigner(container: Any, key: Any) -> Callable[[Any], None]:
@@ -133,7 +194,9 @@ def _is_special(value: Any) -> bool:
         return False
     if isinstance(value, list | tuple) and value:
         return _all_are(value, torch.nn.Module) or _all_are(value, torch.optim.Optimizer)
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal) or is_stateful(value)
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal) or is_stateful(value):
+        return True
+    return is_megatron_optimizer(value) or is_sharded_leaf(value)
 
 
 def _all_are(values: Any, cls: type) -> bool:
@@ -152,12 +215,19 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
     )
 
 
-def _special_entry(value: Any, fqn: str) -> Entry:
+def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
     items = list(value) if isinstance(value, list | tuple) else [value]
+    if framework in {"auto", "megatron"}:
+        if all(map(is_megatron_module, items)) and not any(map(is_engine, items)):
+            return MegatronEntry(fqn, items)
+        for item in items:
+            refuse_inside(fqn, item)
+        if is_megatron_optimizer(value):
+            return MegatronOptimizerEntry(fqn, value)
     if isinstance(items[0], torch.nn.Module):
         return ModuleEntry(fqn, items)
-    if isinstance(items[0], torch.optim.Optimizer):
-        return OptimizerEntry(fqn, items)
+    if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
+        return _Optimizers(fqn, items)
     if isinstance(value, RankLocal):
         return RankLocalEntry(fqn, value)
     if isinstance(value, RngState):

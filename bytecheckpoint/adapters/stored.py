@@ -81,6 +81,8 @@ class Expectation(NamedTuple):
     claims: set[str]
     """State FQNs that it has a place for, besides those of its shards."""
     problems: list[Problem]
+    copies: Sequence[LocalShard] = ()
+    """Shards in lower precision of what it wants in full as well: converted whatever `cast` says."""
 
 
 class Stored:

@@ -151,5 +151,11 @@ class StoredOptimizer:
         values = {key: (join_fqn(prefix, key), value) for key, value in self._tree["state"][name].items()}
         return {key: (fqn, value) for key, (fqn, value) in values.items() if self._takes_all(value, fqn)}
 
+    def facts(self) -> dict[str, Any]:
+        """What else the framework of the optimizer saved with it, where include and exclude leave it."""
+        facts: Mapping[str, Any] = self._tree.get("facts", {})
+        prefix = f"{self._tree_fqn}.facts"
+        return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}
+
     def _takes_all(self, value: Any, fqn: str) -> bool:
         return all(map(self._stored.takes, leaves(value, fqn)))

@@ -12,14 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import deepspeed_like
 import pytest
 
 import bytecheckpoint as bcp
-from distributed import layouts
+from distributed import layouts, megatron
 from distributed.layouts import FRAMEWORK_LAYOUTS, LAYOUTS, Builder, State
 from distributed.ragged import RaggedBuilder
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerPool
+from distributed.zero import ZeroBuilder
 
 
 class FrameworkBuilder(Protocol):
@@ -53,9 +55,19 @@ def of_layout(name: str) -> Framework:
     return Framework(world_size=layout.world_size, build=partial(Builder, name), is_even=layout.is_flat)
 
 
+def of_zero(world_size: int, wrap: Callable[..., deepspeed_like.Wrapper]) -> Framework:
+    build = partial(ZeroBuilder, wrap)
+    return Framework(world_size=world_size, build=build, differences=deepspeed_like.differences, is_even=True)
+
+
 FRAMEWORKS: Mapping[str, Framework] = {
     **{name: of_layout(name) for name in (*FRAMEWORK_LAYOUTS, "fsdp3", "single")},
     "ragged4": Framework(world_size=4, build=RaggedBuilder),
+    "megatron_tp2_pp2_dp2": Framework(
+        world_size=megatron.GRID.world_size, build=megatron.MegatronBuilder, differences=megatron.differences
+    ),
+    "zero1_2": of_zero(2, deepspeed_like.zero_1),
+    "zero3_4": of_zero(4, deepspeed_like.zero_3),
 }
 
 

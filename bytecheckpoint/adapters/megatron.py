@@ -1,0 +1,249 @@
+"""Megatron's models, without Megatron: modules with `sharded_state_dict()`, lists of them (virtual pipeline stages),
+inside DistributedDataParallel and Float16Module or not, and dicts that hold what `sharded_state_dict()` gives.
+
+FQNs are Megatron's keys below the name that the state uses, so layers of one kind are one tensor with an axis for the
+layer (`decoder.layers.mlp.linear_fc1.weight`), or one for each layer where Megatron names them so. Equal regions of
+several ranks are replicas whatever their `replica_id` is. What megatron_shards.py says of the objects holds here.
+
+A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.flat_parts import HeldPart, NamedPart
+from bytecheckpoint.adapters.megatron_shards import Copied, Piece, find_in
+from bytecheckpoint.adapters.padding import as_stored, zero_beyond
+from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
+from bytecheckpoint.adapters.stored import Contents, Expectation, Scope, Stored, not_stored
+from bytecheckpoint.adapters.tensors import LocalShard, unsupported
+from bytecheckpoint.region import Region
+
+_EXTRA_STATE = "_extra_state"
+_BYTES_IO = "io.BytesIO"
+
+
+class Optimized(NamedTuple):
+    """Elements of a model's parameter, as an optimizer has them."""
+
+    parameter: torch.Tensor
+    """Of the model."""
+    held: torch.Tensor
+    """What the optimizer has in its param_groups: flat or in the parameter's shape, contiguous."""
+    start: int
+    """The first element of the flattened parameter that it is."""
+    is_master: bool
+    """It is a copy in a higher precision, and no view of the parameter."""
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside wrappers, which have one child and call it `module`."""
+    children = dict(module.named_children())
+    while children.keys() == {"module"}:
+        module = children["module"]
+        children = dict(module.named_children())
+    return module
+
+
+def is_megatron_module(value: object) -> bool:
+    return isinstance(value, torch.nn.Module) and callable(getattr(unwrapped(value), "sharded_state_dict", None))
+
+
+def refuse_inside(fqn: str, module: object) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of tensors that
+    ranks hold under one name would be taken for replicas.
+    """
+    children = module.modules() if isinstance(module, torch.nn.Module) else ()
+    kinds = [kind for kind in dict.fromkeys(map(type, children)) if hasattr(kind, "sharded_state_dict")]
+    if kinds:
+        what = f"a module without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
+        advice = "pass the modules inside, or give it that method; where Megatron splits no tensor, pass framework="
+        raise unsupported(fqn, what, f'{advice}"ddp" (or "deepspeed")')
+
+
+class MegatronEntry:
+    """The chunks of a model that this rank holds, or the sharded objects in a dict of the state."""
+
+    def __init__(self, fqn: str, chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
+        """`chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
+
+        Raises CheckpointSaveError (unsupported_value) as `megatron_shards.find_in` does.
+        """
+        self.fqn = fqn
+        self._pieces: list[Piece] = []
+        self._objects: list[_Object] = []
+        self._copied: list[Copied] = []
+        self._chunks: list[Any] = [unwrapped(chunk) for chunk in chunks]
+        for chunk in self._chunks:
+            self._add(chunk.sharded_state_dict(), chunk)
+        self._add(tree, None)
+        self._in_optimizer: dict[int, list[NamedPart]] = {}
+        self._masters: dict[object, list[HeldPart]] = {}
+        """By the place of a parameter: what this rank has of its more precise copy."""
+        self._pieces_of: dict[object, list[Piece]] = {}
+        for piece in self._pieces:
+            self._pieces_of.setdefault(_place(piece.source), []).append(piece)
+        self.link(_whole_masters(self._pieces))
+
+    def _add(self, tree: Any, chunk: torch.nn.Module | None) -> None:
+        found = find_in(self.fqn, tree)
+        self._pieces += found.pieces
+        self._copied += found.copied
+        for path, sharded in found.objects:
+            place = f"{'.'.join(map(str, sharded.global_offset))}_{'.'.join(map(str, sharded.global_shape))}"
+            fqn = join_fqn(self.fqn, f"{sharded.key}/shard_{place}")
+            self._objects.append(_Object(fqn, sharded, chunk, path))
+
+    def link(self, optimized: Iterable[Optimized]) -> None:
+        """Says what an optimizer of the state has of parameters; those of other entries are left to them.
+
+        Raises CheckpointSaveError (unsupported_value) for flat memory of a parameter whose pieces are no runs of it.
+        """
+        for of_parameter in optimized:
+            place = _place(of_parameter.parameter)
+            parts = [self._part(piece, of_parameter) for piece in self._pieces_of.get(place, ())]
+            if parts:
+                self._in_optimizer[id(of_parameter.held)] = parts
+            if parts and of_parameter.is_master:
+                self._masters[place] = [HeldPart(name, part, of_parameter.held) for name, part in parts]
+
+    def _part(self, piece: Piece, optimized: Optimized) -> NamedPart:
+        part = piece.part(optimized.start, optimized.held.numel())
+        if part is None:
+            what = "a part that is no run of its parameter's memory, of which an optimizer has flat memory"
+            advice = "use a ShardedTensorFactory whose pieces are contiguous views"
+            raise unsupported(join_fqn(self.fqn, piece.key), what, advice)
+        return NamedPart(piece.key, part)
+
+    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """None: an optimizer has all of them as parts of parameters."""
+        return iter(())
+
+    def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
+        """What an optimizer has in its param_groups, by id, and which parts of parameters lie in it."""
+        yield from self._in_optimizer.items()
+
+    def tied_names(self) -> dict[str, str]:
+        """None: tied tensors have one key."""
+        return {}
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        for chunk in self._chunks:
+            yield from chunk.buffers()
+
+    def collect(self) -> Contents:
+        shards: dict[tuple[str, Region], LocalShard] = {}
+        for shard in self._saved():
+            shards.setdefault((shard.fqn, shard.region), shard)
+        plain: dict[str, tuple[Scope, bytes]] = {}
+        names = {fqn for fqn, _ in shards}
+        for item in self._objects:
+            if item.sharded.data is not None and _is_main(item.sharded.replica_id):
+                value = _as_plain(item.sharded.data)
+                plain[item.fqn] = "shared", encode_plain(value, item.fqn, keep_in_tree)
+                names.update(leaves(value, item.fqn))
+        return Contents(list(shards.values()), names, plain)
+
+    def _saved(self) -> Iterator[LocalShard]:
+        for piece in self._pieces:
+            if _place(piece.source) not in self._masters:
+                yield piece.shard(join_fqn(self.fqn, piece.key))
+        for name, part, memory in self._held_masters():
+            yield from part.shards(join_fqn(self.fqn, name), memory)
+
+    def _held_masters(self) -> Iterator[HeldPart]:
+        for held in self._masters.values():
+            yield from held
+
+    def _loaded(self) -> Iterator[tuple[LocalShard, int | None, bool]]:
+        """What a load fills, the axis along which it is padded, and whether a more precise copy exists."""
+        for piece in self._pieces:
+            is_rounded = _place(piece.source) in self._masters
+            yield piece.shard(join_fqn(self.fqn, piece.key)), piece.padded_axis, is_rounded
+        for name, part, memory in self._held_masters():
+            for shard in part.shards(join_fqn(self.fqn, name), memory):
+                yield shard, part.padded_axis, False
+
+    def expect(self, stored: Stored) -> Expectation:
+        copies: list[LocalShard] = []
+        expectation = Expectation([], set(), [], copies)
+        for shard, padded_axis, is_rounded in self._loaded():
+            of_these = copies if is_rounded else expectation.shards
+            of_these.append(as_stored(shard, padded_axis, _stored_shape(shard, stored)))
+        for item in self._objects:
+            found = stored.entry_tree(item.fqn)
+            if found is not None:
+                expectation.claims.update(map(stored.rename, leaves(found.tree, found.fqn)))
+            elif item.sharded.data is not None:
+                expectation.problems.append(not_stored(item.fqn))
+        return expectation
+
+    def prepare(self, stored: Stored) -> None:
+        """Nothing: Megatron's models have their memory."""
+
+    def finish(self, stored: Stored) -> None:
+        for shard, padded_axis, _ in self._loaded():
+            zero_beyond(shard, padded_axis, _stored_shape(shard, stored))
+        with torch.no_grad():
+            for copied in self._copied:
+                copied.data.copy_(copied.merged())
+        for item in self._objects:
+            found = stored.entry_tree(item.fqn)
+            if found is not None and found.is_taken:
+                item.give_back(found.tree)
+
+
+class _Object(NamedTuple):
+    """A ShardedObject."""
+
+    fqn: str
+    sharded: Any
+    chunk: torch.nn.Module | None
+    """The module that it is of."""
+    path: str
+    """What the module calls it."""
+
+    def give_back(self, plain: Any) -> None:
+        value = io.BytesIO(plain[_BYTES_IO]) if type(plain) is dict and plain.keys() == {_BYTES_IO} else plain
+        self.sharded.data = value
+        if self.chunk is not None:
+            owner, _, name = self.path.rpartition(".")
+            if name == _EXTRA_STATE:
+                self.chunk.get_submodule(owner).set_extra_state(value)
+            else:
+                self.chunk.load_state_dict({self.path: value}, strict=False)
+
+
+def _as_plain(value: Any) -> Any:
+    return {_BYTES_IO: value.getvalue()} if isinstance(value, io.BytesIO) else value
+
+
+def _is_main(replica_id: int | Sequence[int]) -> bool:
+    """Whether an object is the one of its replicas that is saved: Megatron's may differ."""
+    return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """What tells a parameter from others, also where it is given as its `data`, another object each time."""
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _whole_masters(pieces: Iterable[Piece]) -> Iterator[Optimized]:
+    """Copies that parameters themselves know of and that are not cut into shards."""
+    for source in {id(piece.source): piece.source for piece in pieces}.values():
+        main = getattr(source, "main_param", None)
+        is_sharded = getattr(source, "main_param_sharded", False)
+        if isinstance(main, torch.Tensor) and not is_sharded and main.shape == source.shape:
+            yield Optimized(source, main, 0, is_master=True)
+
+
+def _stored_shape(shard: LocalShard, stored: Stored) -> tuple[int, ...] | None:
+    tensor = stored.tensors.get(shard.fqn)
+    return None if tensor is None else tensor.shape

@@ -1,0 +1,163 @@
+"""Megatron's optimizers, without Megatron: DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and
+ChainedOptimizer around torch optimizers. They say which elements of which parameter the tensors in the inner
+optimizer's param_groups are; the model of the same state says where in which global tensor those lie.
+
+    DistributedOptimizer   `model_float16_groups` beside `shard_fp32_from_float16_groups` (fp32 copies), and
+                           `model_fp32_groups` beside `shard_fp32_groups` (views): a model's parameters, and what this
+                           rank has of each as a flat tensor. `_get_model_param_range_map(parameter)["param"]` are its
+                           `start` and `end` in the flattened parameter. Cut from buckets that data-parallel ranks
+                           share: parameters of which this rank has nothing are in `buffers[i].param_index_map` only.
+    Float16Optimizer...    `float16_groups` beside `fp32_from_float16_groups` (whole fp32 copies).
+    all of them            `optimizer`, the inner one, whose other parameters are the model's; `grad_scaler` or None;
+                           `is_stub_optimizer` where there is nothing to optimize.
+    ChainedOptimizer       `chained_optimizers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
+from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.parameter_names import NamesParameters
+from bytecheckpoint.adapters.plain_data import join_fqn
+from bytecheckpoint.adapters.stateful import StatefulEntry
+from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
+from bytecheckpoint.adapters.tensors import unsupported
+
+_HALF = {torch.float16, torch.bfloat16}
+
+
+def is_megatron_optimizer(value: object) -> bool:
+    """Whether an object is one of Megatron's optimizers, which are none of torch's."""
+    if isinstance(value, type | torch.nn.Module | torch.optim.Optimizer):
+        return False
+    own = getattr(value, "__dict__", {})
+    return hasattr(type(value), "reload_model_params") and ("optimizer" in own or "chained_optimizers" in own)
+
+
+class MegatronOptimizerEntry:
+    """One of Megatron's optimizers, with all that it chains."""
+
+    def __init__(self, fqn: str, optimizer: Any) -> None:
+        """Raises CheckpointSaveError (unsupported_value) for one that keeps its state elsewhere than torch's do."""
+        self.fqn = fqn
+        self._owners = [owner for owner in _chained(optimizer) if not getattr(owner, "is_stub_optimizer", False)]
+        for owner in self._owners:
+            _check_readable(fqn, owner)
+        self.optimizers: list[torch.optim.Optimizer] = [owner.optimizer for owner in self._owners]
+        self._inner = OptimizerEntry(fqn, self.optimizers)
+        scalers = [owner.grad_scaler for owner in self._owners if getattr(owner, "grad_scaler", None) is not None]
+        self._entries: list[OptimizerEntry | StatefulEntry] = [self._inner]
+        if scalers:
+            self._entries.append(StatefulEntry(join_fqn(fqn, "grad_scaler"), _Scalers(scalers)))
+
+    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
+        """Takes the names of the parameters, and where they lie, from the models of the state.
+
+        Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has.
+        """
+        optimized = [of_parameter for owner in self._owners for of_parameter in _optimized(owner)]
+        for module in modules:
+            if isinstance(module, MegatronEntry):
+                module.link(optimized)
+        self._inner.name_parameters(modules)
+
+    def collect(self) -> Contents:
+        contents = [entry.collect() for entry in self._entries]
+        plain = {fqn: tree for each in contents for fqn, tree in each.plain.items()}
+        shards = [shard for each in contents for shard in each.shards]
+        return Contents(shards, set().union(*(each.names for each in contents)), plain)
+
+    def expect(self, stored: Stored) -> Expectation:
+        expected = [entry.expect(stored) for entry in self._entries]
+        shards = [shard for each in expected for shard in each.shards]
+        problems = [problem for each in expected for problem in each.problems]
+        return Expectation(shards, set().union(*(each.claims for each in expected)), problems)
+
+    def prepare(self, stored: Stored) -> None:
+        for entry in self._entries:
+            entry.prepare(stored)
+
+    def finish(self, stored: Stored) -> None:
+        for entry in self._entries:
+            entry.finish(stored)
+
+
+class _Scalers:
+    """The grad scalers of chained optimizers, which all have one value."""
+
+    def __init__(self, scalers: Sequence[Any]) -> None:
+        self._scalers = scalers
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._scalers[0].state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for scaler in self._scalers:
+            scaler.load_state_dict(state_dict)
+
+
+def _chained(optimizer: Any) -> Iterator[Any]:
+    """The optimizers inside; ChainedOptimizer's own `optimizer` is only there for a chain of one."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    else:
+        for each in chained:
+            yield from _chained(each)
+
+
+def _check_readable(fqn: str, owner: Any) -> None:
+    kind = type(owner).__name__
+    inner = owner.optimizer
+    if not isinstance(inner, torch.optim.Optimizer) or hasattr(inner, "sub_optimizers"):
+        what = f"a {kind} around a {type(inner).__name__}, which does not keep its state as torch's optimizers do"
+        raise unsupported(fqn, what, "use an optimizer of torch, Apex or Transformer Engine without CPU offload")
+    if getattr(getattr(owner, "ddp_config", None), "use_megatron_fsdp", False):
+        raise unsupported(fqn, f"a {kind} of Megatron-FSDP", "use Megatron's DistributedDataParallel, or fully_shard")
+    if any(copy is None for group in getattr(owner, "shard_fp32_from_float16_groups", ()) for copy in group):
+        what = f"a precision-aware {kind}, whose fp32 copies are inside the inner optimizer"
+        raise unsupported(fqn, what, "turn use_precision_aware_optimizer off")
+
+
+def _optimized(owner: Any) -> Iterator[Optimized]:
+    """What the inner optimizer has, and what it has nothing of on this rank."""
+    told: set[int] = set()
+    for of_parameter in chain(_shards(owner), _copies(owner)):
+        told.add(id(of_parameter.held))
+        yield of_parameter
+    for group in owner.optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in told:
+                yield Optimized(parameter, parameter, 0, is_master=False)
+
+
+def _shards(owner: Any) -> Iterator[Optimized]:
+    """What a DistributedOptimizer cuts."""
+    if not hasattr(owner, "shard_fp32_from_float16_groups"):
+        return
+    here: set[int] = set()
+    for parameter, copy in _pairs(owner.model_float16_groups, owner.shard_fp32_from_float16_groups):
+        here.add(id(parameter))
+        yield Optimized(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, is_master=True)
+    for parameter, view in _pairs(owner.model_fp32_groups, owner.shard_fp32_groups):
+        yield Optimized(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, is_master=False)
+    # Every rank must know that a parameter is saved as its fp32 copy, also who has nothing of that.
+    for parameter in (parameter for buffer in owner.buffers for parameter in buffer.param_index_map):
+        if parameter.dtype in _HALF and id(parameter) not in here:
+            yield Optimized(parameter, torch.empty(0, dtype=torch.float32), 0, is_master=True)
+
+
+def _copies(owner: Any) -> Iterator[Optimized]:
+    """What a Float16OptimizerWithFloat16Params copies."""
+    for parameter, copy in _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ())):
+        yield Optimized(parameter, copy, 0, is_master=True)
+
+
+def _pairs(parameters: Sequence[Sequence[Any]], held: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
+    return zip(chain.from_iterable(parameters), chain.from_iterable(held), strict=True)

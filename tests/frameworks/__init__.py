@@ -1,0 +1,1 @@
+"""Tests against real frameworks, which `make test-frameworks` installs and runs."""
