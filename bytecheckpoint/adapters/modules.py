@@ -23,13 +23,14 @@ from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
 from bytecheckpoint.adapters.stored import (
     Contents,
     Expectation,
-    Problem,
     RankMissing,
     Scope,
     Stored,
     not_stored,
     rank_missing,
 )
+from bytecheckpoint.adapters.stored_subclasses import facts_problems, refused_by, unbuildable
+from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses, with_new_memory
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, unsupported
 
 _COMPILED, _CHECKPOINTED = "_orig_mod", "_checkpoint_wrapped_module"
@@ -84,6 +85,8 @@ class _Held(NamedTuple):
     """FQN of a tied tensor -> the first one's."""
     extra: Mapping[str, Any]
     """Extra state, by FQN."""
+    facts: Mapping[str, Any]
+    """What else is known of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
 
 
 class ModuleEntry:
@@ -110,9 +113,10 @@ class ModuleEntry:
 
     def tied_names(self) -> dict[str, str]:
         """The other names of tied tensors -> their first name, without the entry's own."""
-        self._named = self._named or self._read()
+        self._named = held = self._named or self._read()
         prefix = len(self.fqn) + 1
-        return {alias[prefix:]: fqn[prefix:] for alias, fqn in self._named.aliases.items()}
+        tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases)}
+        return {alias[prefix:]: fqn[prefix:] for alias, fqn in tied.items()}
 
     def collect(self) -> Contents:
         held = self._held()
@@ -123,21 +127,25 @@ class ModuleEntry:
         encoded: dict[str, tuple[Scope, bytes]] = {
             fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in held.extra.items()
         }
+        encoded |= {fqn: ("shared", encode_plain(value, fqn, on_tensor)) for fqn, value in held.facts.items()}
         names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
-        return Contents(shards.found, {*held.tensors, *held.aliases, *names}, encoded, held.aliases)
+        return Contents(shards.found, {*held.tensors, *held.aliases, *held.facts, *names}, encoded, held.aliases)
 
     def expect(self, stored: Stored) -> Expectation:
         held = self._held()
         other_names: dict[str, list[str]] = {}
         for alias, fqn in held.aliases.items():
             other_names.setdefault(fqn, []).append(alias)
+        problems = facts_problems(held.facts, stored, tied_subclasses(held.facts, held.aliases))
+        refused = refused_by(problems)
         of_module = LocalShards()
         for fqn, tensor in held.tensors.items():
             names = [fqn, *other_names.get(fqn, ())]
+            if refused and fqn.startswith(refused):
+                continue
             of_module.add(next((name for name in names if name in stored.tensors), fqn), tensor)
         shards = of_module.found
-        claims = {*held.tensors, *held.aliases}
-        problems: list[Problem] = []
+        claims = {*held.tensors, *held.aliases, *held.facts}
         for fqn in held.extra:
             found = stored.entry_tree(fqn)
             if found is None:
@@ -146,6 +154,7 @@ class ModuleEntry:
                 shards += self._extra.shards(found.tree, found.fqn, {}, stored)
                 values = leaves(found.tree, found.fqn)
                 claims.update(map(stored.rename, values))
+                problems += unbuildable(values)
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems)
@@ -180,9 +189,11 @@ class ModuleEntry:
     def _loadable(self, part: _Part, stored: Stored) -> Iterator[torch.Tensor]:
         """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
         for _, plain, tensor in part.state():
-            found = stored.tensors.get(join_fqn(self.fqn, plain))
-            if isinstance(tensor, torch.Tensor) and found is not None and found.shape == tuple(tensor.shape):
-                yield tensor
+            fqn = join_fqn(self.fqn, plain)
+            if isinstance(tensor, torch.Tensor):
+                found = ((stored.tensors.get(name), part) for name, part in _tensors_of(fqn, tensor).items())
+                if all(record is not None and record.shape == tuple(part.shape) for record, part in found):
+                    yield tensor
 
     def _held(self) -> _Held:
         held, self._named = self._named or self._read(), None
@@ -192,6 +203,8 @@ class ModuleEntry:
         """What the modules hold now."""
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
+        known: dict[int, tuple[str, dict[str, Any]]] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
         for part in self._parts:
             plain_tensors = part.plain_tensors()
@@ -208,8 +221,25 @@ class ModuleEntry:
                 if not is_plain:
                     _refuse_lazy(fqn, value)
                 is_live = live is None or id(value) in live
-                found.append((name, fqn, value if is_live else self._detached.setdefault(fqn, value)))
-        return _Held(*_untied(found), extra)
+                tensor = value if is_live else self._detached.setdefault(fqn, value)
+                if is_plain or not is_subclass(tensor):
+                    found.append((name, fqn, tensor))
+                    continue
+                # Taken apart once, so that it is seen to be tied where it has several names.
+                if id(tensor) not in known:
+                    known[id(tensor)] = fqn, flat_parts(fqn, tensor)
+                first, of_first = known[id(tensor)]
+                parts = {fqn + of_part.removeprefix(first): part for of_part, part in of_first.items()}
+                facts |= {of_part: part for of_part, part in parts.items() if is_facts(of_part)}
+                found += [(name, of_part, part) for of_part, part in parts.items() if not is_facts(of_part)]
+        return _Held(*_untied(found), extra, facts)
+
+
+def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor by its FQN, or the inner tensors of a subclass by theirs."""
+    if not is_subclass(tensor):
+        return {fqn: tensor}
+    return {name: part for name, part in flat_parts(fqn, tensor).items() if not is_facts(name)}
 
 
 def _untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -301,10 +331,13 @@ def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> N
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) not in wanted:
             return tensor
-        if isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, device=tensor.device_mesh.device_type)
         default = torch.get_default_device()
-        return torch.empty_like(tensor, device="cpu" if default.type == "meta" else default)
+        device = torch.device("cpu") if default.type == "meta" else default
+        if isinstance(tensor, DTensor):
+            device = torch.device(tensor.device_mesh.device_type)
+        if is_subclass(tensor):
+            return with_new_memory(tensor, lambda inner: torch.empty_like(inner, device=device))
+        return torch.empty_like(tensor, device=device)
 
     # Swapping keeps identity: optimizers that were built on meta parameters, and ties, stay valid.
     swaps = torch.__future__.get_swap_module_params_on_conversion()

@@ -7,6 +7,7 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.parameter_names import ParameterNames, name_parameters
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, keep_in_tree, leaves, with_leaves
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, not_stored
 from bytecheckpoint.adapters.stored_optimizer import StoredGroup, StoredOptimizer, is_optimizer_tree
+from bytecheckpoint.adapters.stored_subclasses import SubclassState
+from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
@@ -51,11 +54,12 @@ class OptimizerEntry:
 
     def collect(self) -> Contents:
         shards = LocalShards()
+        fqns: list[str] = []
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
             _check_has_state(self.fqn, optimizer)
             for parameter, names in self._named(optimizer):
-                plain = self._collect_state(names.name, optimizer.state.get(parameter, {}), shards)
+                plain = self._collect_state(names.name, optimizer.state.get(parameter, {}), shards, fqns)
                 if plain:
                     tree["state"][names.name] = plain
             tree["groups"] |= self._groups(optimizer)
@@ -63,25 +67,32 @@ class OptimizerEntry:
         if elsewhere:
             tree["elsewhere"] = elsewhere
 
+        if len(set(fqns)) < len(fqns):
+            fqn = next(fqn for fqn, number in Counter(fqns).items() if number > 1)
+            raise unsupported(fqn, "the name of two values", "rename a parameter or a key of its state")
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
-        return Contents(shards.found, {shard.fqn for shard in shards.found}, {self.fqn: ("shared", encoded)})
+        return Contents(shards.found, set(fqns), {self.fqn: ("shared", encoded)})
 
-    def _collect_state(self, name: str, state: Mapping[str, Any], shards: LocalShards) -> dict[str, Any]:
-        """Adds the tensors of one parameter's state to the shards; returns the rest, with references."""
+    def _collect_state(
+        self, name: str, state: Mapping[str, Any], shards: LocalShards, fqns: list[str]
+    ) -> dict[str, Any]:
+        """Adds one parameter's tensors to the shards, and their FQNs to these; returns the rest, with references."""
         plain: dict[str, Any] = {}
         prefix = self._state_fqn(name, "")
         for key, value in state.items():
             fqn = f"{prefix}{key}"
             if type(key) is not str or not key or "." in key:
                 raise unsupported(fqn, f"optimizer state with the key {key!r}", "use names without dots as keys")
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not is_subclass(value):
                 shards.add(fqn, value)
+                fqns.append(fqn)
                 continue
             found = leaves(value, fqn)
             refs = {leaf: TensorRef(leaf) for leaf, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+            fqns += refs
             for leaf in refs:
                 shards.add(leaf, found[leaf])
-            plain[key] = with_leaves(_copied(value), fqn, refs)
+            plain[key] = with_leaves(_copied(value, fqn), fqn, refs)
         return plain
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -108,6 +119,8 @@ class OptimizerEntry:
                 if found.is_excluded(names):
                     continue
                 expectation.problems.extend(self._problems(parameter, names, found))
+                of_subclasses = self._subclasses(optimizer, parameter, names, found).problems()
+                expectation.problems.extend(self._conflict(names, key, why) for key, why in of_subclasses)
                 if _fits(parameter, names, found):
                     expectation.shards.extend(self._state_shards(optimizer, parameter, names, found))
             for group in optimizer.param_groups:
@@ -130,17 +143,20 @@ class OptimizerEntry:
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
     ) -> list[LocalShard]:
         """Where the state of one parameter goes, and what the optimizer has that the checkpoint lacks."""
-        own = optimizer.state.get(parameter, {})
+        subclasses = self._subclasses(optimizer, parameter, names, found)
         states = found.tensors(names)
         shards = LocalShards()
         for key, (fqn, tensor) in states.items():
-            target = own.get(key, self._created.get(fqn))
+            target = subclasses.own.get(key, self._created.get(fqn))
+            if not subclasses.takes(key):
+                continue
             if not isinstance(target, torch.Tensor):
                 is_nested = "." in key
-                target = placeholder(tensor) if is_nested else _new_state(optimizer, parameter, key, tensor, "meta")
+                new = subclasses.new_part(key, torch.device("meta")) if is_nested else None
+                target = _new_state(optimizer, parameter, key, tensor, "meta") if new is None else new
             shards.add(fqn, target)
-        for key, value in own.items():
-            if isinstance(value, torch.Tensor) and key not in states:
+        for key, value in subclasses.own.items():
+            if isinstance(value, torch.Tensor) and key not in states and subclasses.takes(key):
                 shards.add(self._state_fqn(names.name, key), value)
         return shards.found
 
@@ -149,10 +165,14 @@ class OptimizerEntry:
         if found is None:
             return
         for optimizer, parameter, names in self._loadable(found):
+            subclasses = self._subclasses(optimizer, parameter, names, found)
             for key, (fqn, tensor) in found.tensors(names).items():
+                is_there = key in subclasses.own if "." in key else isinstance(subclasses.own.get(key), torch.Tensor)
+                if is_there or not subclasses.takes(key):
+                    continue
                 if "." in key:
-                    self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
-                elif not isinstance(optimizer.state[parameter].get(key), torch.Tensor):
+                    self._created[fqn] = subclasses.new_part(key, None)
+                else:
                     optimizer.state[parameter][key] = _new_state(optimizer, parameter, key, tensor, None)
 
     def finish(self, stored: Stored) -> None:
@@ -160,13 +180,25 @@ class OptimizerEntry:
         if found is None:
             return
         for optimizer, parameter, names in self._loadable(found):
+            subclasses = self._subclasses(optimizer, parameter, names, found)
             for key, (fqn, value) in found.plain(names).items():
+                if not subclasses.lacks(key):
+                    continue
                 refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
                 new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
-                optimizer.state[parameter][key] = with_leaves(value, fqn, new)
+                optimizer.state[parameter][key] = restored(with_leaves(value, fqn, new), fqn, like=parameter)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 _set_hyperparameters(group, self._hyperparameters(group, found, stored)[0])
+
+    def _subclasses(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
+    ) -> SubclassState:
+        return SubclassState(parameter, optimizer.state.get(parameter, {}), found.tensors(names), found.plain(names))
+
+    def _conflict(self, names: ParameterNames, key: str, why: str) -> Problem:
+        fqn = self._state_fqn(names.name, key)
+        return Problem("conflict", fqn, f"{fqn}: {why}")
 
     def _loadable(self, found: StoredOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, ParameterNames]]:
         """The parameters whose state is loaded."""
@@ -275,8 +307,11 @@ def _same(a: Any, b: Any) -> bool:
     return encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree)
 
 
-def _copied(value: Any) -> Any:
-    """The same tree in containers of its own, so that the live state is not changed."""
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+def _copied(value: Any, fqn: str) -> Any:
+    """The same tree in containers of its own, so that the live state is not changed. A subclass is one of its parts."""
+    if isinstance(value, dict) or is_subclass(value):
+        items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
+        return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
+    if type(value) not in (list, tuple):
+        return value
+    return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))

@@ -12,7 +12,7 @@ import torch
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, too_deep
+from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
@@ -78,9 +78,10 @@ def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     """This rank's memory of the buffers of all modules."""
     shards = LocalShards()
-    for entry in entries:
-        for buffer in entry.buffers() if isinstance(entry, ModuleEntry) else ():
-            shards.add(entry.fqn, buffer)
+    buffers = (buffer for entry in entries if isinstance(entry, ModuleEntry) for buffer in entry.buffers())
+    for tensor in (tensor for buffer in buffers for tensor in leaves(buffer, "").values()):
+        if isinstance(tensor, torch.Tensor):
+            shards.add("", tensor)
     return [shard.tensor for shard in shards.found]
 
 
