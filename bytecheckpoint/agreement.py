@@ -24,6 +24,7 @@ from bytecheckpoint.planner.offers import Offer, PackedOffers, Write, pack_offer
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
 from bytecheckpoint.ranks import COORDINATOR, Ranks
 from bytecheckpoint.region import Region
+from bytecheckpoint.stages import InStages, PartDigests, check_stages, digests_of, in_several_stages
 from bytecheckpoint.staging import cut_to_files, plan_files
 
 
@@ -49,12 +50,14 @@ class Wish(NamedTuple):
     plain: Mapping[str, tuple[Scope, bytes]]
     max_file_bytes: int
     codec: CodecOption
+    stages: Mapping[str, int]
+    """Of modules that are stages of a pipeline and say which: by FQN."""
 
     def fingerprint(self, ranks: Ranks) -> bytes:
         """What a plan depends on, and nothing else."""
         fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:-1]
         options = (self.max_file_bytes, self.codec)
-        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank)
+        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank, self.stages)
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
 
 
@@ -71,6 +74,10 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     aliases: dict[str, str]
     """Empty there."""
     plain: dict[str, tuple[Scope, bytes]]
+    stages: dict[str, int] = {}
+    """Empty there."""
+    stage_digests: PartDigests = {}
+    """Of what the coordinator asked for."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +95,8 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
     """Do what you did before; `kept` and what follows are empty."""
     tell_all: bool = False
     """No order yet: send the whole request first."""
+    digested: list[str] = []
+    """With digests of all parts of these tensors."""
     has_written: bool = False
     """The coordinator knows where the chunks of this plan lie."""
 
@@ -117,7 +126,8 @@ def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) 
 
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
-    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec)
+    stages = {fqn: stage for of_entry in contents for fqn, stage in of_entry.stages.items()}
+    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec, stages)
 
 
 def agree(ranks: Ranks, wish: Wish, plans: PlanCache) -> Agreed:
@@ -143,13 +153,23 @@ def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain))
 
 
-def _whole_request(wish: Wish, ranks: Ranks) -> _Request:
+def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _Request:
     offers = wish.offers()
     if ranks.num_ranks > 1:
         for index, digest in enumerate(small_digests(wish.shards)):
             if digest is not None:
                 offers[index] = msgspec.structs.replace(offers[index], digest=digest)
-    return _Request(str(wish.target), "", [], pack_offers(offers), dict(wish.aliases), dict(wish.plain))
+    digests = digests_of(wish.shards, digested)
+    return _Request(
+        str(wish.target),
+        "",
+        [],
+        pack_offers(offers),
+        dict(wish.aliases),
+        dict(wish.plain),
+        dict(wish.stages),
+        digests,
+    )
 
 
 def _decode_request(payload: bytes) -> _Request:
@@ -167,9 +187,12 @@ def _decide(ranks: Ranks, wish: Wish, known: KnownPlan | None, requests: Sequenc
         ranks.scatter([msgspec.msgpack.encode(order)] * ranks.num_ranks)
         return Agreed(save_id, known, False, has_written, objects, rank_objects)
     if any(request.plan_id for request in requests):
-        ranks.scatter([msgspec.msgpack.encode(_Order("", "", b"", [], [], [], tell_all=True))] * ranks.num_ranks)
-        payloads = ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks)))
-        requests = [_decode_request(payload) for payload in payloads]
+        requests = _ask_all(ranks, wish, [])
+    in_stages = in_several_stages(request.stages for request in requests)
+    if in_stages:
+        requests = _ask_all(ranks, wish, in_stages)
+        told = [InStages(request.stages, request.stage_digests) for request in requests]
+        check_stages(in_stages, told, ranks.names)
     packed = [request.offers for request in requests if request.offers is not None]
     plan = plan_save(packed, [request.aliases for request in requests], names=ranks.names)
     objects, rank_objects = _merge(ranks, requests)
@@ -178,6 +201,14 @@ def _decide(ranks: Ranks, wish: Wish, known: KnownPlan | None, requests: Sequenc
     planned = _planned(orders[COORDINATOR], wish)
     planned.plan = plan
     return Agreed(save_id, planned, True, False, objects, rank_objects)
+
+
+def _ask_all(ranks: Ranks, wish: Wish, digested: list[str]) -> list[_Request]:
+    """The whole requests of all ranks."""
+    order = _Order("", "", b"", [], [], [], tell_all=True, digested=digested)
+    ranks.scatter([msgspec.msgpack.encode(order)] * ranks.num_ranks)
+    payloads = ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks, digested)))
+    return [_decode_request(payload) for payload in payloads]
 
 
 def _is_still_so(known: KnownPlan, requests: Sequence[_Request]) -> bool:
@@ -213,8 +244,8 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
 def _obey(ranks: Ranks, wish: Wish, known: KnownPlan | None) -> Agreed:
     """The part of every other rank."""
     order = msgspec.msgpack.decode(ranks.scatter([]), type=_Order)
-    if order.tell_all:
-        ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks)))
+    while order.tell_all:
+        ranks.gather(msgspec.msgpack.encode(_whole_request(wish, ranks, order.digested)))
         order = msgspec.msgpack.decode(ranks.scatter([]), type=_Order)
     if order.is_known and known is not None:
         return Agreed(order.save_id, known, False, order.has_written, {}, {})

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bytecheckpoint.adapters.module_tree import ModuleTree, tree_of
+from bytecheckpoint.adapters.pipelines import Stage
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
 from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
 from bytecheckpoint.adapters.stored import (
@@ -50,6 +51,8 @@ class _Part(NamedTuple):
     tree: ModuleTree
     ddp_prefixes: Sequence[str]
     """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
+    stage: int | None
+    """Which stage of a pipeline it is, where it says so."""
     is_wrapped: bool
     """Whether a wrapper puts anything into names; else they are plain as they are."""
 
@@ -87,14 +90,16 @@ class _Held(NamedTuple):
     """Extra state, by FQN."""
     facts: Mapping[str, Any]
     """What else is known of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
+    stages: Mapping[str, int]
+    """By FQN, of stages of a pipeline that say which they are."""
 
 
 class ModuleEntry:
     """One module, or the stages of a pipeline that this rank holds."""
 
-    def __init__(self, fqn: str, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, fqn: str, stages: Sequence[Stage]) -> None:
         self.fqn = fqn
-        self._parts = [_part_of(fqn, module) for module in modules]
+        self._parts = [_part_of(fqn, stage) for stage in stages]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
@@ -129,7 +134,8 @@ class ModuleEntry:
         }
         encoded |= {fqn: ("shared", encode_plain(value, fqn, on_tensor)) for fqn, value in held.facts.items()}
         names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
-        return Contents(shards.found, {*held.tensors, *held.aliases, *held.facts, *names}, encoded, held.aliases)
+        names |= {*held.tensors, *held.aliases, *held.facts}
+        return Contents(shards.found, names, encoded, held.aliases, held.stages)
 
     def expect(self, stored: Stored) -> Expectation:
         held = self._held()
@@ -206,7 +212,9 @@ class ModuleEntry:
         facts: dict[str, Any] = {}
         known: dict[int, tuple[str, dict[str, Any]]] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
+        starts: list[int] = []
         for part in self._parts:
+            starts.append(len(found))
             plain_tensors = part.plain_tensors()
             if plain_tensors is not None:
                 found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
@@ -232,7 +240,11 @@ class ModuleEntry:
                 parts = {fqn + of_part.removeprefix(first): part for of_part, part in of_first.items()}
                 facts |= {of_part: part for of_part, part in parts.items() if is_facts(of_part)}
                 found += [(name, of_part, part) for of_part, part in parts.items() if not is_facts(of_part)]
-        return _Held(*_untied(found), extra, facts)
+        stages: dict[str, int] = {}
+        for part, start, end in zip(self._parts, starts, [*starts[1:], len(found)], strict=True):
+            if part.stage is not None:
+                stages |= dict.fromkeys((fqn for _, fqn, _ in found[start:end]), part.stage)
+        return _Held(*_untied(found), extra, facts, stages)
 
 
 def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -282,15 +294,15 @@ def _is_data(name: str, value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or _is_extra_state(name)
 
 
-def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
-    tree = tree_of(module)
+def _part_of(fqn: str, stage: Stage) -> _Part:
+    tree = tree_of(stage.module)
     if any(isinstance(child, FullyShardedDataParallel) for _, child in tree.submodules):
         raise unsupported(fqn, "an FSDP1 module", "use fully_shard (FSDP2); FSDP1 is not yet supported")
     tree.reshard()
     wrapped = [name for name, child in tree.submodules if isinstance(child, DistributedDataParallel)]
     ddp_prefixes = sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True)
     is_wrapped = bool(wrapped) or any(plain_name(name) != name for name, _ in tree.submodules)
-    return _Part(tree, ddp_prefixes, is_wrapped)
+    return _Part(tree, ddp_prefixes, stage.number, is_wrapped)
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:

@@ -12,6 +12,7 @@ import torch
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.pipelines import stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
@@ -133,12 +134,9 @@ def _is_special(value: Any) -> bool:
     if type(value) in ATOMS or type(value) is dict:
         return False
     if isinstance(value, list | tuple) and value:
-        return _all_are(value, torch.nn.Module) or _all_are(value, torch.optim.Optimizer)
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal) or is_stateful(value)
-
-
-def _all_are(values: Any, cls: type) -> bool:
-    return all(isinstance(value, cls) for value in values)
+        return bool(stages_of(value)) or all(isinstance(item, torch.optim.Optimizer) for item in value)
+    is_known = isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal)
+    return is_known or is_stateful(value) or bool(stages_of(value))
 
 
 def _holds_special(value: Any, fqn: str, depth: int) -> bool:
@@ -154,9 +152,10 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
 
 
 def _special_entry(value: Any, fqn: str) -> Entry:
+    stages = stages_of(value)
+    if stages:
+        return ModuleEntry(fqn, stages)
     items = list(value) if isinstance(value, list | tuple) else [value]
-    if isinstance(items[0], torch.nn.Module):
-        return ModuleEntry(fqn, items)
     if isinstance(items[0], torch.optim.Optimizer):
         return OptimizerEntry(fqn, items)
     if isinstance(value, RankLocal):
