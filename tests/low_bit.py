@@ -23,7 +23,7 @@ class Recipe:
     target: tuple[int, ...] = (1, 2)
 
 
-class _Flattened(Tensor):
+class Flattened(Tensor):
     """What the subclasses have in common: they are taken apart by their attributes."""
 
     inner: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Flattened(Tensor):
         return f"{type(self).__name__}({', '.join(repr(getattr(self, name)) for name in self.inner)})"
 
 
-class Int8Weight(_Flattened):
+class Int8Weight(Flattened):
     """Integers, and one scale for each block of columns."""
 
     inner = ("values", "scale")
@@ -66,7 +66,7 @@ class Int8Weight(_Flattened):
         return cls(inner["values"], inner["scale"], context["block"], context["recipe"])
 
 
-class Corrected(_Flattened):
+class Corrected(Flattened):
     """Another low-bit tensor and what it lacks: a subclass inside a subclass."""
 
     inner = ("coarse", "rest")
@@ -126,7 +126,7 @@ def corrected(seed: int, shape: tuple[int, int] = (6, 8)) -> Any:
 
 def parts(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
     """The inner tensors by name, of inner subclasses too."""
-    if not isinstance(tensor, _Flattened):
+    if not isinstance(tensor, Flattened):
         return {name: tensor}
     found = ((f"{name}.{of_inner}", getattr(tensor, of_inner)) for of_inner in tensor.inner)
     return {key: part for path, inner in found for key, part in parts(inner, path).items()}
