@@ -152,7 +152,7 @@ class OptimizerEntry:
                 continue
             if not isinstance(target, torch.Tensor):
                 is_nested = "." in key
-                new = subclasses.new_part(key, torch.device("meta")) if is_nested else None
+                new = subclasses.new_part(key, tensor, torch.device("meta")) if is_nested else None
                 target = _new_state(optimizer, parameter, key, tensor, "meta") if new is None else new
             shards.add(fqn, target)
         for key, value in subclasses.own.items():
@@ -171,7 +171,7 @@ class OptimizerEntry:
                 if is_there or not subclasses.takes(key):
                     continue
                 if "." in key:
-                    self._created[fqn] = subclasses.new_part(key, None)
+                    self._created[fqn] = subclasses.new_part(key, tensor, None)
                 else:
                     optimizer.state[parameter][key] = _new_state(optimizer, parameter, key, tensor, None)
 
@@ -194,7 +194,10 @@ class OptimizerEntry:
     def _subclasses(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
     ) -> SubclassState:
-        return SubclassState(parameter, optimizer.state.get(parameter, {}), found.tensors(names), found.plain(names))
+        live = optimizer.state.get(parameter, {})
+        if not found.has_subclasses:
+            return SubclassState(parameter, live, {}, {})
+        return SubclassState(parameter, live, found.tensors(names), found.plain(names))
 
     def _conflict(self, names: ParameterNames, key: str, why: str) -> Problem:
         fqn = self._state_fqn(names.name, key)

@@ -58,8 +58,10 @@ def refused_by(problems: Collection[Problem]) -> tuple[str, ...]:
     return tuple(f"{outer_fqn(fqn)}." for kind, fqn, _ in problems if kind == "conflict" and is_facts(fqn))
 
 
-def own_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The optimizer state of one parameter by key, subclasses taken apart: `exp_avg.codes`, `exp_avg.@subclass`."""
+    if not any(map(is_subclass, state.values())):  # nearly always
+        return state
     own: dict[str, Any] = {}
     for key, value in state.items():
         own |= flat_parts(key, value) if is_subclass(value) else {key: value}
@@ -82,9 +84,12 @@ class SubclassState:
         self.own = own_state(live)
         self._parameter = parameter
         self._tensors = tensors
-        found = {key: leaf for name, (_, tree) in plain.items() for key, leaf in leaves(tree, name).items()}
-        self._facts = {key: leaf for key, leaf in found.items() if is_facts(key) and are_facts(leaf)}
-        self._refused = {key.partition(".")[0] for key, _ in self.problems()}
+        self._facts: dict[str, Any] = {}
+        for name, (_, tree) in plain.items():
+            found = leaves(tree, name).items()
+            self._facts |= {key: leaf for key, leaf in found if is_facts(key) and are_facts(leaf)}
+        is_any = self._facts or self.own is not live
+        self._refused = {key.partition(".")[0] for key, _ in self.problems()} if is_any else frozenset()
 
     def problems(self) -> list[tuple[str, str]]:
         """State keys whose tensors cannot be filled or created, and why, as text for an error."""
@@ -98,8 +103,9 @@ class SubclassState:
             return difference(self.own[key], facts)
         if isinstance(self.own.get(outer_fqn(key)), torch.Tensor):
             return "a tensor subclass in the checkpoint, and none in the state"
-        inner = [of_key for of_key in self._tensors if of_key.startswith(f"{outer_fqn(key)}.")]
-        if any(self._spread(of_key, torch.device("meta")) is None for of_key in inner if self._is_spread(of_key)):
+        inner = {k: stored for k, (_, stored) in self._tensors.items() if k.startswith(f"{outer_fqn(key)}.")}
+        meta = torch.device("meta")
+        if any(self._spread(k, stored, meta) is None for k, stored in inner.items() if self._is_spread(k)):
             return "a tensor subclass whose inner tensors cannot be cut as its parameter is; take one step first"
         return why_not_built(facts)
 
@@ -111,13 +117,12 @@ class SubclassState:
         """Whether the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
         return self.takes(key) and f"{key}.{FACTS}" not in self.own
 
-    def new_part(self, key: str, device: torch.device | None) -> torch.Tensor:
+    def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Memory for a tensor inside a parameter's state, on this device or where it belongs."""
         if self._is_spread(key):
-            spread = self._spread(key, device or self._parameter.device)
+            spread = self._spread(key, stored, device or self._parameter.device)
             if spread is not None:
                 return spread
-        stored = self._tensors[key][1]
         home = self._parameter.device if self._around(key) else torch.device("cpu")
         return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=device or home)
 
@@ -132,8 +137,8 @@ class SubclassState:
         is_like = bool(around) and around[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)
 
-    def _spread(self, key: str, device: torch.device) -> DTensor | None:
-        stored, parameter = self._tensors[key][1], self._parameter
+    def _spread(self, key: str, stored: StoredTensor, device: torch.device) -> DTensor | None:
+        parameter = self._parameter
         if not isinstance(parameter, DTensor):
             return None
         dtype = torch_dtype(stored.dtype)

@@ -36,8 +36,6 @@ LAYOUTS = {
     "rows by 3": Layout((3,), (0,)),
     "rows by 4": Layout((4,), (0,)),
     "columns by 2": Layout((2,), (1,)),
-    "copies": Layout((2,), (None,)),
-    "columns by 4": Layout((4,), (1,)),
     "both": Layout((2, 2), (0, 1)),
     "copies of rows": Layout((2, 2), (None, 0)),
 }
@@ -150,6 +148,30 @@ def test_every_layout_writes_the_same_tensors_and_facts(saved: str) -> None:
         assert all(torch.equal(checkpoint[path][...], part) for checkpoint in checkpoints)
     assert all(checkpoint.objects == checkpoints[0].objects for checkpoint in checkpoints)
     assert checkpoints[0].objects["model.weight.@subclass"][0]["shape"] == list(SHAPE)
+
+
+def load_into_meta(rank: int, world_size: int, root: str, name: str) -> list[bool]:
+    expected, case = Case(LAYOUTS[name], 1), Case(LAYOUTS[name], 50)
+    for of_module, parameter in list(case.model.named_parameters()):
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+        meta = local.to("meta") if type(local) is Tensor else local.mapped(on_meta)
+        if isinstance(parameter, DTensor):
+            meta = DTensor(meta, parameter._spec, requires_grad=False)
+        setattr(case.model, of_module, nn.Parameter(meta, requires_grad=parameter.requires_grad))
+    assert all(parameter.is_meta for parameter in case.model.parameters())
+    bcp.load(f"{root}/rows by 3", {"model": case.model})
+    pairs = zip(case.model.parameters(), expected.model.parameters(), strict=True)
+    return [alike(a, b) for a, b in pairs]
+
+
+def on_meta(tensor: Any) -> Any:
+    return tensor.mapped(on_meta) if isinstance(tensor, Flattened) else tensor.to("meta")
+
+
+@pytest.mark.parametrize("name", ["one", "rows by 4", "both"])
+def test_modules_on_the_meta_device_are_given_memory(workers: WorkerPool, saved: str, name: str) -> None:
+    found = workers.run(load_into_meta, saved, name, world_size=LAYOUTS[name].world_size)
+    assert found == [[True] * 3] * LAYOUTS[name].world_size
 
 
 class Tabled(Flattened):
