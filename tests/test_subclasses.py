@@ -345,6 +345,48 @@ def test_a_checkpoint_cannot_have_anything_else_built(tmp_path: Path, name: str)
         bcp.load(tmp_path, {"it": {}})
 
 
+def test_data_of_a_user_under_the_name_of_facts_is_data(tmp_path: Path) -> None:
+    for number, value in enumerate((3, [{"class": "os.system"}], {"a": [1]}, [])):
+        path, state = tmp_path / str(number), {"it": {"w": {"@subclass": value, "t": torch.ones(2)}}}
+        bcp.save(path, {**state, "object": Holder(state["it"])})
+        target: dict[str, Any] = {"it": {"w": {"@subclass": None, "t": torch.zeros(2)}}, "empty": {}}
+        if value == {"a": [1]}:
+            target["it"]["w"]["@subclass"] = {"a": None}
+        del target["empty"]
+        holder = Holder(None)
+        bcp.load(path, {**target, "object": holder})
+        empty: dict[str, Any] = {"it": {}}
+        bcp.load(path, empty)
+        assert target["it"]["w"]["@subclass"] == empty["it"]["w"]["@subclass"] == value
+        assert holder.given["w"]["@subclass"] == value
+
+
+def forged(context: Any) -> list[dict[str, Any]]:
+    shape = {"shape": [6, 8], "stride": [8, 1], "dtype": "float32"}
+    return [{"class": "low_bit.Int8Weight", "context": context, **shape}]
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"@enum": 3, "name": "x"},
+        {"@enum": "low_bit.Rounding", "name": "mro"},
+        {"@enum": "low_bit.Recipe", "name": "NEAREST"},
+        {"@dataclass": "pathlib.Path", "fields": {}},
+        {"@dataclass": "low_bit.Recipe", "fields": {"rounding": 1}},
+        {"@dataclass": "low_bit.Recipe"},
+        {"@shape": "dict"},
+    ],
+)
+def test_a_forged_context_is_an_error_before_anything_is_changed(tmp_path: Path, context: Any) -> None:
+    tensor = int8(1)
+    bcp.save(tmp_path, {"it": {"w": {"values": tensor.values, "scale": tensor.scale, "@subclass": forged(context)}}})
+    empty: dict[str, Any] = {"it": {}}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"it\.w: a tensor subclass that cannot be built"):
+        bcp.load(tmp_path, empty)
+    assert empty == {"it": {}}
+
+
 def test_a_dict_of_inner_tensors_is_what_a_checkpoint_gives_without_the_class(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"it": {"w": int8(1)}})
     found = bcp.open(tmp_path).state_dict("it.")

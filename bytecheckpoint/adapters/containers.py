@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.stored import (
     rank_missing,
 )
 from bytecheckpoint.adapters.stored_subclasses import facts_problems, refused_by, unbuildable
+from bytecheckpoint.adapters.subclass_facts import are_facts
 from bytecheckpoint.adapters.subclasses import is_facts, is_subclass
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, dtype_name
 
@@ -53,7 +54,7 @@ class PlainEntry:
     def expect(self, stored: Stored) -> Expectation:
         shards = LocalShards()
         values = leaves(self._value, self.fqn)
-        facts = {fqn: value for fqn, value in values.items() if is_facts(fqn)}
+        facts = {fqn: value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
         expectation = Expectation(shards.found, set(facts), facts_problems(facts, stored))
         refused = refused_by(expectation.problems)
         for fqn, value in values.items():
@@ -95,7 +96,7 @@ class PlainEntry:
     def finish(self, stored: Stored) -> None:
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
-            if is_facts(fqn) or stored.skips(fqn):
+            if (is_facts(fqn) and are_facts(value)) or stored.skips(fqn):
                 continue
             adopted = _adopted(value, fqn, stored)
             if adopted is not None:

@@ -30,7 +30,7 @@ from bytecheckpoint.adapters.stored import (
     shares_elements,
 )
 from bytecheckpoint.adapters.stored_subclasses import unbuildable
-from bytecheckpoint.adapters.subclass_facts import difference
+from bytecheckpoint.adapters.subclass_facts import are_facts, difference
 from bytecheckpoint.adapters.subclasses import is_facts, outer_fqn, restored, subclasses_in
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, dtype_name, unsupported
 
@@ -185,8 +185,8 @@ class StatefulEntry:
 
     def _leave_out_differing(self, values: Mapping[str, Any]) -> None:
         """Of the object's own tensor subclasses, those that are other ones in the checkpoint: they are made anew."""
-        facts = [name for name in self._current if is_facts(name)]
-        others = [outer_fqn(name) for name in facts if difference(self._current[name], values.get(name))]
+        facts = {name: own for name, own in self._current.items() if is_facts(name) and are_facts(own)}
+        others = [outer_fqn(name) for name, own in facts.items() if difference(own, values.get(name))]
         for other in others:
             self._target.live.pop(other, None)
             self._current = {n: value for n, value in self._current.items() if not n.startswith(f"{other}.")}

@@ -94,7 +94,7 @@ class SubclassState:
     def problems(self) -> list[tuple[str, str]]:
         """State keys whose tensors cannot be filled or created, and why, as text for an error."""
         reasons = {key: self._why_not(key, facts) for key, facts in self._facts.items()}
-        lacking = [key for key in self.own if is_facts(key) and key not in self._facts]
+        lacking = [k for k, own in self.own.items() if is_facts(k) and are_facts(own) and k not in self._facts]
         reasons |= dict.fromkeys(lacking, "a tensor subclass in the state, and none in the checkpoint")
         return [(key, reason) for key, reason in reasons.items() if reason]
 

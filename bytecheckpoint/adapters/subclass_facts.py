@@ -100,12 +100,15 @@ def _shown(value: Any) -> str:
 
 def are_facts(found: Any) -> bool:
     """Whether plain data describes a tensor subclass."""
-    return (
-        type(found) is list
-        and len(found) == 1
-        and type(found[0]) is dict
-        and found[0].keys() >= {"class", "context", "shape", "stride", "dtype"}
-    )
+    if type(found) is not list or len(found) != 1 or type(found[0]) is not dict:
+        return False
+    told = found[0]
+    shape, stride = told.get("shape"), told.get("stride")
+    if type(shape) is not list or type(stride) is not list or len(shape) != len(stride):
+        return False
+    dtype = getattr(torch, str(told.get("dtype")), None)
+    is_named = type(told.get("class")) is str and isinstance(dtype, torch.dtype)
+    return "context" in told and is_named and all(type(length) is int and length >= 0 for length in (*shape, *stride))
 
 
 def why_not_built(found: Any) -> str | None:
@@ -168,7 +171,10 @@ def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.d
     names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
     if names != value["fields"].keys():
         raise LookupError(f"{value[_DATACLASS]} is no dataclass with the fields {sorted(value['fields'])}")
-    made = object.__new__(cls)  # its __init__ may do anything
+    try:
+        made = object.__new__(cls)  # its __init__ may do anything
+    except TypeError as error:
+        raise LookupError(f"{value[_DATACLASS]} is more than a dataclass: {error}") from error
     for name, item in value["fields"].items():
         object.__setattr__(made, name, _from_plain(item, shape, device))
     return made
@@ -176,7 +182,7 @@ def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.d
 
 def _imported(name: str) -> type[Any]:
     """The class of this name, where its module has been imported. Looks only, so no code of any module runs."""
-    parts = name.split(".")
+    parts = str(name).split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
         for part in parts[count:]:

@@ -73,7 +73,7 @@ def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def is_facts(fqn: str) -> bool:
-    """Whether this is the FQN of the facts of a subclass."""
+    """Whether this is the FQN of the facts of a subclass, unless a user has called something else so."""
     return fqn.endswith(FACTS) and fqn.rpartition(".")[2] == FACTS
 
 
