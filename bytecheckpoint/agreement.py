@@ -24,6 +24,7 @@ from bytecheckpoint.planner.offers import Offer, PackedOffers, Write, pack_offer
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
 from bytecheckpoint.ranks import COORDINATOR, Ranks
 from bytecheckpoint.region import Region
+from bytecheckpoint.stages import InStages, PartDigests, check_stages, digests_of, in_several_stages
 from bytecheckpoint.staging import cut_to_files, plan_files
 
 
@@ -49,12 +50,14 @@ class Wish(NamedTuple):
     plain: Mapping[str, tuple[Scope, bytes]]
     max_file_bytes: int
     codec: CodecOption
+    stages: Mapping[str, int]
+    """Of modules that are stages of a pipeline and say which: by FQN."""
 
     def fingerprint(self, ranks: Ranks) -> bytes:
         """What a plan depends on, and nothing else."""
         fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:-1]
         options = (self.max_file_bytes, self.codec)
-        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank)
+        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank, self.stages)
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
 
 
@@ -71,6 +74,10 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     aliases: dict[str, str]
     """Empty there."""
     plain: dict[str, tuple[Scope, bytes]]
+    stages: dict[str, int] = {}
+    """Empty there."""
+    stage_digests: PartDigests = {}
+    """Of what the coordinator asked for."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +95,8 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
     """Do what you did before; `kept` and what follows are empty."""
     tell_all: bool = False
     """No order yet: send the whole request first."""
+    digested: list[str] = []
+    """With digests of all parts of these tensors."""
     has_written: bool = False
     """The coordinator knows where the chunks of this plan lie."""
 
@@ -126,7 +135,8 @@ def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) 
 
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
-    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec)
+    stages = {fqn: stage for of_entry in contents for fqn, stage in of_entry.stages.items()}
+    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec, stages)
 
 
 def propose(ranks: Ranks, wish: Wish, plans: PlanCache) -> Proposal:
@@ -142,9 +152,9 @@ def agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
     """
     wish, known = proposal.wish, proposal.known
     decision = _Decision(ranks, known)
-    order = decision.hear(_known_request(wish, known) if known is not None else _whole_request(wish, ranks))
-    if order.tell_all:
-        order = decision.hear(_whole_request(wish, ranks))
+    order = decision.hear(_known_request(wish, known) if known is not None else _whole_request(wish, ranks, []))
+    while order.tell_all:
+        order = decision.hear(_whole_request(wish, ranks, order.digested))
     is_new = not order.is_known or known is None
     planned = _planned(order, wish) if is_new or known is None else known
     if is_new:
@@ -158,13 +168,23 @@ def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain))
 
 
-def _whole_request(wish: Wish, ranks: Ranks) -> _Request:
+def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _Request:
     offers = wish.offers()
     if ranks.num_ranks > 1:
         for index, digest in enumerate(small_digests(wish.shards)):
             if digest is not None:
                 offers[index] = msgspec.structs.replace(offers[index], digest=digest)
-    return _Request(str(wish.target), "", [], pack_offers(offers), dict(wish.aliases), dict(wish.plain))
+    digests = digests_of(wish.shards, digested)
+    return _Request(
+        str(wish.target),
+        "",
+        [],
+        pack_offers(offers),
+        dict(wish.aliases),
+        dict(wish.plain),
+        dict(wish.stages),
+        digests,
+    )
 
 
 class _Decision:
@@ -177,6 +197,8 @@ class _Decision:
         """The one that was made; None where a known one is used again."""
         self.objects: Mapping[str, bytes] = {}
         self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
+        self._in_stages: list[str] = []
+        """The FQNs that stages share, of which ranks have been asked for digests."""
 
     def hear(self, request: _Request) -> _Order:
         """This rank's order."""
@@ -192,7 +214,11 @@ class _Decision:
             orders = [_Order(save_id, known.plan_id, b"", [], [], [], is_known=True, has_written=has_written)]
         elif any(request.plan_id for request in requests):
             orders = [_Order("", "", b"", [], [], [], tell_all=True)]
+        elif self._asks_for_stages(requests):
+            orders = [_Order("", "", b"", [], [], [], tell_all=True, digested=self._in_stages)]
         else:
+            told = [InStages(request.stages, request.stage_digests) for request in requests]
+            check_stages(self._in_stages, told, names)
             packed = [request.offers for request in requests if request.offers is not None]
             self.plan = plan_save(packed, [request.aliases for request in requests], names=names)
             orders = _orders(save_id, self.plan)
@@ -200,6 +226,11 @@ class _Decision:
             self.objects, self.rank_objects = merge_plain([request.plain for request in requests], names)
         encoded = [msgspec.msgpack.encode(order) for order in orders]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
+
+    def _asks_for_stages(self, requests: Sequence[_Request]) -> bool:
+        """Whether ranks have yet to give digests of what several stages hold under one FQN."""
+        asked, self._in_stages = self._in_stages, in_several_stages(request.stages for request in requests)
+        return self._in_stages != asked
 
 
 def _is_still_so(known: KnownPlan, requests: Sequence[_Request]) -> bool:

@@ -29,6 +29,11 @@ def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
     return digests
 
 
+def digest_of(tensor: torch.Tensor) -> int:
+    """The xxh3-64 of a tensor of any size, copied where its elements have gaps between them or are on a device."""
+    return xxhash.xxh3_64_intdigest(_raw(tensor).cpu().numpy().data)
+
+
 def combined_digest(tensors: Sequence[torch.Tensor]) -> int:
     """One xxh3-64 of all these small tensors. Cheaper than one for each: they are gathered and hashed in large runs."""
     state = xxhash.xxh3_64()

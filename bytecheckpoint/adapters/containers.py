@@ -22,6 +22,9 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
+from bytecheckpoint.adapters.stored_subclasses import facts_problems, refused_by, unbuildable
+from bytecheckpoint.adapters.subclass_facts import are_facts
+from bytecheckpoint.adapters.subclasses import is_facts, is_subclass
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, dtype_name
 
 
@@ -37,7 +40,7 @@ class PlainEntry:
 
     def collect(self) -> Contents:
         shards = LocalShards()
-        if isinstance(self._value, torch.Tensor) and not self._may_differ:
+        if isinstance(self._value, torch.Tensor) and not self._may_differ and not is_subclass(self._value):
             shards.add(self.fqn, self._value)
             return Contents(shards.found, {self.fqn})
         keep = partial(keep_for_rank, shards) if self._may_differ else shards.add
@@ -50,11 +53,16 @@ class PlainEntry:
 
     def expect(self, stored: Stored) -> Expectation:
         shards = LocalShards()
-        expectation = Expectation(shards.found, set(), [])
-        for fqn, value in leaves(self._value, self.fqn).items():
-            if stored.skips(fqn):
+        values = leaves(self._value, self.fqn)
+        facts = {fqn: value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
+        expectation = Expectation(shards.found, set(facts), facts_problems(facts, stored))
+        refused = refused_by(expectation.problems)
+        for fqn, value in values.items():
+            if fqn in facts or stored.skips(fqn):
                 continue
             expectation.claims.add(fqn)
+            if refused and fqn.startswith(refused):
+                continue
             # Most of a state, told from the rest by one look.
             is_stored_tensor = type(value) in PLAIN_TENSORS and type(stored.plain.get(fqn)) is TensorRef
             if is_stored_tensor or not self._expects_other(fqn, value, stored, expectation):
@@ -68,7 +76,7 @@ class PlainEntry:
         if adopted is not None:
             names = {stored.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
             expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, stored))
-            expectation.problems.extend(_missing_in(names))
+            expectation.problems.extend(_missing_in(names) + unbuildable(names))
             expectation.claims.update(names)
         elif missing is not None:
             expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
@@ -88,11 +96,15 @@ class PlainEntry:
     def finish(self, stored: Stored) -> None:
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
-            if stored.skips(fqn):
+            if (is_facts(fqn) and are_facts(value)) or stored.skips(fqn):
                 continue
             adopted = _adopted(value, fqn, stored)
             if adopted is not None:
-                value.update(_taken(self._adopted.filled(adopted[1], adopted[0], {}, stored), adopted[0], stored))
+                filled = self._adopted.filled(adopted[1], adopted[0], {}, stored)
+                if isinstance(filled, torch.Tensor):  # a subclass stood there
+                    new[fqn] = filled
+                else:
+                    value.update(_taken(filled, adopted[0], stored))
             elif (
                 fqn not in stored.tensors
                 and not _problems(fqn, value, stored)

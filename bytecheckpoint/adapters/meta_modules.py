@@ -8,6 +8,8 @@ from collections.abc import Collection
 import torch
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.subclasses import is_subclass, with_new_memory
+
 
 def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
     """Gives memory to what is on the meta device and `wanted` (by id), keeping parameters the objects that they are.
@@ -21,10 +23,13 @@ def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> N
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) not in wanted:
             return tensor
-        if isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, device=tensor.device_mesh.device_type)
         default = torch.get_default_device()
-        return torch.empty_like(tensor, device="cpu" if default.type == "meta" else default)
+        device = torch.device("cpu") if default.type == "meta" else default
+        if isinstance(tensor, DTensor):
+            device = torch.device(tensor.device_mesh.device_type)
+        if is_subclass(tensor):
+            return with_new_memory(tensor, lambda inner: torch.empty_like(inner, device=device))
+        return torch.empty_like(tensor, device=device)
 
     # Swapping keeps identity: optimizers that were built on meta parameters, and ties, stay valid.
     swaps = torch.__future__.get_swap_module_params_on_conversion()

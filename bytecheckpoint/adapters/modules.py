@@ -18,18 +18,20 @@ from bytecheckpoint.adapters import deepspeed, fsdp1
 from bytecheckpoint.adapters.flat_parts import FlatModule, FlatOptimizer, HeldPart, NamedPart, merged
 from bytecheckpoint.adapters.meta_modules import materialise
 from bytecheckpoint.adapters.module_tree import ModuleTree, tree_of
+from bytecheckpoint.adapters.pipelines import Stage
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
 from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
 from bytecheckpoint.adapters.stored import (
     Contents,
     Expectation,
-    Problem,
     RankMissing,
     Scope,
     Stored,
     not_stored,
     rank_missing,
 )
+from bytecheckpoint.adapters.stored_subclasses import facts_problems, refused_by, unbuildable
+from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, unsupported
 from bytecheckpoint.adapters.ties import untied
 
@@ -50,6 +52,8 @@ class _Part(NamedTuple):
     tree: ModuleTree
     ddp_prefixes: Sequence[str]
     """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
+    stage: int | None
+    """Which stage of a pipeline it is, where it says so."""
     is_wrapped: bool
     """Whether a wrapper puts anything into names; else they are plain as they are."""
     flat: FlatModule | None = None
@@ -96,15 +100,20 @@ class _Held(NamedTuple):
         """The FQNs of all tensors."""
         return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
 
+    facts: Mapping[str, Any]
+    """What else is known of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
+    stages: Mapping[str, int]
+    """By FQN, of stages of a pipeline that say which they are."""
+
 
 class ModuleEntry:
     """One module, or the stages of a pipeline that this rank holds."""
 
-    def __init__(self, fqn: str, modules: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, fqn: str, stages: Sequence[Stage]) -> None:
         self.fqn = fqn
-        self.engines = [module for module in modules if deepspeed.is_engine(module)]
+        self.engines = [stage.module for stage in stages if deepspeed.is_engine(stage.module)]
         """Those of the modules that are engines of DeepSpeed."""
-        self._parts = [_part_of(fqn, module) for module in modules]
+        self._parts = [_part_of(fqn, stage) for stage in stages]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
@@ -151,9 +160,10 @@ class ModuleEntry:
 
     def tied_names(self) -> dict[str, str]:
         """The other names of tied tensors -> their first name, without the entry's own."""
-        self._named = self._named or self._read()
+        self._named = held = self._named or self._read()
         prefix = len(self.fqn) + 1
-        return {alias[prefix:]: fqn[prefix:] for alias, fqn in self._named.aliases.items()}
+        tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases)}
+        return {alias[prefix:]: fqn[prefix:] for alias, fqn in tied.items()}
 
     def collect(self) -> Contents:
         held = self._held()
@@ -166,23 +176,27 @@ class ModuleEntry:
         encoded: dict[str, tuple[Scope, bytes]] = {
             fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in held.extra.items()
         }
+        encoded |= {fqn: ("shared", encode_plain(value, fqn, on_tensor)) for fqn, value in held.facts.items()}
         names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
-        return Contents(shards.found, {*held.names(), *names}, encoded, held.aliases)
+        names |= {*held.names(), *held.facts}
+        return Contents(shards.found, names, encoded, held.aliases, held.stages)
 
     def expect(self, stored: Stored) -> Expectation:
         held = self._held()
         other_names: dict[str, list[str]] = {}
         for alias, fqn in held.aliases.items():
             other_names.setdefault(fqn, []).append(alias)
+        problems = facts_problems(held.facts, stored, tied_subclasses(held.facts, held.aliases))
+        refused = refused_by(problems)
         of_module = LocalShards()
         for fqn, tensor in held.tensors.items():
-            of_module.add(_stored_name(fqn, other_names, stored), tensor)
+            if not refused or not fqn.startswith(refused):
+                of_module.add(_stored_name(fqn, other_names, stored), tensor)
         shards = of_module.found
         for fqn, flat in held.flat:
             shards += flat.part.shards(_stored_name(fqn, other_names, stored), flat.memory)
-        claims = held.names()
+        claims = held.names() | set(held.facts)
         copies = self._copies(other_names, stored)
-        problems: list[Problem] = []
         for fqn in held.extra:
             found = stored.entry_tree(fqn)
             if found is None:
@@ -191,6 +205,7 @@ class ModuleEntry:
                 shards += self._extra.shards(found.tree, found.fqn, {}, stored)
                 values = leaves(found.tree, found.fqn)
                 claims.update(map(stored.rename, values))
+                problems += unbuildable(values)
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
@@ -236,9 +251,11 @@ class ModuleEntry:
     def _loadable(self, part: _Part, stored: Stored) -> Iterator[torch.Tensor]:
         """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
         for _, plain, tensor in part.state():
-            found = stored.tensors.get(join_fqn(self.fqn, plain))
-            if isinstance(tensor, torch.Tensor) and found is not None and found.shape == tuple(tensor.shape):
-                yield tensor
+            fqn = join_fqn(self.fqn, plain)
+            if isinstance(tensor, torch.Tensor):
+                found = ((stored.tensors.get(name), part) for name, part in _tensors_of(fqn, tensor).items())
+                if all(record is not None and record.shape == tuple(part.shape) for record, part in found):
+                    yield tensor
 
     def _held(self) -> _Held:
         held, self._named = self._named or self._read(), None
@@ -250,8 +267,12 @@ class ModuleEntry:
         extra: dict[str, Any] = {}
         flat: list[tuple[str, HeldPart]] = []
         flat_aliases: dict[str, str] = {}
+        facts: dict[str, Any] = {}
+        known: dict[int, tuple[str, dict[str, Any]]] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
+        starts: list[int] = []
         for part in self._parts:
+            starts.append(len(found))
             if part.flat is not None:
                 flat += [(prefix + held.name, held) for held in part.flat.held]
                 flat_aliases |= {prefix + alias: prefix + name for alias, name in part.flat.aliases.items()}
@@ -269,9 +290,30 @@ class ModuleEntry:
                 if not is_plain:
                     _refuse_lazy(fqn, value)
                 is_live = live is None or id(value) in live
-                found.append((name, fqn, value if is_live else self._detached.setdefault(fqn, value)))
+                tensor = value if is_live else self._detached.setdefault(fqn, value)
+                if is_plain or not is_subclass(tensor):
+                    found.append((name, fqn, tensor))
+                    continue
+                # Taken apart once, so that it is seen to be tied where it has several names.
+                if id(tensor) not in known:
+                    known[id(tensor)] = fqn, flat_parts(fqn, tensor)
+                first, of_first = known[id(tensor)]
+                parts = {fqn + of_part.removeprefix(first): part for of_part, part in of_first.items()}
+                facts |= {of_part: part for of_part, part in parts.items() if is_facts(of_part)}
+                found += [(name, of_part, part) for of_part, part in parts.items() if not is_facts(of_part)]
+        stages: dict[str, int] = {}
+        for part, start, end in zip(self._parts, starts, [*starts[1:], len(found)], strict=True):
+            if part.stage is not None:
+                stages |= dict.fromkeys((fqn for _, fqn, _ in found[start:end]), part.stage)
         tensors, aliases = untied(found)
-        return _Held(tensors, aliases | flat_aliases, extra, flat)
+        return _Held(tensors, aliases | flat_aliases, extra, flat, facts, stages)
+
+
+def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor by its FQN, or the inner tensors of a subclass by theirs."""
+    if not is_subclass(tensor):
+        return {fqn: tensor}
+    return {name: part for name, part in flat_parts(fqn, tensor).items() if not is_facts(name)}
 
 
 def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: Stored) -> str:
@@ -294,7 +336,8 @@ def _is_data(name: str, value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or _is_extra_state(name)
 
 
-def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
+def _part_of(fqn: str, stage: Stage) -> _Part:
+    module = stage.module
     tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
     is_fsdp1 = fsdp1.has_units(fqn, tree)
     if is_fsdp1:
@@ -303,5 +346,5 @@ def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
     wrapped = [name for name, child in tree.submodules if isinstance(child, DistributedDataParallel)]
     ddp_prefixes = sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True)
     is_wrapped = bool(wrapped) or any(plain_name(name) != name for name, _ in tree.submodules)
-    part = _Part(tree, ddp_prefixes, is_wrapped)
+    part = _Part(tree, ddp_prefixes, stage.number, is_wrapped)
     return part._replace(flat=fsdp1.flat_module(fqn, tree, part.plain_name)) if is_fsdp1 else part

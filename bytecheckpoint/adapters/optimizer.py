@@ -7,6 +7,7 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -23,9 +24,11 @@ from bytecheckpoint.adapters.parameter_names import (
     check_state_key,
     name_parameters,
 )
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, keep_in_tree, leaves, with_leaves
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, keep_in_tree, leaves, with_leaves
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, not_stored
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
+from bytecheckpoint.adapters.stored_subclasses import SubclassState
+from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
@@ -62,13 +65,16 @@ class OptimizerEntry:
     def collect(self) -> Contents:
         shards = LocalShards()
         self._created.clear()
+        fqns: list[str] = []
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
             _check_has_state(self.fqn, optimizer)
             for parameter, names in self._named(optimizer):
-                plain = self._collect_state(names.name, optimizer.state.get(parameter, {}), shards)
+                plain = self._collect_state(names.name, optimizer.state.get(parameter, {}), shards, fqns)
                 if plain:
                     tree["state"][names.name] = plain
+        num_whole = len(shards.found)
+        for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
                 tree["state"].update(flat.collect(shards))
         by_optimizer = map(self._param_groups, self.optimizers)
@@ -83,24 +89,32 @@ class OptimizerEntry:
         for each in self.wrapped:
             tree["facts"] = tree.get("facts", {}) | each.facts()
 
+        if len(set(fqns)) < len(fqns):
+            fqn = next(fqn for fqn, number in Counter(fqns).items() if number > 1)
+            raise unsupported(fqn, "the name of two values", "rename a parameter or a key of its state")
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
-        return Contents(shards.found, {shard.fqn for shard in shards.found}, {self.fqn: ("shared", encoded)})
+        of_flat = {shard.fqn for shard in shards.found[num_whole:]}
+        return Contents(shards.found, of_flat.union(fqns), {self.fqn: ("shared", encoded)})
 
-    def _collect_state(self, name: str, state: Mapping[str, Any], shards: LocalShards) -> dict[str, Any]:
-        """Adds the tensors of one parameter's state to the shards; returns the rest, with references."""
+    def _collect_state(
+        self, name: str, state: Mapping[str, Any], shards: LocalShards, fqns: list[str]
+    ) -> dict[str, Any]:
+        """Adds one parameter's tensors to the shards, and their FQNs to these; returns the rest, with references."""
         plain: dict[str, Any] = {}
         prefix = f"{self.fqn}.state.{name}."
         for key, value in state.items():
             fqn = f"{prefix}{key}"
             check_state_key(fqn, key)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not is_subclass(value):
                 shards.add(fqn, value)
+                fqns.append(fqn)
                 continue
             found = leaves(value, fqn)
             refs = {leaf: TensorRef(leaf) for leaf, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+            fqns += refs
             for leaf in refs:
                 shards.add(leaf, found[leaf])
-            plain[key] = with_leaves(_copied(value), fqn, refs)
+            plain[key] = with_leaves(_copied(value, fqn), fqn, refs)
         return plain
 
     def expect(self, stored: Stored) -> Expectation:
@@ -118,6 +132,8 @@ class OptimizerEntry:
                 if found.is_excluded(names):
                     continue
                 expectation.problems.extend(self._problems(parameter, names, found))
+                of_subclasses = self._subclasses(optimizer, parameter, names, found).problems()
+                expectation.problems.extend(self._conflict(names, key, why) for key, why in of_subclasses)
                 if _fits(parameter, names, found):
                     expectation.shards.extend(self._state_shards(optimizer, parameter, names, found))
             for flat in self._flat_states(optimizer):
@@ -144,17 +160,20 @@ class OptimizerEntry:
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
     ) -> list[LocalShard]:
         """Where the state of one parameter goes, and what the optimizer has that the checkpoint lacks."""
-        own = optimizer.state.get(parameter, {})
+        subclasses = self._subclasses(optimizer, parameter, names, found)
         states = found.tensors(names)
         shards = LocalShards()
         for key, (fqn, tensor) in states.items():
-            target = own.get(key, self._created.get(fqn))
+            target = subclasses.own.get(key, self._created.get(fqn))
+            if not subclasses.takes(key):
+                continue
             if not isinstance(target, torch.Tensor):
                 is_nested = "." in key
-                target = placeholder(tensor) if is_nested else _new_state(optimizer, parameter, key, tensor, "meta")
+                new = subclasses.new_part(key, tensor, torch.device("meta")) if is_nested else None
+                target = _new_state(optimizer, parameter, key, tensor, "meta") if new is None else new
             shards.add(fqn, target)
-        for key, value in own.items():
-            if isinstance(value, torch.Tensor) and key not in states:
+        for key, value in subclasses.own.items():
+            if isinstance(value, torch.Tensor) and key not in states and subclasses.takes(key):
                 shards.add(f"{self.fqn}.state.{names.name}.{key}", value)
         return shards.found
 
@@ -163,10 +182,14 @@ class OptimizerEntry:
         if found is None:
             return
         for optimizer, parameter, names in self._loadable(found):
+            subclasses = self._subclasses(optimizer, parameter, names, found)
             for key, (fqn, tensor) in found.tensors(names).items():
+                is_there = key in subclasses.own if "." in key else isinstance(subclasses.own.get(key), torch.Tensor)
+                if is_there or not subclasses.takes(key):
+                    continue
                 if "." in key:
-                    self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
-                elif not isinstance(optimizer.state[parameter].get(key), torch.Tensor):
+                    self._created[fqn] = subclasses.new_part(key, tensor, None)
+                else:
                     optimizer.state[parameter][key] = _new_state(optimizer, parameter, key, tensor, None)
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
@@ -177,10 +200,13 @@ class OptimizerEntry:
         if found is None:
             return
         for optimizer, parameter, names in self._loadable(found):
+            subclasses = self._subclasses(optimizer, parameter, names, found)
             for key, (fqn, value) in found.plain(names).items():
+                if not subclasses.lacks(key):
+                    continue
                 refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
                 new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
-                optimizer.state[parameter][key] = with_leaves(value, fqn, new)
+                optimizer.state[parameter][key] = restored(with_leaves(value, fqn, new), fqn, like=parameter)
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
                 flat.finish(found)
@@ -188,6 +214,18 @@ class OptimizerEntry:
                 set_hyperparameters(group, self._hyperparameters(parameters, found, stored)[0])
         for each in self.wrapped:
             each.take_facts(found.facts())
+
+    def _subclasses(
+        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
+    ) -> SubclassState:
+        live = optimizer.state.get(parameter, {})
+        if not found.has_subclasses:
+            return SubclassState(parameter, live, {}, {})
+        return SubclassState(parameter, live, found.tensors(names), found.plain(names))
+
+    def _conflict(self, names: ParameterNames, key: str, why: str) -> Problem:
+        fqn = f"{self.fqn}.state.{names.name}.{key}"
+        return Problem("conflict", fqn, f"{fqn}: {why}")
 
     def _loadable(self, found: StoredOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, ParameterNames]]:
         """The parameters whose state is loaded."""
@@ -286,8 +324,11 @@ def _new_state(
     return torch.empty(stored.shape, dtype=dtype, device=device)
 
 
-def _copied(value: Any) -> Any:
-    """The same tree in containers of its own, so that the live state is not changed."""
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+def _copied(value: Any, fqn: str) -> Any:
+    """The same tree in containers of its own, so that the live state is not changed. A subclass is one of its parts."""
+    if isinstance(value, dict) or is_subclass(value):
+        items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
+        return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
+    if type(value) not in (list, tuple):
+        return value
+    return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))

@@ -21,6 +21,7 @@ import xxhash
 from msgspec.msgpack import Ext, encode
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.subclasses import is_subclass, parts_of
 from bytecheckpoint.adapters.tensors import (
     PLAIN_TENSORS,
     check_has_memory,
@@ -56,7 +57,9 @@ class TensorRef(NamedTuple):
 
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, TensorRef, *PLAIN_TENSORS})
-"""Types of what has nothing below it and is no entry of its own: most of a state, told from the rest by one look."""
+"""Types of what is no entry of its own and holds none: most of a state, told from the rest by one look."""
+
+_LEAVES = ATOMS - {DTensor}  # one of a tensor subclass has the parts of that below it
 
 
 def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
@@ -87,6 +90,8 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
     if kind is int:
         return value if value in _INT64 else _ext(_BIG_INT, str(value))
     if isinstance(value, torch.Tensor):
+        if is_subclass(value):
+            return _dict_to_wire(parts_of(fqn, value), fqn, on_tensor, depth)
         return _place_of_tensor(value, fqn, on_tensor)
     if kind is TensorRef:
         return _ext(_REF, value.fqn)
@@ -285,8 +290,10 @@ _DECODERS: dict[int, Callable[[Any], Any]] = {
 def leaves(value: Any, fqn: str) -> dict[str, Any]:
     """The leaves of a tree by FQN: what is loaded, compared and renamed one by one.
 
-    Dicts are taken apart down to their last key, lists and tuples only where they hold tensors; an empty container
-    is a leaf. Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN.
+    Dicts and tensor subclasses are taken apart down to their last key, lists and tuples only where they hold tensors;
+    an empty container is a leaf.
+
+    Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN.
     """
     found: dict[str, Any] = {}
     _add_leaves(value, fqn, found, MAX_DEPTH)
@@ -306,7 +313,7 @@ def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int) -> None
         child = f"{prefix}{key}"
         if child == fqn:  # an empty key below an empty name
             raise unsupported(fqn, "the name of two values", "give the value with the empty key a name")
-        if type(item) in ATOMS and depth > 1 and child not in found:
+        if type(item) in _LEAVES and depth > 1 and child not in found:
             found[child] = item
         else:
             _add_leaves(item, child, found, depth - 1)
@@ -317,7 +324,7 @@ def _children(value: Any, fqn: str) -> Collection[tuple[object, Any]]:
         return value.items()
     if type(value) in (list, tuple) and _holds_tensor(value, fqn, MAX_DEPTH):
         return list(enumerate(value))
-    return []
+    return parts_of(fqn, value).items() if is_subclass(value) else []
 
 
 def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
@@ -330,9 +337,11 @@ def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
 
 
 def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
-    """The tree with new leaves: dicts and lists are changed in place, tuples made anew. Leaves not in `new` stay."""
+    """The tree with new leaves: dicts and lists are changed in place, tuples made anew. Leaves not in `new` stay, and
+    so do those of tensor subclasses, which are filled in place.
+    """
     children = _children(value, fqn)
-    if not children:
+    if not children or isinstance(value, torch.Tensor):
         return new.get(fqn, value)
     prefix = f"{fqn}." if fqn else ""
     filled = [(key, with_leaves(item, f"{prefix}{key}", new)) for key, item in children]

@@ -16,7 +16,8 @@ from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, i
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, too_deep
+from bytecheckpoint.adapters.pipelines import stages_of
+from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
@@ -122,9 +123,10 @@ def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     """This rank's memory of the buffers of all modules."""
     shards = LocalShards()
-    for entry in entries:
-        for buffer in entry.buffers() if isinstance(entry, _MODULES) else ():
-            shards.add(entry.fqn, buffer)
+    buffers = (buffer for entry in entries if isinstance(entry, _MODULES) for buffer in entry.buffers())
+    for tensor in (tensor for buffer in buffers for tensor in leaves(buffer, "").values()):
+        if isinstance(tensor, torch.Tensor):
+            shards.add("", tensor)
     return [shard.tensor for shard in shards.found]
 
 
@@ -193,14 +195,11 @@ def _is_special(value: Any) -> bool:
     if type(value) in ATOMS or type(value) is dict:
         return False
     if isinstance(value, list | tuple) and value:
-        return _all_are(value, torch.nn.Module) or _all_are(value, torch.optim.Optimizer)
-    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal) or is_stateful(value):
+        return bool(stages_of(value)) or all(isinstance(item, torch.optim.Optimizer) for item in value)
+    is_known = isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal)
+    if is_known or is_stateful(value) or bool(stages_of(value)):
         return True
     return is_megatron_optimizer(value) or is_sharded_leaf(value)
-
-
-def _all_are(values: Any, cls: type) -> bool:
-    return all(isinstance(value, cls) for value in values)
 
 
 def _holds_special(value: Any, fqn: str, depth: int) -> bool:
@@ -224,8 +223,9 @@ def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
             refuse_inside(fqn, item)
         if is_megatron_optimizer(value):
             return MegatronOptimizerEntry(fqn, value)
-    if isinstance(items[0], torch.nn.Module):
-        return ModuleEntry(fqn, items)
+    stages = stages_of(value)
+    if stages:
+        return ModuleEntry(fqn, stages)
     if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
         return _Optimizers(fqn, items)
     if isinstance(value, RankLocal):

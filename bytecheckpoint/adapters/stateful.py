@@ -29,6 +29,9 @@ from bytecheckpoint.adapters.stored import (
     rank_missing,
     shares_elements,
 )
+from bytecheckpoint.adapters.stored_subclasses import unbuildable
+from bytecheckpoint.adapters.subclass_facts import are_facts, difference
+from bytecheckpoint.adapters.subclasses import is_facts, outer_fqn, restored, subclasses_in
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, dtype_name, unsupported
 
 
@@ -89,6 +92,8 @@ class TreeTarget:
 
     def __init__(self) -> None:
         self._new: dict[str, torch.Tensor] = {}
+        self.live: dict[str, torch.Tensor] = {}
+        """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
 
     def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
         """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
@@ -109,13 +114,15 @@ class TreeTarget:
     def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> Any:
         """The tree with tensors in place of references; what include and exclude leave out is as in `current`."""
         new = {}
-        for name, value in leaves(tree, fqn).items():
+        values = leaves(tree, fqn)
+        for name, value in values.items():
             state_name = stored.rename(name)
             if isinstance(value, TensorRef):
                 new[name] = self._new.get(state_name, current.get(state_name))
             elif not stored.takes(name) or isinstance(value, RankMissing):
                 new[name] = current.get(state_name)
-        return with_leaves(tree, fqn, new)
+        filled = with_leaves(tree, fqn, new)
+        return restored(filled, fqn, self.live) if any(map(is_facts, values)) else filled
 
 
 def _refs(tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
@@ -154,7 +161,8 @@ class StatefulEntry:
 
     def expect(self, stored: Stored) -> Expectation:
         if not self._current:
-            self._current = leaves(self._value.state_dict(), self.fqn)
+            state = self._value.state_dict()
+            self._current, self._target.live = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         found = stored.entry_tree(self.fqn)
         self._found = None
         if found is None:
@@ -167,9 +175,21 @@ class StatefulEntry:
         if missing:
             return Expectation([], set(values), missing)
         self._found = found
+        self._leave_out_differing(values)
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
         problems = [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
+        problems += unbuildable(
+            {name: value for name, value in values.items() if outer_fqn(name) not in self._target.live}
+        )
         return Expectation(self._target.shards(found.tree, found.fqn, self._current, stored), set(values), problems)
+
+    def _leave_out_differing(self, values: Mapping[str, Any]) -> None:
+        """Of the object's own tensor subclasses, those that are other ones in the checkpoint: they are made anew."""
+        facts = {name: own for name, own in self._current.items() if is_facts(name) and are_facts(own)}
+        others = [outer_fqn(name) for name, own in facts.items() if difference(own, values.get(name))]
+        for other in others:
+            self._target.live.pop(other, None)
+            self._current = {n: value for n, value in self._current.items() if not n.startswith(f"{other}.")}
 
     def prepare(self, stored: Stored) -> None:
         if self._found is not None:
@@ -224,7 +244,7 @@ class RankLocalEntry:
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
         self._found = found
-        return Expectation(self._target.shards(found.tree, found.fqn, {}, stored), claims, [])
+        return Expectation(self._target.shards(found.tree, found.fqn, {}, stored), claims, unbuildable(values))
 
     def prepare(self, stored: Stored) -> None:
         if self._found is not None:

@@ -64,6 +64,8 @@ class Contents(NamedTuple):
     """Encoded trees of plain data by FQN, and whether ranks must agree on each."""
     aliases: Mapping[str, str] = {}
     """FQN of a tied tensor -> the FQN of the shard that stands for both."""
+    stages: Mapping[str, int] = {}
+    """FQN -> stage of a pipeline, where a stage says which it is."""
 
 
 class Problem(NamedTuple):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
 from bytecheckpoint.adapters.parameter_names import MODEL, ParameterNames
 from bytecheckpoint.adapters.plain_data import join_fqn, leaves
 from bytecheckpoint.adapters.stored import Stored, StoredTensor, StoredTree
+from bytecheckpoint.adapters.subclasses import is_facts
 
 
 class StoredGroup(NamedTuple):
@@ -49,6 +51,11 @@ class StoredOptimizer:
                 self._by_tensor.setdefault(stored.saved[self._source(name)].fqn, name)
         # Where two come to one name, exclude has left one of them out.
         self._sources = {stored.rename(source): source for source in sorted(stored.saved, key=stored.takes)}
+
+    @cached_property
+    def has_subclasses(self) -> bool:
+        """Whether any state in it is a tensor subclass."""
+        return any(map(is_facts, leaves(self._tree["state"], "")))
 
     def _tensors_by_name(self) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
         prefix = f"{self._tree_fqn}.state."

@@ -124,9 +124,7 @@ def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
         raise unsupported(fqn, f"a {kind} tensor", "convert it to a dense tensor, or save its components")
     if tensor.is_quantized or dtype_name(tensor.dtype) not in DTYPE_ITEMSIZES:
         raise unsupported(fqn, f"a tensor of dtype {tensor.dtype}", "save its integer values and scales")
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not isinstance(
-        tensor, torch.nn.Parameter
-    ):
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         raise unsupported(fqn, f"a tensor subclass, {name}", "save the plain tensors that it is made of")
 
