@@ -307,7 +307,7 @@ def load(
         for entry in entries:
             entry.finish(stored)
         ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
-    ranks.farewell_later()
+    ranks.farewell()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
