@@ -185,8 +185,6 @@ def _write_in_background(
         if not draft.is_lazy or not in_background("bcp-stage", stage_later):
             has_returned.set()
             stage()
-            if draft.has_failed and not draft.is_lazy:
-                handle.result()  # the ranks did not agree while this one staged, which the caller is to hear here
         clock.end_stall()
     except BaseException as error:
         # The writer may be under way: it must not wait for what nobody is going to stage.
@@ -311,7 +309,7 @@ def load(
             with source.changes.overwriting():
                 entry.finish(stored)
         ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
-    ranks.farewell_later()
+    ranks.farewell()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)

@@ -38,8 +38,6 @@ class Draft:
         self.is_lazy = kind == "lazy"
         self._snapshot: Snapshot | None = None
         """Of the plan that is known, until the ranks have agreed; then the right one."""
-        self.has_failed = False
-        """Whether the ranks have not agreed, and will not."""
         self._agreed: Agreed | None = None
         self._proposal = proposal
         self._kept = kept
@@ -57,13 +55,13 @@ class Draft:
         self._kept.grow(self._options.writer_threads)
         if self._proposal.known is not None and self._kind != "fork":  # a fork is dear, and would be in vain
             self._snapshot = self._snapshot_of(self._proposal.known)
-        if isinstance(self._snapshot, StagedState) and self._is_on_host():
+        if self.is_lazy and isinstance(self._snapshot, StagedState) and self._is_on_host():
             self._snapshot = ProposedState(self._snapshot)
 
     @property
     def may_settle_later(self) -> bool:
-        """Whether staging may begin before the ranks have agreed, because nothing that they may still need changes
-        until that is done, and they have.
+        """Whether the caller may go on before the ranks have agreed, because nothing that they may still need changes
+        until it is staged. Not where the caller waits for staging: the background, which steps back, would hold it up.
         """
         return isinstance(self._snapshot, ProposedState)
 
@@ -89,7 +87,6 @@ class Draft:
             with together(ranks, f"staging the save to {path}", about=about), clock.phase("stage"):
                 self._take(agreed)
         except BaseException as error:
-            self.has_failed = True
             if isinstance(self._snapshot, ProposedState):
                 self._snapshot.fail(error)
                 self._snapshot.close()

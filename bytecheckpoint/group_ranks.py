@@ -16,7 +16,6 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
-from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.waiting import poll, store_lost, within
 
 T = TypeVar("T")
@@ -146,15 +145,6 @@ class GroupRanks:
     def farewell(self) -> None:
         with suppress(CheckpointError):  # the work is done and known to be; only keys may stay behind
             self._exchange(self._leave)
-
-    def farewell_later(self) -> None:
-        if self.rank != COORDINATOR:
-            self.farewell()
-            return
-        try:
-            _LEAVING.begin("bcp-farewell", self.farewell)
-        except RuntimeError:  # no more threads, or the interpreter is exiting
-            self.farewell()
 
     def _gather(self, payload: bytes) -> list[bytes]:
         number, self._num_up = self._num_up, self._num_up + 1
@@ -353,9 +343,6 @@ class GroupRanks:
     @staticmethod
     def _goodbye_key(rank: int) -> str:
         return f"goodbye/{rank}"
-
-
-_LEAVING = SpareThreads(is_awaited=True)
 
 
 def _merge(errors: Sequence[CheckpointError]) -> CheckpointError:

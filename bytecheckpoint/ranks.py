@@ -62,9 +62,6 @@ class Ranks(Protocol):
     def farewell(self) -> None:
         """Ends the call: nobody leaves before all have read what they were told."""
 
-    def farewell_later(self) -> None:
-        """The same, but this rank may go on: only the end of the interpreter waits for it."""
-
 
 class SoleRank:
     """A process on its own."""
@@ -93,9 +90,6 @@ class SoleRank:
         return error
 
     def farewell(self) -> None:
-        """Nobody is waiting."""
-
-    def farewell_later(self) -> None:
         """Nobody is waiting."""
 
 
