@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,32 @@ from bytecheckpoint.adapters.parameter_names import ParameterNames
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree
 from bytecheckpoint.adapters.stored import Problem, Stored
 from bytecheckpoint.adapters.stored_optimizer import StoredGroup, StoredOptimizer
+from bytecheckpoint.adapters.tensors import unsupported
+
+_NOT_HYPERPARAMETERS = {"params", "param_names"}
+
+
+def by_first_parameter(
+    fqn: str, groups: Iterable[tuple[Mapping[str, Any], Sequence[ParameterNames]]]
+) -> dict[str, dict[str, Any]]:
+    """Groups and the parameters in each, as an optimizer of this FQN saves them: by the first parameter of each, so
+    that ranks with other parameters add theirs.
+
+    Raises CheckpointSaveError (unsupported_value) where parts of one parameter have different hyperparameters.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    values_of: dict[str, dict[str, Any]] = {}
+    for index, (group, parameters) in enumerate(groups):
+        # A dict, because ranks may hold other parameters of one group, and dicts of ranks are united.
+        names = dict.fromkeys(names.name for names in parameters)
+        values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        for name in names:
+            if values_of.setdefault(name, values) is not values and not same_value(values_of[name], values):
+                what = f"an optimizer that has parts of {name} in groups with different hyperparameters"
+                raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
+        of_first = found.setdefault(next(iter(names), f"#{index}"), {"params": {}, "values": values})
+        of_first["params"] |= names
+    return found
 
 
 def agreed(

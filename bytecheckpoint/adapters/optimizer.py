@@ -15,7 +15,7 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState
-from bytecheckpoint.adapters.hyperparameters import agreed, same_value, set_hyperparameters
+from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
 from bytecheckpoint.adapters.parameter_names import (
     NamesParameters,
     OptimizedParameter,
@@ -29,7 +29,6 @@ from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimiz
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
-_NOT_HYPERPARAMETERS = {"params", "param_names"}
 _HOST_SCALARS = {"step", "mu_product"}
 """State that has no dimensions and is no DTensor, whatever the parameter is."""
 
@@ -72,7 +71,12 @@ class OptimizerEntry:
                     tree["state"][names.name] = plain
             for flat in self._flat_states(optimizer):
                 tree["state"].update(flat.collect(shards))
-        tree["groups"] = self._groups()
+        by_optimizer = map(self._param_groups, self.optimizers)
+        groups = (
+            (group, [names for parameter in parameters for names in self._names(parameter)])
+            for group, parameters in chain.from_iterable(by_optimizer)
+        )
+        tree["groups"] = by_first_parameter(self.fqn, groups)
         elsewhere = {fqn: names.name for names in self._all_names() for fqn in names.elsewhere}
         if elsewhere:
             tree["elsewhere"] = elsewhere
@@ -98,26 +102,6 @@ class OptimizerEntry:
                 shards.add(leaf, found[leaf])
             plain[key] = with_leaves(_copied(value), fqn, refs)
         return plain
-
-    def _groups(self) -> dict[str, Any]:
-        """Hyperparameters by the first parameter of their group, so that ranks with other parameters add theirs.
-
-        Raises CheckpointSaveError (unsupported_value) where parts of one parameter have different ones.
-        """
-        groups: dict[str, dict[str, Any]] = {}
-        values_of: dict[str, dict[str, Any]] = {}
-        all_groups = chain.from_iterable(map(self._param_groups, self.optimizers))
-        for index, (group, parameters) in enumerate(all_groups):
-            # A dict, because ranks may hold other parameters of one group, and dicts of ranks are united.
-            names = dict.fromkeys(names.name for parameter in parameters for names in self._names(parameter))
-            values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-            for name in names:
-                if values_of.setdefault(name, values) is not values and not same_value(values_of[name], values):
-                    what = f"an optimizer that has parts of {name} in groups with different hyperparameters"
-                    raise unsupported(self.fqn, what, "give its parts names of their own, such as one for each layer")
-            first = groups.setdefault(next(iter(names), f"#{index}"), {"params": {}, "values": values})
-            first["params"] |= names
-        return groups
 
     def expect(self, stored: Stored) -> Expectation:
         expectation = Expectation([], set(), [])
