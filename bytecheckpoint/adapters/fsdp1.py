@@ -51,11 +51,21 @@ _Position = tuple[int, int]
 """Of a parameter: the number of its unit, and its number there."""
 
 
-def has_units(tree: ModuleTree) -> bool:
-    return any(isinstance(module, FullyShardedDataParallel) for _, module in tree.submodules)
+def has_units(fqn: str, tree: ModuleTree) -> bool:
+    """Raises CheckpointSaveError (unsupported_value) for modules that a wrapper which is not in the tree keeps flat."""
+    wrappers = [module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)]
+    wrapped = {id(module) for wrapper in wrappers for module in wrapper.modules()}
+    for name, module in tree.submodules:
+        # torch marks modules for its compiler, those of FSDP2 as well.
+        if "_is_fsdp_managed_module" not in module.__dict__ or id(module) in wrapped:
+            continue
+        if not module._fsdp_use_orig_params or any(map(is_flattened, module._parameters.values())):
+            what = "a module of an FSDP1 model without its wrapper, which has its parameters"
+            raise unsupported(join_fqn(fqn, name).removesuffix("."), what, "pass the wrapped model")
+    return bool(wrappers)
 
 
-def is_flattened(parameter: torch.Tensor) -> bool:
+def is_flattened(parameter: torch.Tensor | None) -> bool:
     """Whether it is a flat parameter, or one that shows a part of such."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
@@ -68,13 +78,14 @@ def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
     """
     for name, how in tree.own_saving(_HOOKS):
         advice = "save what it adds to the state_dict through get_extra_state(), or use fully_shard (FSDP2)"
-        raise unsupported(join_fqn(fqn, name), f"a {how} in an FSDP1 model, whose state_dict() would gather", advice)
+        where = join_fqn(fqn, name).removesuffix(".")
+        raise unsupported(where, f"a {how} in an FSDP1 model, whose state_dict() would gather", advice)
     walked = tree.walked()
     for name, module in tree.submodules:
         for own, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_meta:
                 advice = "give it memory first: to_empty(), or param_init_fn of FullyShardedDataParallel"
-                raise unsupported(join_fqn(join_fqn(fqn, name), own), "on the meta device in an FSDP1 model", advice)
+                raise unsupported(join_fqn(fqn, join_fqn(name, own)), "on the meta device in an FSDP1 model", advice)
     return walked
 
 
@@ -96,6 +107,8 @@ def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) ->
             raise unsupported(fqn, f"an FSDP1 model that has lost its parameter {path}", "wrap the model as it is now")
         name = names[position][0]
         parts[position] = NamedPart(name, _part(join_fqn(fqn, name), units[position[0]].flat_parameter, position[1]))
+    for unit in units:
+        _take_over(fqn, unit.handle)
     buffers = _lowered_buffers(tree, wrappers.values(), plain_name)
     held = [HeldPart(*named, units[number].memory) for (number, _), named in parts.items()]
     shown = {id(shown) for shown in _shown(tree, units)} | {id(lowered.buffer) for lowered in buffers}
@@ -120,9 +133,7 @@ def _unit(fqn: str, wrapper: Any) -> _Unit:
     flat = handle.flat_param
     # The first forward pass names the local shard, and may put it into pinned memory; until then there is only one.
     memory: torch.Tensor = flat.data if wrapper._is_root is None else flat._local_shard
-    if handle._use_orig_params:
-        _take_over(fqn, handle)
-    elif flat.shape != memory.shape:
+    if not handle._use_orig_params and flat.shape != memory.shape:
         if handle._training_state in _MIDDLE_OF_BACKWARD:
             advice = "call save or load after backward(), or set use_orig_params=True"
             raise unsupported(fqn, "an FSDP1 model in the middle of a backward pass", advice)
@@ -134,15 +145,16 @@ def _take_over(fqn: str, handle: Any) -> None:
     """Takes over memory that was put in place of a parameter's, as FSDP1 itself does at the next forward pass."""
     flat = handle.flat_param
     is_idle = handle._training_state is HandleTrainingState.IDLE
-    if not is_idle or handle._skip_writeback_check or handle._skipped_use_sharded_views:
+    if not (handle._use_orig_params and is_idle) or handle._skip_writeback_check or handle._skipped_use_sharded_views:
         return
     if handle.uses_sharded_strategy and not handle.is_sharded(flat):
         return
+    address = flat.untyped_storage().data_ptr()
     shown = [getattr(info.module, info.param_name, None) for info in flat._param_infos]
     replaced = [
         path
         for path, now, parameter, info in zip(flat._fqns, shown, flat._params, flat._shard_param_infos, strict=True)
-        if now is not None and info.in_shard and not (now is parameter and _shares_memory(now, flat))
+        if now is not None and info.in_shard and (now is not parameter or now.untyped_storage().data_ptr() != address)
     ]
     if not replaced:
         return
@@ -151,10 +163,6 @@ def _take_over(fqn: str, handle: Any) -> None:
     except (RuntimeError, NotImplementedError) as error:
         advice = "change parameters of an FSDP1 model in place only"
         raise unsupported(fqn, f"an FSDP1 model with other memory for {replaced}: {error}", advice) from error
-
-
-def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _positions(units: Sequence[_Unit]) -> Iterator[_Position]:

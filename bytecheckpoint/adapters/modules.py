@@ -296,7 +296,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 def _part_of(fqn: str, module: torch.nn.Module) -> _Part:
     tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
-    is_fsdp1 = fsdp1.has_units(tree)
+    is_fsdp1 = fsdp1.has_units(fqn, tree)
     if is_fsdp1:
         tree = fsdp1.walked_tree(fqn, tree)
     tree.reshard()

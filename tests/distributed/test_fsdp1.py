@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -566,6 +567,8 @@ def wrong_uses(rank: int, world_size: int, root: str) -> dict[str, Seen | None]:
             save(f"summoned {name}", trained.state)
             errors[f"summoned {name}, load"] = seen(lambda trained=trained: bcp.load(f"{root}/orig", trained.state))
         save(f"alone {name}", {"optimizer": trained.optimizer})
+        save(f"unwrapped {name}", {"model": trained.model.module})
+        save(f"part {name}", {"model": Compiled(trained.model.turned)})
         factored = Factored(trained.model.parameters())
         factored.step()
         save(f"factored {name}", {"model": trained.model, "optimizer": factored})
@@ -573,6 +576,7 @@ def wrong_uses(rank: int, world_size: int, root: str) -> dict[str, Seen | None]:
     save("hook", orig.state)
     hook.remove()
     save("listing", {"model": wrap_alone(nn.Sequential(Listing(2, 2)))})
+    save("parallel", {"model": wrapped_tensor_parallel()})
     on_meta = wrap_alone(nn.Linear(2, 2))
     on_meta._fsdp_wrapped_module.register_buffer("extra", torch.empty(2, device="meta"))
     save("meta", {"model": on_meta})
@@ -584,6 +588,13 @@ def wrong_uses(rank: int, world_size: int, root: str) -> dict[str, Seen | None]:
     bcp.save(f"{root}/uneven", {"model": orig.model, "optimizer": uneven}, options=OPTIONS)
     errors["uneven"] = seen(lambda: bcp.load(f"{root}/uneven", flat.state))
     return errors
+
+
+def wrapped_tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    layer = parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel())
+    with quiet():
+        return FullyShardedDataParallel(layer, device_mesh=mesh["data"], device_id=CPU, use_orig_params=True)
 
 
 def wrap_alone(module: nn.Module) -> nn.Module:
@@ -601,6 +612,11 @@ WRONG_USES = {
     "factored orig": ("unsupported_value", r"\.row is optimizer state of shape \[2\] for flat parameters"),
     "hook": ("unsupported_value", "blocks.0.* is a .* with the state_dict hook <lambda> in an FSDP1 model"),
     "listing": ("unsupported_value", "model._fsdp_wrapped_module.0 is a Listing with its own _save_to_state_dict"),
+    "unwrapped flat": ("unsupported_value", "model is a module of an FSDP1 model without its wrapper"),
+    "unwrapped orig": ("unsupported_value", "model.embedding is a module of an FSDP1 model without its wrapper"),
+    "part flat": ("unsupported_value", "model._orig_mod is a module of an FSDP1 model without its wrapper"),
+    "part orig": ("unsupported_value", "model._orig_mod is a module of an FSDP1 model without its wrapper"),
+    "parallel": ("unsupported_value", "model.weight is a DTensor in an FSDP1 model"),
     "meta": ("unsupported_value", "extra is on the meta device in an FSDP1 model"),
     "meta, load": ("unsupported_value", "extra is on the meta device in an FSDP1 model"),
     "uneven": ("conflict", "this rank keeps both parameters in one flat buffer"),
