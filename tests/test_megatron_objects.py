@@ -280,6 +280,23 @@ def test_a_copy_is_not_made_of_less_precise_values_unasked(tmp_path: Path) -> No
         bcp.load(tmp_path, {"model": state["model"], "optimizer": state["optimizer"]}, exclude="optimizer*")
 
 
+def test_an_optimizer_of_torch_may_train_a_model_of_megatron(tmp_path: Path) -> None:
+    def state(source: Any, average: float) -> dict[str, Any]:
+        layers = [Spec("w", (4, 3), (layer, 3), tp_axis=0, is_swiglu=True) for layer in range(3)]
+        model = Model([*layers, Spec("b", (3,))], ONE, source)
+        optimizer = torch.optim.SGD(model.parameters(), lr=average, momentum=0.9)
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, average).detach()
+        return {"model": model, "optimizer": optimizer}
+
+    bcp.save(tmp_path, state(counting, 0.25))
+    assert bcp.open(tmp_path)["optimizer.state.w.momentum_buffer"][1].eq(0.25).all()
+    loaded = state(zeros, 0.5)
+    bcp.load(tmp_path, loaded)
+    assert loaded["optimizer"].param_groups[0]["lr"] == 0.25
+    assert all(each["momentum_buffer"].eq(0.25).all() for each in loaded["optimizer"].state.values())
+
+
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match="that no module of the state has"):
         bcp.save(tmp_path, {"optimizer": trained(DistributedOptimizer)["optimizer"]})

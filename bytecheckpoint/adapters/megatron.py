@@ -88,6 +88,9 @@ class MegatronEntry:
         self._pieces_of: dict[object, list[Piece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_place(piece.source), []).append(piece)
+        # What is no run of its parameter's memory is left out: only an optimizer that has it says so.
+        in_runs = [piece.source for piece in self._pieces if piece.span is not None]
+        self.link(Optimized(source, source, 0, is_master=False) for source in in_runs)
         self.link(_whole_masters(self._pieces))
 
     def _add(self, tree: Any, chunk: torch.nn.Module | None) -> None:
@@ -121,7 +124,7 @@ class MegatronEntry:
         return NamedPart(piece.key, part)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """None: an optimizer has all of them as parts of parameters."""
+        """None: optimizers, torch's too, have all of them as parts of tensors."""
         return iter(())
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
