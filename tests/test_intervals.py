@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.placements import _held_intervals, _left_to_right, _right_to_left
+from bytecheckpoint.adapters.placements import MeshAxis, _left_to_right, _right_to_left, held_parts
 
 LENGTHS = [*range(20), 37, 100]
 MESHES: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
@@ -36,6 +36,12 @@ STANDALONE: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
 
 def indices(intervals: Sequence[tuple[int, int]]) -> list[int]:
     return [index for start, length in intervals for index in range(start, start + length)]
+
+
+def held_indices(length: int, local_length: int, axes: Sequence[MeshAxis]) -> list[int]:
+    """The indices of a tensor with one dimension that a rank with so long a local tensor holds."""
+    parts = held_parts("x", (length,), torch.empty(local_length), axes)
+    return indices([(part.region.offsets[0], part.region.lengths[0]) for part in parts])
 
 
 def cut_left_to_right(length: int, axes: Sequence[tuple[Any, int, int]]) -> list[int]:
@@ -96,10 +102,10 @@ def test_what_a_local_tensor_holds_is_told_or_refused_and_never_guessed(
         expected = cut(length, axes)
         is_clear = len(cut_left_to_right(length, axes)) != len(cut_right_to_left(length, axes))
         if is_clear or cut_left_to_right(length, axes) == cut_right_to_left(length, axes):
-            assert indices(_held_intervals("x", (length,), (len(expected),), axes)[0]) == expected
+            assert held_indices(length, len(expected), axes) == expected
             continue
         with pytest.raises(bcp.CheckpointMismatchError, match="cannot be told which of the two it is") as error:
-            _held_intervals("x", (length,), (len(expected),), axes)
+            held_indices(length, len(expected), axes)
         assert error.value.kind == "conflict"
 
 
@@ -117,11 +123,11 @@ def test_strides_of_another_origin_are_read_from_left_to_right_only(
 ) -> None:
     for length, axes in product(LENGTHS, all_axes(mesh, placements)):
         expected = cut_left_to_right(length, axes)
-        assert indices(_held_intervals("x", (length,), (len(expected),), axes)[0]) == expected
+        assert held_indices(length, len(expected), axes) == expected
 
 
 def test_a_local_tensor_that_fits_no_rule_is_refused() -> None:
     for axes in all_axes((4, 2), (_StridedShard(0, split_factor=2), Shard(0))):
         with pytest.raises(bcp.CheckpointMismatchError, match="build the DTensor from shards that follow") as error:
-            _held_intervals("x", (9,), (4,), axes)
+            held_indices(9, 4, axes)
         assert error.value.kind == "conflict"
