@@ -73,9 +73,9 @@ def cut_by(held: torch.Tensor, axes: Sequence[tuple[Any, int, int]]) -> torch.Te
     return cut_by(nth_chunk(held, num_parts, coordinate), later)
 
 
-def all_axes(mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[list[tuple[Any, int, int]]]:
+def all_axes(mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[list[MeshAxis]]:
     """The mesh axes as each rank sees them."""
-    return [list(zip(placements, mesh, rank, strict=True)) for rank in product(*map(range, mesh))]
+    return [list(map(MeshAxis, placements, mesh, rank)) for rank in product(*map(range, mesh))]
 
 
 @pytest.mark.parametrize(("mesh", "placements"), [*MESHES, *STANDALONE], ids=str)
