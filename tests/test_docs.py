@@ -80,9 +80,22 @@ def test_the_test_of_several_ranks_is_python() -> None:
     compile(textwrap.dedent(block), "CONTRIBUTING.md", "exec")
 
 
+def test_the_calls_for_each_framework_are_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a plain model in the place of a framework's, where one can stand there."""
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fsdp1, deepspeed, megatron, pipelines = blocks_of(ROOT / "docs" / "frameworks.md")
+    run(fsdp1, {"bcp": bcp, "path": tmp_path / "fsdp1", "fsdp_model": model, "optimizer": optimizer})
+    run(megatron, {"bcp": bcp, "model": [model], "optimizer": optimizer, "iteration": 7})
+    assert bcp.latest("checkpoints") == 7
+    for block in (deepspeed, pipelines):
+        compile(block, "docs/frameworks.md", "exec")
+
+
 def test_there_is_no_block_of_python_that_no_test_knows() -> None:
     numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
-    assert numbers == {"README.md": 3, "CONTRIBUTING.md": 1, "placements.md": 1, "format.md": 2}
+    assert numbers == {"README.md": 3, "CONTRIBUTING.md": 1, "placements.md": 1, "format.md": 2, "frameworks.md": 4}
 
 
 @pages
