@@ -72,7 +72,7 @@ def test_no_reader_sees_a_checkpoint_before_its_manifest_which_is_written_last(t
 @pytest.mark.parametrize("is_async", [False, True])
 def test_what_is_committed_is_refused_before_anything_is_staged(tmp_path: Path, is_async: bool) -> None:
     bcp.save(tmp_path, state_of(0, 1.0))
-    is_staged = before("bytecheckpoint.api.take_snapshot", raising(RuntimeError("it was staged")))
+    is_staged = before("bytecheckpoint.staging.LiveFile.gather", raising(RuntimeError("it was staged")))
     with is_staged, pytest.raises(bcp.CheckpointExistsError):
         bcp.save(tmp_path, state_of(0, 2.0), async_save=is_async)
     assert loads_as(tmp_path, 0, 1.0)

@@ -40,9 +40,11 @@ def is_subclass(value: object) -> bool:
     if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     tensor = value._local_tensor if isinstance(value, DTensor) else value
-    if type(tensor) in PLAIN_TENSORS or tensor.is_nested or tensor.layout is not torch.strided:
+    if type(tensor) in PLAIN_TENSORS or isinstance(tensor, AsyncCollectiveTensor):
         return False
-    return not isinstance(tensor, AsyncCollectiveTensor) and is_traceable_wrapper_subclass(tensor)
+    can_be_taken_apart = bool(is_traceable_wrapper_subclass(tensor))
+    # Asked in this order, because a ShardedTensor refuses to say what follows.
+    return can_be_taken_apart and not tensor.is_nested and tensor.layout is torch.strided
 
 
 def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
