@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.stored_subclasses import facts_problems, refused_by, unbuildable
+from bytecheckpoint.adapters.stored_subclasses import refusals, unbuildable
 from bytecheckpoint.adapters.subclass_facts import are_facts
 from bytecheckpoint.adapters.subclasses import is_facts, is_subclass
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, dtype_name
@@ -55,13 +55,15 @@ class PlainEntry:
         shards = LocalShards()
         values = leaves(self._value, self.fqn)
         facts = {fqn: value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
-        expectation = Expectation(shards.found, set(facts), facts_problems(facts, stored))
-        refused = refused_by(expectation.problems)
+        refused = refusals(values if facts else {}, stored)
+        expectation = Expectation(shards.found, set(facts), refused.problems)
         for fqn, value in values.items():
             if fqn in facts or stored.skips(fqn):
                 continue
             expectation.claims.add(fqn)
-            if refused and fqn.startswith(refused):
+            if refused.has(fqn):
+                missing = stored.missing_at(fqn)
+                expectation.claims.update([] if missing is None else [missing[0]])
                 continue
             # Most of a state, told from the rest by one look.
             is_stored_tensor = type(value) in PLAIN_TENSORS and type(stored.plain.get(fqn)) is TensorRef

@@ -7,7 +7,7 @@ of the outer tensor's part, dimension by dimension. Knows neither checkpoints no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -82,17 +82,33 @@ def outer_fqn(facts_fqn: str) -> str:
     return facts_fqn[: -len(FACTS) - 1]
 
 
-def tied_subclasses(facts_fqns: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Of subclasses whose inner tensors are tied: the FQN of each -> the FQN under which these are stored."""
+def around(fqn: str, outer: Collection[str]) -> list[str]:
+    """Those of the FQNs of subclasses that something is inside of, the innermost one first."""
+    found, name = [], fqn.rpartition(".")[0]
+    while name:
+        if name in outer:
+            found.append(name)
+        name = name.rpartition(".")[0]
+    return found
+
+
+def tied_subclasses(
+    facts_fqns: Iterable[str], aliases: Mapping[str, str], fqns_of_own: Iterable[str]
+) -> dict[str, str]:
+    """Of subclasses all of whose inner tensors are tied to those of one other: the FQN of each -> the FQN under which
+    these are stored. `fqns_of_own` are those of tensors that are no aliases.
+    """
     outer = {outer_fqn(fqn) for fqn in facts_fqns}
-    tied: dict[str, str] = {}
-    for alias, fqn in aliases.items() if outer else ():
-        name, other = alias, fqn
-        while name and other and name.rpartition(".")[2] == other.rpartition(".")[2]:
-            name, other = name.rpartition(".")[0], other.rpartition(".")[0]
-            if name in outer and other in outer:
-                tied[name] = other
-    return tied
+    if not outer or not aliases:
+        return {}
+    owners: dict[str, set[str]] = {}
+    for alias, fqn in aliases.items():
+        for name in around(alias, outer):
+            path = alias.removeprefix(name)
+            owners.setdefault(name, set()).add(fqn.removesuffix(path) if fqn.endswith(path) else "")
+    has_own = {name for fqn in fqns_of_own for name in around(fqn, outer)}
+    single = {name: next(iter(found)) for name, found in owners.items() if len(found) == 1 and name not in has_own}
+    return {name: owner for name, owner in single.items() if owner in outer}
 
 
 def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
