@@ -30,7 +30,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.stored_subclasses import Refusals, refusals, unbuildable
+from bytecheckpoint.adapters.stored_subclasses import Refusals, refusals
 from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, unsupported
 from bytecheckpoint.adapters.ties import untied
@@ -207,7 +207,7 @@ class ModuleEntry:
                 shards += self._extra.shards(found.tree, found.fqn, {}, stored)
                 values = leaves(found.tree, found.fqn)
                 claims.update(map(stored.rename, values))
-                problems += unbuildable(values)
+                problems += self._extra.problems(found.tree, found.fqn, stored)
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)

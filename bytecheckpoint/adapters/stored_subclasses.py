@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.plain_data import leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, leaves
 from bytecheckpoint.adapters.stored import (
     Problem,
     Stored,
     StoredTensor,
     has_all_memory,
     not_stored,
+    placeholder,
     rank_missing,
     shares_elements,
 )
-from bytecheckpoint.adapters.subclass_facts import FACTS, are_facts, difference, why_not_built
+from bytecheckpoint.adapters.subclass_facts import FACTS, are_facts, difference
 from bytecheckpoint.adapters.subclasses import (
     around,
     flat_parts,
@@ -31,6 +32,7 @@ from bytecheckpoint.adapters.subclasses import (
     outer_fqn,
     spread_like,
     tied_subclasses,
+    why_not_built,
 )
 from bytecheckpoint.adapters.tensors import dtype_name, torch_dtype
 
@@ -64,7 +66,7 @@ def refusals(
     problems = _facts_problems(facts, stored, tied_subclasses(facts, aliases, own.keys() - facts.keys()))
     refused = {problem.fqn for problem in problems}
     for fqn, value in own.items():
-        if fqn not in facts and around(fqn, outer):
+        if isinstance(value, torch.Tensor) and around(fqn, outer):
             problem = _part_problem(fqn, value, stored, other_names.get(fqn, ()))
             if problem is not None:
                 problems.append(problem)
@@ -141,14 +143,32 @@ def _problem(fqn: str, own: Any, stored: Stored) -> Problem:
     return Problem("conflict", fqn, text)
 
 
-def unbuildable(values: Mapping[str, Any]) -> list[Problem]:
-    """Of leaves of plain data that are about to be built: which describe subclasses that cannot be."""
-    reasons = {fqn: why_not_built(value) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
-    return [_unbuildable(fqn, reason) for fqn, reason in reasons.items() if reason]
+def unbuildable(values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
+    """Of subclasses that are about to be built of these leaves, by checkpoint FQN: which cannot be, by theirs."""
+    if not any(map(is_facts, values)):  # nearly always
+        return {}
+    parts = {fqn: _on_meta(fqn, value, stored) for fqn, value in values.items()}
+    found: dict[str, Problem] = {}
+    for facts_fqn, reason in why_not_built(parts).items():
+        fqn = stored.rename(facts_fqn)
+        text = f"{outer_fqn(fqn)}: a tensor subclass that cannot be built: {reason}"
+        found[outer_fqn(facts_fqn)] = Problem("conflict", fqn, text)
+    return found
 
 
-def _unbuildable(fqn: str, reason: str) -> Problem:
-    return Problem("conflict", fqn, f"{outer_fqn(fqn)}: a tensor subclass that cannot be built: {reason}")
+def _on_meta(fqn: str, value: Any, stored: Stored) -> Any:
+    """What stands for a leaf where no memory is wanted yet."""
+    if isinstance(value, TensorRef):
+        tensor = stored.tensors.get(stored.rename(fqn))
+        return None if tensor is None else placeholder(tensor)
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def partly_taken(values: Mapping[str, Any], stored: Stored) -> set[str]:
+    """The outermost subclasses among leaves by checkpoint FQN of which include or exclude leave something out."""
+    outer = {outer_fqn(fqn) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
+    names = [fqn for fqn in values if not stored.takes(fqn)] if outer else []
+    return {found[-1] for found in (around(fqn, outer) for fqn in names) if found}
 
 
 def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,7 +217,16 @@ class SubclassState:
         lacking = [k for k, own in self.own.items() if is_facts(k) and are_facts(own) and k not in self._facts]
         reasons |= dict.fromkeys(lacking, "a tensor subclass in the state, and none in the checkpoint")
         found = [(key, reason) for key, reason in reasons.items() if reason]
+        found += self._why_not_built() if not found else []
         return found + [(key, reason) for key, own in self.own.items() if (reason := self._why_no_part(key, own))]
+
+    def _why_not_built(self) -> list[tuple[str, str]]:
+        new = {key: facts for key, facts in self._facts.items() if key not in self.own}
+        if not new:
+            return []
+        meta = torch.device("meta")
+        parts = {key: self.new_part(key, stored, meta) for key, (_, stored) in self._tensors.items() if "." in key}
+        return list(why_not_built({**parts, **new}, self._parameter).items())
 
     def _why_no_part(self, key: str, own: Any) -> str | None:
         """Why a live inner tensor is not filled; what include and exclude leave out is no reason."""
@@ -217,7 +246,7 @@ class SubclassState:
         meta = torch.device("meta")
         if any(self._spread(k, stored, meta) is None for k, stored in inner.items() if self._is_spread(k)):
             return "a tensor subclass whose inner tensors cannot be cut as its parameter is; take one step first"
-        return why_not_built(facts)
+        return None
 
     def takes(self, key: str) -> bool:
         """Whether what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
@@ -225,7 +254,9 @@ class SubclassState:
 
     def lacks(self, key: str) -> bool:
         """Whether the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
-        return self.takes(key) and f"{key}.{FACTS}" not in self.own
+        of_key = f"{key}.{FACTS}"
+        is_elsewhere = of_key in self._facts and key in self.own
+        return self.takes(key) and of_key not in self.own and not is_elsewhere
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Memory for a tensor inside a parameter's state, on this device or where it belongs."""
