@@ -174,7 +174,7 @@ def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _R
         for index, digest in enumerate(small_digests(wish.shards)):
             if digest is not None:
                 offers[index] = msgspec.structs.replace(offers[index], digest=digest)
-    digests = digests_of(wish.shards, digested)
+    digests = digests_of(wish.shards, digested, wish.aliases)
     return _Request(
         str(wish.target),
         "",

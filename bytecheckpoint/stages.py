@@ -36,13 +36,17 @@ def in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
     return sorted(found)
 
 
-def digests_of(shards: Sequence[LocalShard], fqns: Iterable[str]) -> PartDigests:
-    """Of the parts of these tensors that this rank holds, however large."""
-    wanted, digests = set(fqns), PartDigests()
+def digests_of(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Mapping[str, str]) -> PartDigests:
+    """Of the parts of these tensors that this rank holds, however large; a tied one has those of its alias."""
+    names: dict[str, list[str]] = {}
+    for fqn in fqns:
+        names.setdefault(aliases.get(fqn, fqn), []).append(fqn)
+    digests = PartDigests()
     for shard in shards:
-        if shard.fqn in wanted:
+        if shard.fqn in names:
             part = (*shard.region, digest_of(shard.tensor))
-            digests.setdefault(shard.fqn, []).append(part)
+            for fqn in names[shard.fqn]:
+                digests.setdefault(fqn, []).append(part)
     return digests
 
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from low_bit import Corrected, Int8Weight, LowBit, Opaque, Recipe, Rounding, Sealed, corrected, int8, parts, same
+from low_bit import (
+    Corrected,
+    Flattened,
+    Int8Weight,
+    LowBit,
+    Opaque,
+    Recipe,
+    Rounding,
+    Sealed,
+    corrected,
+    int8,
+    parts,
+    same,
+)
 from torch import Tensor, nn
 
 import bytecheckpoint as bcp
@@ -416,3 +432,167 @@ def test_include_exclude_and_key_map_see_inner_tensors(tmp_path: Path) -> None:
     other = int8(2, block=2)
     bcp.load(tmp_path, {"it": {"w": other}}, exclude="it.w.*")
     assert same(other, int8(2, block=2))
+
+
+class Blocks(Flattened):
+    """How many elements a scale is for follows from the inner tensors, and is in no context."""
+
+    inner = ("codes", "scale")
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> Any:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["codes"], inner["scale"])
+
+
+def blocks(value: int, num_scales: int, dtype: torch.dtype = torch.uint8) -> Any:
+    return Blocks(torch.full((6, 8), value, dtype=dtype), torch.full((num_scales,), float(value)))
+
+
+def corrected_by(block: int, value: float) -> Any:
+    return Corrected(int8(int(value), block=block), torch.full((6, 8), value).bfloat16())
+
+
+MISFITS = {
+    "an inner shape": (lambda: blocks(1, 4), lambda: blocks(9, 8)),
+    "an inner dtype": (lambda: blocks(1, 4), lambda: blocks(9, 4, torch.int8)),
+    "nested facts": (lambda: corrected_by(4, 1.0), lambda: corrected_by(2, 9.0)),
+    "a missing inner tensor": (lambda: {"codes": blocks(1, 4).codes}, lambda: blocks(9, 4)),
+}
+
+
+@pytest.mark.parametrize("case", ["an inner shape", "an inner dtype", "nested facts"])
+def test_an_object_is_never_given_half_a_subclass(tmp_path: Path, case: str) -> None:
+    make, make_other = MISFITS[case]
+    bcp.save(tmp_path, {"it": Holder(make())})
+    holder = Holder(make_other())
+    bcp.load(tmp_path, {"it": holder})
+    assert same(holder.given, make())
+    assert same(holder.tensor, make_other())
+
+
+@pytest.mark.parametrize("case", MISFITS)
+@pytest.mark.parametrize("place", [as_module, as_tree])
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_subclass_that_does_not_fit_stays_wholly_as_it_is(tmp_path: Path, case: str, place: Any, cast: bool) -> None:
+    make, make_other = MISFITS[case]
+    bcp.save(tmp_path, as_tree(make()))
+    target = place(make_other())
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"it\.weight"):
+        bcp.load(tmp_path, target, cast=cast)
+    report = bcp.load(tmp_path, target, strict=False, cast=cast)
+    assert report.mismatched or report.missing
+    held = target["it"].state_dict() if place is as_module else target["it"]
+    assert same(held["weight"], make_other())
+
+
+def test_optimizer_state_that_does_not_fit_inside_stays_wholly_as_it_is(tmp_path: Path) -> None:
+    bcp.save(tmp_path, model_and_optimizer(1, blocks(1, 4)))
+    target = model_and_optimizer(2, blocks(9, 8))
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"exp_avg\.scale: shape \[4\]"):
+        bcp.load(tmp_path, target)
+    bcp.load(tmp_path, target, strict=False)
+    assert same(state_of(target)["exp_avg"], blocks(9, 8))
+
+
+def test_facts_that_differ_under_a_tied_name_keep_all_its_names(tmp_path: Path) -> None:
+    source = nn.ModuleDict({"b": as_module(int8(1, recipe=Recipe(Rounding.DOWN)))["it"]})
+    bcp.save(tmp_path, {"it": source})
+    target = nn.ModuleDict({"a": as_module(int8(9))["it"], "b": nn.Linear(8, 6)})
+    target["b"].weight = target["a"].weight
+    bcp.load(tmp_path, {"it": target}, strict=False)
+    assert same(target["b"].weight, int8(9))
+
+
+def test_a_shared_table_ties_no_parameters(tmp_path: Path) -> None:
+    def make(value: int) -> tuple[Any, Any]:
+        table = torch.full((4,), float(value))
+        model = nn.ModuleDict({name: nn.Linear(8, 6, bias=False) for name in "ab"})
+        for number, module in enumerate(model.values()):
+            codes = torch.full((6, 8), value + number, dtype=torch.uint8)
+            module.weight = nn.Parameter(Blocks(codes, table))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make(1)
+    optimizer.state[model["b"].weight] = {"step": torch.tensor(2.0)}
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    model, optimizer = make(50)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert not optimizer.state[model["a"].weight]
+    assert optimizer.state[model["b"].weight]["step"] == 2
+
+
+@dataclasses.dataclass
+class LetsGo:
+    a: int = 1
+
+    def __del__(self) -> None:
+        raise AssertionError("a checkpoint has run code")
+
+
+FORGERIES: dict[str, Any] = {
+    "no inner tensor": ({"block": 4, "recipe": None, "shape": [6, 8]}, ["values"]),
+    "no context": (None, ["values", "scale"]),
+    "fields that are none": ({"@dataclass": "low_bit.Recipe", "fields": 3}, ["values", "scale"]),
+    "fields of any keys": ({"@dataclass": "low_bit.Recipe", "fields": {1: 2, "a": 3}}, ["values", "scale"]),
+    "a name that is none": ({"@enum": "low_bit.Rounding", "name": [1]}, ["values", "scale"]),
+    "a shape that is none": ({"@shape": [1]}, ["values", "scale"]),
+    "code of a dataclass": ({"@dataclass": f"{LetsGo.__module__}.LetsGo", "fields": {"a": 1}}, ["values", "scale"]),
+    "another shape": ({"block": 4, "recipe": None, "shape": [1 << 61, 8]}, ["values", "scale"]),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_damaged_subclass_is_refused_before_anything_is_changed(tmp_path: Path, name: str) -> None:
+    context, names = FORGERIES[name]
+    weight = {**{key: getattr(int8(1), key) for key in names}, "@subclass": forged(context)}
+    for place in (as_tree, lambda tensor: {**model_and_optimizer(1, tensor), "it": as_tree(0)["it"]}):
+        path = tmp_path / str(place is as_tree)
+        bcp.save(path, {**place(weight), "other": torch.ones(3)})
+        other = torch.zeros(3)
+        target = {"it": {"weight": {}, "bias": torch.ones(6)}} if place is as_tree else model_and_optimizer(2, None)
+        with pytest.raises(bcp.CheckpointMismatchError, match=r"conflict: .*weight"):
+            bcp.load(path, {"it": as_tree(0)["it"], **target, "other": other})
+        assert not other.any()
+
+
+def test_a_subclass_to_be_built_is_left_out_where_a_part_is_excluded(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"it": {"w": int8(1), "z": torch.ones(2)}, "object": Holder(int8(2))})
+    empty: dict[str, Any] = {}
+    holder = Holder(None)
+    bcp.load(tmp_path, {"it": empty, "object": holder}, exclude="*.scale")
+    assert empty.keys() == {"z"}
+    assert holder.given is None
+
+
+class Mm(NamedTuple):
+    """What torchao keeps in a context."""
+
+    emulate: bool = False
+    limit: float = math.nan
+
+
+class Bits(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+def test_named_tuples_and_nan_may_be_in_a_context(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"it": {"w": int8(1, recipe=Mm(True))}})
+    target, empty = int8(2, recipe=Mm(True)), dict[str, Any]()
+    bcp.load(tmp_path, {"it": {"w": target}})
+    assert torch.equal(target.values, int8(1).values)
+    bcp.load(tmp_path, {"it": empty})
+    assert type(empty["w"].recipe) is Mm
+    assert empty["w"].recipe.emulate
+    with pytest.raises(bcp.CheckpointSaveError, match="Bits"):
+        bcp.save(tmp_path / "flags", {"it": {"w": int8(1, recipe=Bits.A | Bits.B)}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.stored_subclasses import facts_problems, refused_by, unbuildable
+from bytecheckpoint.adapters.stored_subclasses import refusals
 from bytecheckpoint.adapters.subclass_facts import are_facts
 from bytecheckpoint.adapters.subclasses import is_facts, is_subclass
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, dtype_name
@@ -55,13 +55,15 @@ class PlainEntry:
         shards = LocalShards()
         values = leaves(self._value, self.fqn)
         facts = {fqn: value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
-        expectation = Expectation(shards.found, set(facts), facts_problems(facts, stored))
-        refused = refused_by(expectation.problems)
+        refused = refusals(values if facts else {}, stored)
+        expectation = Expectation(shards.found, set(facts), refused.problems)
         for fqn, value in values.items():
             if fqn in facts or stored.skips(fqn):
                 continue
             expectation.claims.add(fqn)
-            if refused and fqn.startswith(refused):
+            if refused.has(fqn):
+                missing = stored.missing_at(fqn)
+                expectation.claims.update([] if missing is None else [missing[0]])
                 continue
             # Most of a state, told from the rest by one look.
             is_stored_tensor = type(value) in PLAIN_TENSORS and type(stored.plain.get(fqn)) is TensorRef
@@ -76,7 +78,7 @@ class PlainEntry:
         if adopted is not None:
             names = {stored.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
             expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, stored))
-            expectation.problems.extend(_missing_in(names) + unbuildable(names))
+            expectation.problems.extend(_missing_in(names) + self._adopted.problems(adopted[1], adopted[0], stored))
             expectation.claims.update(names)
         elif missing is not None:
             expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
@@ -100,11 +102,12 @@ class PlainEntry:
                 continue
             adopted = _adopted(value, fqn, stored)
             if adopted is not None:
+                left = self._adopted.left_out(adopted[1], adopted[0], stored)  # the tree itself is filled
                 filled = self._adopted.filled(adopted[1], adopted[0], {}, stored)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
-                else:
-                    value.update(_taken(filled, adopted[0], stored))
+                elif filled is not None:
+                    value.update(_taken(filled, adopted[0], stored, left))
             elif (
                 fqn not in stored.tensors
                 and not _problems(fqn, value, stored)
@@ -147,14 +150,15 @@ def _problems(fqn: str, value: Any, stored: Stored) -> list[Problem]:
     return []
 
 
-def _taken(tree: dict[Any, Any], fqn: str, stored: Stored) -> dict[Any, Any]:
+def _taken(tree: dict[Any, Any], fqn: str, stored: Stored, left: Collection[str]) -> dict[Any, Any]:
     """The dict without what include and exclude leave out, and without what this rank has no value for."""
     taken = {}
     for key, item in tree.items():
         child = join_fqn(fqn, key)
         names = map(stored.rename, filter(stored.takes, leaves(item, child)))
-        if any(not isinstance(stored.plain.get(name), RankMissing) for name in names):
-            taken[key] = _taken(item, child, stored) if type(item) is dict else item
+        is_any = any(not isinstance(stored.plain.get(name), RankMissing) for name in names)
+        if is_any and child not in left:
+            taken[key] = _taken(item, child, stored, left) if type(item) is dict else item
     return taken
 
 

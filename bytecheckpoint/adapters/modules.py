@@ -30,7 +30,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.stored_subclasses import facts_problems, refused_by, unbuildable
+from bytecheckpoint.adapters.stored_subclasses import Refusals, refusals
 from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, unsupported
 from bytecheckpoint.adapters.ties import untied
@@ -119,6 +119,7 @@ class ModuleEntry:
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
         self._named: _Held | None = None
         """What was found to name parameters, for the one collect or expect that follows at once."""
+        self._refused = Refusals([], ())
 
     def find_flat(self, optimizers: Sequence[FlatOptimizer]) -> None:
         """Learns which parameters these optimizers keep flat, whatever they are called here.
@@ -162,7 +163,7 @@ class ModuleEntry:
         """The other names of tied tensors -> their first name, without the entry's own."""
         self._named = held = self._named or self._read()
         prefix = len(self.fqn) + 1
-        tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases)}
+        tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases, held.tensors)}
         return {alias[prefix:]: fqn[prefix:] for alias, fqn in tied.items()}
 
     def collect(self) -> Contents:
@@ -186,11 +187,12 @@ class ModuleEntry:
         other_names: dict[str, list[str]] = {}
         for alias, fqn in held.aliases.items():
             other_names.setdefault(fqn, []).append(alias)
-        problems = facts_problems(held.facts, stored, tied_subclasses(held.facts, held.aliases))
-        refused = refused_by(problems)
+        own = {**held.facts, **held.tensors} if held.facts else {}
+        self._refused = refused = refusals(own, stored, held.aliases, other_names)
+        problems = refused.problems
         of_module = LocalShards()
         for fqn, tensor in held.tensors.items():
-            if not refused or not fqn.startswith(refused):
+            if not refused.has(fqn):
                 of_module.add(_stored_name(fqn, other_names, stored), tensor)
         shards = of_module.found
         for fqn, flat in held.flat:
@@ -205,7 +207,7 @@ class ModuleEntry:
                 shards += self._extra.shards(found.tree, found.fqn, {}, stored)
                 values = leaves(found.tree, found.fqn)
                 claims.update(map(stored.rename, values))
-                problems += unbuildable(values)
+                problems += self._extra.problems(found.tree, found.fqn, stored)
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
@@ -252,7 +254,7 @@ class ModuleEntry:
         """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
         for _, plain, tensor in part.state():
             fqn = join_fqn(self.fqn, plain)
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not self._refused.has(f"{fqn}."):
                 found = ((stored.tensors.get(name), part) for name, part in _tensors_of(fqn, tensor).items())
                 if all(record is not None and record.shape == tuple(part.shape) for record, part in found):
                     yield tensor
@@ -305,6 +307,8 @@ class ModuleEntry:
         for part, start, end in zip(self._parts, starts, [*starts[1:], len(found)], strict=True):
             if part.stage is not None:
                 stages |= dict.fromkeys((fqn for _, fqn, _ in found[start:end]), part.stage)
+            if part.stage is not None and part.flat is not None:
+                stages |= dict.fromkeys((prefix + held.name for held in part.flat.held), part.stage)
         tensors, aliases = untied(found)
         return _Held(tensors, aliases | flat_aliases, extra, flat, facts, stages)
 

@@ -29,9 +29,9 @@ from bytecheckpoint.adapters.stored import (
     rank_missing,
     shares_elements,
 )
-from bytecheckpoint.adapters.stored_subclasses import unbuildable
-from bytecheckpoint.adapters.subclass_facts import are_facts, difference
-from bytecheckpoint.adapters.subclasses import is_facts, outer_fqn, restored, subclasses_in
+from bytecheckpoint.adapters.stored_subclasses import partly_taken, refusals, unbuildable
+from bytecheckpoint.adapters.subclass_facts import FACTS
+from bytecheckpoint.adapters.subclasses import around, is_facts, outer_fqn, restored, subclasses_in
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, dtype_name, unsupported
 
 
@@ -94,18 +94,20 @@ class TreeTarget:
         self._new: dict[str, torch.Tensor] = {}
         self.live: dict[str, torch.Tensor] = {}
         """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
+        self.kept: dict[str, torch.Tensor] = {}
+        """Those of them that stay as they are."""
 
     def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
         """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
         shards = LocalShards()
-        for name, found in _refs(tree, fqn, stored):
+        for name, found in self._refs(tree, fqn, stored):
             own = current.get(name)
             target = own if _fits(own, found) else self._new.get(name)
             shards.add(name, placeholder(found) if target is None else target)
         return shards.found
 
     def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> None:
-        for name, found in _refs(tree, fqn, stored):
+        for name, found in self._refs(tree, fqn, stored):
             own = current.get(name)
             if not _fits(own, found):
                 device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
@@ -122,13 +124,40 @@ class TreeTarget:
             elif not stored.takes(name) or isinstance(value, RankMissing):
                 new[name] = current.get(state_name)
         filled = with_leaves(tree, fqn, new)
-        return restored(filled, fqn, self.live) if any(map(is_facts, values)) else filled
+        if not any(map(is_facts, values)):
+            return filled
+        live = {**dict.fromkeys(self.left_out(tree, fqn, stored)), **self.live}
+        return restored(filled, fqn, live, left=self._unbuildable(values, stored).keys())
+
+    def left_out(self, tree: Any, fqn: str, stored: Stored) -> set[str]:
+        """The subclasses, by checkpoint FQN, that would have to be built without what include and exclude leave out."""
+        return {name for name in partly_taken(leaves(tree, fqn), stored) if _state_fqn(name, stored) not in self.live}
+
+    def problems(self, tree: Any, fqn: str, stored: Stored) -> list[Problem]:
+        """Which subclasses in the tree cannot be built."""
+        return list(self._unbuildable(leaves(tree, fqn), stored).values())
+
+    def _unbuildable(self, values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
+        not_built = partly_taken(values, stored)
+        found = unbuildable(values, stored)
+        return {
+            name: problem
+            for name, problem in found.items()
+            if name not in not_built and _state_fqn(name, stored) not in self.live
+        }
+
+    def _refs(self, tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
+        """State FQN and stored tensor of every reference in the tree that the load takes."""
+        values = leaves(tree, fqn)
+        left = self.left_out(tree, fqn, stored)
+        sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not around(name, left)]
+        names = [name for name in map(stored.rename, sources) if not around(name, self.kept)]
+        return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
 
 
-def _refs(tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
-    """State FQN and stored tensor of every reference in the tree that the load takes."""
-    names = [stored.rename(name) for name, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)]
-    return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
+def _state_fqn(fqn: str, stored: Stored) -> str:
+    """What a subclass of this checkpoint FQN is called in the state: what its facts are called says so."""
+    return outer_fqn(stored.rename(f"{fqn}.{FACTS}"))
 
 
 def _fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
@@ -175,21 +204,35 @@ class StatefulEntry:
         if missing:
             return Expectation([], set(values), missing)
         self._found = found
-        self._leave_out_differing(values)
+        problems = self._settle_subclasses(values, stored)
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
-        problems = [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
-        problems += unbuildable(
-            {name: value for name, value in values.items() if outer_fqn(name) not in self._target.live}
-        )
+        own = {name: value for name, value in own.items() if not around(name, self._target.kept)}
+        problems += [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
+        problems += self._target.problems(found.tree, found.fqn, stored)
         return Expectation(self._target.shards(found.tree, found.fqn, self._current, stored), set(values), problems)
 
-    def _leave_out_differing(self, values: Mapping[str, Any]) -> None:
-        """Of the object's own tensor subclasses, those that are other ones in the checkpoint: they are made anew."""
-        facts = {name: own for name, own in self._current.items() if is_facts(name) and are_facts(own)}
-        others = [outer_fqn(name) for name, own in facts.items() if difference(own, values.get(name))]
-        for other in others:
-            self._target.live.pop(other, None)
-            self._current = {n: value for n, value in self._current.items() if not n.startswith(f"{other}.")}
+    def _settle_subclasses(self, values: Mapping[str, Any], stored: Stored) -> list[Problem]:
+        """Of the object's own tensor subclasses, those that do not fit are made anew. One that is spread over ranks, or
+        of which nothing else is there to make, stays as it is: why is returned.
+        """
+        live = self._target.live
+        own = {name: value for name, value in self._current.items() if around(name, live)}
+        refused = refusals(own, stored)
+        problems: list[Problem] = []
+        for name, tensor in list(live.items()):
+            if not refused.has(f"{name}.") and all(
+                _can_fill(own[part], values.get(part)) for part in own if around(part, {name})
+            ):
+                continue
+            is_there = name in values or any(around(part, {name}) for part in values)
+            parts = [part for part in {*own, *values} if around(part, {name})]
+            if not is_sharded(tensor) and is_there and not any(map(stored.skips, parts)):
+                del live[name]
+                self._current = {key: value for key, value in self._current.items() if not around(key, {name})}
+                continue
+            self._target.kept[name] = tensor
+            problems += [problem for problem in refused.problems if around(problem.fqn, {name})]
+        return problems
 
     def prepare(self, stored: Stored) -> None:
         if self._found is not None:
@@ -199,6 +242,11 @@ class StatefulEntry:
         if self._found is not None:
             state = self._target.filled(self._found.tree, self._found.fqn, self._current, stored)
             self._value.load_state_dict(state)
+
+
+def _can_fill(own: Any, value: Any) -> bool:
+    """Whether what is inside of a live subclass takes what the tree has: what the tree holds itself is built anew."""
+    return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))
 
 
 def _is_missing(value: Any) -> TypeGuard[RankMissing]:
@@ -244,7 +292,11 @@ class RankLocalEntry:
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
         self._found = found
-        return Expectation(self._target.shards(found.tree, found.fqn, {}, stored), claims, unbuildable(values))
+        return Expectation(
+            self._target.shards(found.tree, found.fqn, {}, stored),
+            claims,
+            self._target.problems(found.tree, found.fqn, stored),
+        )
 
     def prepare(self, stored: Stored) -> None:
         if self._found is not None:

@@ -4,26 +4,126 @@ mean something else under another block size. And the state of optimizers that i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.plain_data import leaves
-from bytecheckpoint.adapters.stored import Problem, Stored, StoredTensor, not_stored
-from bytecheckpoint.adapters.subclass_facts import FACTS, are_facts, difference, why_not_built
-from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, names_table, outer_fqn, spread_like
-from bytecheckpoint.adapters.tensors import torch_dtype
+from bytecheckpoint.adapters.plain_data import TensorRef, leaves
+from bytecheckpoint.adapters.stored import (
+    Problem,
+    Stored,
+    StoredTensor,
+    has_all_memory,
+    not_stored,
+    placeholder,
+    rank_missing,
+    shares_elements,
+)
+from bytecheckpoint.adapters.subclass_facts import FACTS, are_facts, difference
+from bytecheckpoint.adapters.subclasses import (
+    around,
+    flat_parts,
+    is_facts,
+    is_subclass,
+    names_table,
+    outer_fqn,
+    spread_like,
+    tied_subclasses,
+    why_not_built,
+)
+from bytecheckpoint.adapters.tensors import dtype_name, torch_dtype
 
 
-def facts_problems(own: Mapping[str, Any], stored: Stored, tied: Mapping[str, str] | None = None) -> list[Problem]:
-    """What keeps live subclasses from being filled, of which `own` has the facts by FQN; `tied` ones have those of any
-    of their names.
+class Refusals(NamedTuple):
+    """What keeps live subclasses from being filled: each is loaded wholly, or not at all."""
+
+    problems: list[Problem]
+    prefixes: tuple[str, ...]
+    """What the FQNs start with of all that is inside of them."""
+
+    def has(self, fqn: str) -> bool:
+        return bool(self.prefixes) and fqn.startswith(self.prefixes)
+
+
+def refusals(
+    own: Mapping[str, Any],
+    stored: Stored,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Refusals:
+    """Which of the live subclasses among these tensors and facts do not fit.
+
+    The other FQNs of a tied tensor are `other_names` of it, and `aliases` of its own. Subclasses that share a tensor
+    are refused together.
     """
+    facts = {fqn: value for fqn, value in own.items() if is_facts(fqn) and are_facts(value)}
+    if not facts:
+        return Refusals([], ())
+    outer = {outer_fqn(fqn) for fqn in facts}
+    problems = _facts_problems(facts, stored, tied_subclasses(facts, aliases, own.keys() - facts.keys()))
+    refused = {problem.fqn for problem in problems}
+    for fqn, value in own.items():
+        if isinstance(value, torch.Tensor) and around(fqn, outer):
+            problem = _part_problem(fqn, value, stored, other_names.get(fqn, ()))
+            if problem is not None:
+                problems.append(problem)
+                refused.add(fqn)
+    return Refusals(problems, _together(refused, outer, aliases))
+
+
+def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+    """The prefixes of the outermost subclasses around these FQNs, and of those that share a tensor with one of them."""
+    refused = {around(fqn, outer)[-1] for fqn in fqns}
+    pairs = [(around(alias, outer), around(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
+    links = [{of_alias[-1], of_own[-1]} for of_alias, of_own in pairs if of_alias and of_own]
+    while True:
+        more = {name for link in links if link & refused for name in link} - refused
+        if not more:
+            return tuple(f"{name}." for name in sorted(refused))
+        refused |= more
+
+
+def _part_problem(fqn: str, own: Any, stored: Stored, other_names: Sequence[str]) -> Problem | None:
+    """Why an inner tensor cannot be filled. It is never cast: the same number means something else as another type."""
+    missing = stored.missing_at(fqn)
+    if missing is not None:
+        return rank_missing(fqn, missing[1].num_saved)
+    name = next((name for name in (fqn, *other_names) if name in stored.tensors), fqn)
+    found = stored.tensors.get(name)
+    if found is None:
+        inline = stored.plain.get(fqn)
+        if isinstance(inline, torch.Tensor):
+            found = StoredTensor(fqn, dtype_name(inline.dtype), tuple(inline.shape))
+    if found is None:
+        return None if stored.skips(fqn) else not_stored(fqn)
+    why = why_no_part(own, found)
+    return None if why is None else Problem(why[0], name, f"{name}: {why[1]}")
+
+
+def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | None:
+    """The kind of problem, and why the inner tensor of a live subclass cannot be filled from the stored one."""
+    if tuple(own.shape) != found.shape:
+        return "shape", f"shape {list(found.shape)} in the checkpoint, {list(own.shape)} in the state"
+    dtype = dtype_name(own.dtype)
+    if dtype != found.dtype:
+        text = f"dtype {found.dtype} in the checkpoint, {dtype} in the state (what is inside a subclass is never cast)"
+        return "dtype", text
+    memory = own._local_tensor if isinstance(own, DTensor) else own
+    if shares_elements(memory):
+        return "conflict", "elements of the state's tensor share memory (it is expanded); give it a copy"
+    if not has_all_memory(memory):
+        return "conflict", "the memory of the state's tensor has been freed; load where it has memory again"
+    return None
+
+
+def _facts_problems(own: Mapping[str, Any], stored: Stored, tied: Mapping[str, str]) -> list[Problem]:
+    """What is different, or missing, of facts by FQN; `tied` subclasses have those of any of their names."""
     names: dict[str, list[str]] = {}
     for fqn in own:
-        owner = (tied or {}).get(outer_fqn(fqn), outer_fqn(fqn))
+        owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
         names.setdefault(f"{owner}.{FACTS}", []).append(fqn)
     problems: list[Problem] = []
     for group in names.values():
@@ -43,19 +143,32 @@ def _problem(fqn: str, own: Any, stored: Stored) -> Problem:
     return Problem("conflict", fqn, text)
 
 
-def unbuildable(values: Mapping[str, Any]) -> list[Problem]:
-    """Of leaves of plain data that are about to be built: which describe subclasses that cannot be."""
-    reasons = {fqn: why_not_built(value) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
-    return [_unbuildable(fqn, reason) for fqn, reason in reasons.items() if reason]
+def unbuildable(values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
+    """Of subclasses that are about to be built of these leaves, by checkpoint FQN: which cannot be, by theirs."""
+    if not any(map(is_facts, values)):  # nearly always
+        return {}
+    parts = {fqn: _on_meta(fqn, value, stored) for fqn, value in values.items()}
+    found: dict[str, Problem] = {}
+    for facts_fqn, reason in why_not_built(parts).items():
+        fqn = stored.rename(facts_fqn)
+        text = f"{outer_fqn(fqn)}: a tensor subclass that cannot be built: {reason}"
+        found[outer_fqn(facts_fqn)] = Problem("conflict", fqn, text)
+    return found
 
 
-def _unbuildable(fqn: str, reason: str) -> Problem:
-    return Problem("conflict", fqn, f"{outer_fqn(fqn)}: a tensor subclass that cannot be built: {reason}")
+def _on_meta(fqn: str, value: Any, stored: Stored) -> Any:
+    """What stands for a leaf where no memory is wanted yet."""
+    if isinstance(value, TensorRef):
+        tensor = stored.tensors.get(stored.rename(fqn))
+        return None if tensor is None else placeholder(tensor)
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def refused_by(problems: Collection[Problem]) -> tuple[str, ...]:
-    """What the FQNs of the inner tensors start with that are not to be filled. What is only missing can be."""
-    return tuple(f"{outer_fqn(fqn)}." for kind, fqn, _ in problems if kind == "conflict" and is_facts(fqn))
+def partly_taken(values: Mapping[str, Any], stored: Stored) -> set[str]:
+    """The outermost subclasses among leaves by checkpoint FQN of which include or exclude leave something out."""
+    outer = {outer_fqn(fqn) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
+    names = [fqn for fqn in values if not stored.takes(fqn)] if outer else []
+    return {found[-1] for found in (around(fqn, outer) for fqn in names) if found}
 
 
 def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,6 +179,13 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     for key, value in state.items():
         own |= flat_parts(key, value) if is_subclass(value) else {key: value}
     return own
+
+
+def _holds_any(value: Any) -> bool:
+    """Whether a state holds elements here: of one that lies elsewhere nobody can tell what it is."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not isinstance(value, DTensor) or value._local_tensor.numel() > 0
 
 
 class SubclassState:
@@ -96,18 +216,37 @@ class SubclassState:
         reasons = {key: self._why_not(key, facts) for key, facts in self._facts.items()}
         lacking = [k for k, own in self.own.items() if is_facts(k) and are_facts(own) and k not in self._facts]
         reasons |= dict.fromkeys(lacking, "a tensor subclass in the state, and none in the checkpoint")
-        return [(key, reason) for key, reason in reasons.items() if reason]
+        found = [(key, reason) for key, reason in reasons.items() if reason]
+        found += self._why_not_built() if not found else []
+        return found + [(key, reason) for key, own in self.own.items() if (reason := self._why_no_part(key, own))]
+
+    def _why_not_built(self) -> list[tuple[str, str]]:
+        new = {key: facts for key, facts in self._facts.items() if key not in self.own}
+        if not new:
+            return []
+        meta = torch.device("meta")
+        parts = {key: self.new_part(key, stored, meta) for key, (_, stored) in self._tensors.items() if "." in key}
+        return list(why_not_built({**parts, **new}, self._parameter).items())
+
+    def _why_no_part(self, key: str, own: Any) -> str | None:
+        """Why a live inner tensor is not filled; what include and exclude leave out is no reason."""
+        if is_facts(key) or not around(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
+            return None
+        if key not in self._tensors:
+            return "an inner tensor of the state's subclass that is not in the checkpoint"
+        why = why_no_part(own, self._tensors[key][1])
+        return None if why is None else why[1]
 
     def _why_not(self, key: str, facts: Any) -> str | None:
         if key in self.own:
             return difference(self.own[key], facts)
-        if isinstance(self.own.get(outer_fqn(key)), torch.Tensor):
+        if _holds_any(self.own.get(outer_fqn(key))):
             return "a tensor subclass in the checkpoint, and none in the state"
         inner = {k: stored for k, (_, stored) in self._tensors.items() if k.startswith(f"{outer_fqn(key)}.")}
         meta = torch.device("meta")
         if any(self._spread(k, stored, meta) is None for k, stored in inner.items() if self._is_spread(k)):
             return "a tensor subclass whose inner tensors cannot be cut as its parameter is; take one step first"
-        return why_not_built(facts)
+        return None
 
     def takes(self, key: str) -> bool:
         """Whether what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
@@ -115,7 +254,9 @@ class SubclassState:
 
     def lacks(self, key: str) -> bool:
         """Whether the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
-        return self.takes(key) and f"{key}.{FACTS}" not in self.own
+        of_key = f"{key}.{FACTS}"
+        is_elsewhere = of_key in self._facts and key in self.own
+        return self.takes(key) and of_key not in self.own and not is_elsewhere
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Memory for a tensor inside a parameter's state, on this device or where it belongs."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import isnan
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -20,7 +23,8 @@ from bytecheckpoint.adapters.tensors import dtype_name, torch_dtype, unsupported
 FACTS = "@subclass"
 """Beside the inner tensors of a subclass, what else is known of it. No attribute has such a name."""
 
-_ENUM, _DATACLASS, _DEVICE, _OUTER = "@enum", "@dataclass", "@device", "@shape"
+_ENUM, _DATACLASS, _NAMEDTUPLE = "@enum", "@dataclass", "@namedtuple"
+_DEVICE, _OUTER = "@device", "@shape"
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 _SEQUENCES: Mapping[str, type] = {"list": list, "tuple": tuple, "Size": torch.Size}
 
@@ -31,7 +35,8 @@ Facts = list[dict[str, Any]]
 def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) -> Facts:
     """The facts of a subclass with this context; `shown` is the DTensor around it, or the tensor itself.
 
-    In a context, the shape that the tensor shows stands as a reference to it, because that of a shard is its own.
+    In a context, the shape that the tensor shows stands as a reference to it, because that of a shard is its own: as a
+    torch.Size, or under the key `shape` or `size`. Any other list stays one, whatever it happens to be equal to.
     Raises CheckpointSaveError (unsupported_value) for a context that is more than plain data.
     """
     name = _name_of(type(tensor))
@@ -53,22 +58,36 @@ def _to_plain(value: Any, shape: tuple[int, ...], refuse: Callable[[Any], Except
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind in (list, tuple, torch.Size):
-        if tuple(value) == shape and all(type(item) is int for item in value):
-            return {_OUTER: kind.__name__}
-        if kind is torch.Size:
-            return value
+    if kind is torch.Size:
+        return {_OUTER: kind.__name__} if tuple(value) == shape else value
+    if kind in (list, tuple):
         return kind(_to_plain(item, shape, refuse) for item in value)
     if kind is dict and all(type(key) is int or (type(key) is str and key[:1] != "@") for key in value):
-        return {key: _to_plain(item, shape, refuse) for key, item in value.items()}
+        return {
+            key: {_OUTER: type(item).__name__} if _is_shape(key, item, shape) else _to_plain(item, shape, refuse)
+            for key, item in value.items()
+        }
+    if _is_namedtuple(kind):
+        fields = _to_plain(dict(zip(kind._fields, value, strict=True)), shape, refuse)
+        return {_NAMEDTUPLE: _name_of(kind), "fields": fields}
     if isinstance(value, torch.device):
         return {_DEVICE: None}
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and value.name in kind.__members__:  # flags may be several in one
         return {_ENUM: _name_of(kind), "name": value.name}
     if dataclasses.is_dataclass(value) and _has_only_fields(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {_DATACLASS: _name_of(kind), "fields": _to_plain(fields, shape, refuse)}
     raise refuse(value)
+
+
+def _is_shape(key: object, value: Any, shape: tuple[int, ...]) -> bool:
+    is_list = key in ("shape", "size") and type(value) in (list, tuple)
+    return is_list and tuple(value) == shape and all(type(item) is int for item in value)
+
+
+def _is_namedtuple(cls: type[Any]) -> bool:
+    fields = getattr(cls, "_fields", None)
+    return issubclass(cls, tuple) and type(fields) is tuple and not hasattr(cls, "__del__")
 
 
 def _has_only_fields(value: Any) -> bool:
@@ -88,9 +107,19 @@ def _differences(name: str, stored: Any, expected: Any) -> list[str]:
     """One text for each value that differs, in dicts with the same keys down to the last."""
     if type(stored) is dict and type(expected) is dict and stored.keys() == expected.keys():
         return [text for key in stored for text in _differences(f"{name} {key}", stored[key], expected[key])]
-    if type(stored) is type(expected) and stored == expected:
+    if _is_same(stored, expected):
         return []
     return [f"{name} {_shown(stored)} in the checkpoint, {_shown(expected)} in the state"]
+
+
+def _is_same(stored: Any, expected: Any) -> bool:
+    if type(stored) is not type(expected):
+        return False
+    if type(stored) in (list, tuple):
+        return len(stored) == len(expected) and all(map(_is_same, stored, expected))
+    if type(stored) is dict:
+        return stored.keys() == expected.keys() and all(_is_same(item, expected[key]) for key, item in stored.items())
+    return bool(stored == expected) or (type(stored) is float and isnan(stored) and isnan(expected))
 
 
 def _shown(value: Any) -> str:
@@ -109,16 +138,6 @@ def are_facts(found: Any) -> bool:
     dtype = getattr(torch, str(told.get("dtype")), None)
     is_named = type(told.get("class")) is str and isinstance(dtype, torch.dtype)
     return "context" in told and is_named and all(type(length) is int and length >= 0 for length in (*shape, *stride))
-
-
-def why_not_built(found: Any) -> str | None:
-    """Why a subclass with these facts cannot be built in this process, as text for an error."""
-    try:
-        class_of(found)
-        context_of(found, (), torch.device("meta"))
-    except LookupError as error:
-        return str(error.args[0])
-    return None
 
 
 def class_of(found: Any) -> type[Any]:
@@ -149,33 +168,62 @@ def _from_plain(value: Any, shape: tuple[int, ...], device: torch.device) -> Any
     if type(value) is not dict:
         return value
     if _OUTER in value:
-        return _SEQUENCES[value[_OUTER]](shape)
+        sequence = _SEQUENCES.get(value[_OUTER]) if type(value[_OUTER]) is str else None
+        if sequence is None:
+            raise LookupError(f"{_shown(value[_OUTER])} is no kind of shape")
+        return sequence(shape)
     if _DEVICE in value:
         return device
     if _ENUM in value:
         return _member(value)
+    if _NAMEDTUPLE in value:
+        return _namedtuple(value, shape, device)
     if _DATACLASS in value:
         return _dataclass(value, shape, device)
     return {key: _from_plain(item, shape, device) for key, item in value.items()}
 
 
 def _member(value: Mapping[str, Any]) -> enum.Enum:
-    cls = _imported(value[_ENUM])
-    if not issubclass(cls, enum.Enum) or value["name"] not in cls.__members__:
-        raise LookupError(f"{value[_ENUM]} is no enum with a member {value['name']}")
-    return cls.__members__[value["name"]]
+    cls, name = _imported(value[_ENUM]), value.get("name")
+    if not issubclass(cls, enum.Enum) or type(name) is not str or name not in cls.__members__:
+        raise LookupError(f"{value[_ENUM]} is no enum with a member {_shown(name)}")
+    return cls.__members__[name]
+
+
+def _namedtuple(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.device) -> Any:
+    cls, fields = _imported(value[_NAMEDTUPLE]), _fields(value)
+    if not _is_namedtuple(cls) or set(cls._fields) != fields.keys():
+        raise LookupError(f"{value[_NAMEDTUPLE]} is no named tuple with the fields {list(fields)}")
+    made: Any = tuple.__new__(cls, (_from_plain(fields[name], shape, device) for name in cls._fields))
+    return made
+
+
+def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
+    fields = value.get("fields")
+    if type(fields) is not dict:
+        raise LookupError(f"{_shown(fields)} are no fields")
+    return fields
+
+
+def _runs_code(cls: type[Any], names: Collection[str]) -> bool:
+    """Whether to set these fields, or to let go of what has them, is more than to keep values."""
+    found = [inspect.getattr_static(cls, name, None) for name in names]
+    is_set_by_code = any(hasattr(type(it), "__set__") and not isinstance(it, MemberDescriptorType) for it in found)
+    return is_set_by_code or hasattr(cls, "__del__")
 
 
 def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.device) -> Any:
-    cls = _imported(value[_DATACLASS])
+    cls, fields = _imported(value[_DATACLASS]), _fields(value)
     names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
-    if names != value["fields"].keys():
-        raise LookupError(f"{value[_DATACLASS]} is no dataclass with the fields {sorted(value['fields'])}")
+    if names != fields.keys():
+        raise LookupError(f"{value[_DATACLASS]} is no dataclass with the fields {list(fields)}")
+    if _runs_code(cls, fields):
+        raise LookupError(f"{value[_DATACLASS]} is more than a dataclass: it runs code of its own")
     try:
         made = object.__new__(cls)  # its __init__ may do anything
     except TypeError as error:
         raise LookupError(f"{value[_DATACLASS]} is more than a dataclass: {error}") from error
-    for name, item in value["fields"].items():
+    for name, item in fields.items():
         object.__setattr__(made, name, _from_plain(item, shape, device))
     return made
 

@@ -7,7 +7,7 @@ of the outer tensor's part, dimension by dimension. Knows neither checkpoints no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,6 @@ from bytecheckpoint.adapters.subclass_facts import (
     context_of,
     dtype_of,
     facts_of,
-    why_not_built,
 )
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, unsupported
 
@@ -84,17 +83,33 @@ def outer_fqn(facts_fqn: str) -> str:
     return facts_fqn[: -len(FACTS) - 1]
 
 
-def tied_subclasses(facts_fqns: Iterable[str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Of subclasses whose inner tensors are tied: the FQN of each -> the FQN under which these are stored."""
+def around(fqn: str, outer: Collection[str]) -> list[str]:
+    """Those of the FQNs of subclasses that something is inside of, the innermost one first."""
+    found, name = [], fqn.rpartition(".")[0]
+    while name:
+        if name in outer:
+            found.append(name)
+        name = name.rpartition(".")[0]
+    return found
+
+
+def tied_subclasses(
+    facts_fqns: Iterable[str], aliases: Mapping[str, str], fqns_of_own: Iterable[str]
+) -> dict[str, str]:
+    """Of subclasses all of whose inner tensors are tied to those of one other: the FQN of each -> the FQN under which
+    these are stored. `fqns_of_own` are those of tensors that are no aliases.
+    """
     outer = {outer_fqn(fqn) for fqn in facts_fqns}
-    tied: dict[str, str] = {}
-    for alias, fqn in aliases.items() if outer else ():
-        name, other = alias, fqn
-        while name and other and name.rpartition(".")[2] == other.rpartition(".")[2]:
-            name, other = name.rpartition(".")[0], other.rpartition(".")[0]
-            if name in outer and other in outer:
-                tied[name] = other
-    return tied
+    if not outer or not aliases:
+        return {}
+    owners: dict[str, set[str]] = {}
+    for alias, fqn in aliases.items():
+        for name in around(alias, outer):
+            path = alias.removeprefix(name)
+            owners.setdefault(name, set()).add(fqn.removesuffix(path) if fqn.endswith(path) else "")
+    has_own = {name for fqn in fqns_of_own for name in around(fqn, outer)}
+    single = {name: next(iter(found)) for name, found in owners.items() if len(found) == 1 and name not in has_own}
+    return {name: owner for name, owner in single.items() if owner in outer}
 
 
 def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -121,26 +136,73 @@ def subclasses_in(value: Any, fqn: str) -> dict[str, torch.Tensor]:
 
 
 def restored(
-    tree: Any, fqn: str, live: Mapping[str, torch.Tensor] = MappingProxyType({}), like: torch.Tensor | None = None
+    tree: Any,
+    fqn: str,
+    live: Mapping[str, torch.Tensor | None] = MappingProxyType({}),
+    like: torch.Tensor | None = None,
+    left: Collection[str] = (),
 ) -> Any:
     """The tree with every subclass in it built of its parts, or taken from the `live` ones, which have been filled.
 
     Dicts and lists are changed in place. One whose parts were made by `spread_like(like)` is built as a DTensor that
-    lies like it; one whose class is not there stays as it is.
+    lies like it; those that are `left` stay as they are.
     """
+    if fqn in left:
+        return tree
     if isinstance(tree, dict):
         if are_facts(tree.get(FACTS)) and fqn in live:
             return live[fqn]
         for key, item in tree.items():
-            tree[key] = item if key == FACTS else restored(item, f"{fqn}.{key}", live, like)
-        return tree if why_not_built(tree.get(FACTS)) else _built(tree, like)
+            tree[key] = item if key == FACTS else restored(item, f"{fqn}.{key}", live, like, left)
+        return _built(tree, like) if are_facts(tree.get(FACTS)) else tree
     if type(tree) not in (list, tuple):
         return tree
-    items = [restored(item, f"{fqn}.{index}", live, like) for index, item in enumerate(tree)]
+    items = [restored(item, f"{fqn}.{index}", live, like, left) for index, item in enumerate(tree)]
     if type(tree) is tuple:
         return tuple(items)
     tree[:] = items
     return tree
+
+
+def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -> dict[str, str]:
+    """Of subclasses whose facts are among these leaves, by FQN: the FQN of the facts of each outermost one that cannot
+    be built, and why. Their inner tensors are among the leaves too, on the meta device, where all of it is tried.
+    """
+    facts = {outer_fqn(fqn): value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
+    parts: dict[str, dict[str, Any]] = {fqn: {} for fqn in facts}
+    for fqn, value in values.items():
+        parent, _, name = fqn.rpartition(".")
+        if parent in facts:
+            parts[parent][name] = value
+    reasons: dict[str, str] = {}
+    for fqn in sorted(facts, key=len, reverse=True):  # the inner ones first
+        built = _tried(parts[fqn], like)
+        parent, _, name = fqn.rpartition(".")
+        if parent in facts:
+            parts[parent][name] = built
+        elif isinstance(built, str):
+            reasons[f"{fqn}.{FACTS}"] = built
+    return reasons
+
+
+def _tried(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor | str:
+    """The subclass, or why it cannot be built."""
+    for name, part in parts.items():
+        if isinstance(part, str):
+            return part
+        if name != FACTS and not isinstance(part, torch.Tensor):
+            return f"its part {name} is no tensor"
+    try:
+        built = _built(parts, like)
+    except LookupError as error:
+        return str(error.args[0]) if type(error) is LookupError else repr(error)
+    except Exception as error:  # noqa: BLE001  what a class makes of a damaged checkpoint may be anything
+        return repr(error)
+    facts: Facts = parts[FACTS]
+    if tuple(built.shape) != tuple(facts[0]["shape"]) or built.dtype != dtype_of(facts):
+        shown = f"{dtype_of(facts)} {facts[0]['shape']}"
+        return f"its inner tensors make a {built.dtype} {list(built.shape)} of what was a {shown}"
+    return built
 
 
 def _built(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor:
@@ -157,7 +219,12 @@ def _built(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor:
         return outer
     shape = outer._local_tensor.shape
     inner = {name: part._local_tensor for name, part in inner.items()}
-    local = _unflattened(inner, facts, shape, _dense_stride(shape, stride), device)
+    try:
+        local = _unflattened(inner, facts, shape, _dense_stride(shape, stride), device)
+    except Exception:
+        if outer._local_tensor.numel():
+            raise
+        return outer  # many classes cannot be made of nothing
     return DTensor(local, outer._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 

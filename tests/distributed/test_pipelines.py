@@ -275,6 +275,19 @@ def test_stages_that_share_a_tensor_may_use_one_name(workers: WorkerPool, tmp_pa
     assert len(bcp.open(tmp_path).keys()) == 5
 
 
+def save_tied_in_the_last(rank: int, world_size: int, path: str) -> None:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(30, 7)
+    module = nn.ModuleDict({"embedding": embedding} if rank == 0 else {"aaa": embedding, "embedding": embedding})
+    bcp.save(path, {"model": PipelineStage(module, rank, world_size, torch.device("cpu"))}, options=OPTIONS)
+
+
+def test_a_stage_may_tie_what_another_has_under_one_of_its_names(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_tied_in_the_last, str(tmp_path), world_size=2)
+    checkpoint = bcp.open(tmp_path)
+    assert torch.equal(checkpoint["model.embedding.weight"][...], checkpoint["model.aaa.weight"][...])
+
+
 def load_beside_nothing(rank: int, world_size: int, path: str) -> list[str]:
     """More ranks than stages: some have no stage, and leave the model out."""
     split = SPLITS["two modules"]

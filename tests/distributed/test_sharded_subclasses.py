@@ -272,3 +272,18 @@ def test_blocks_of_another_size_are_a_mismatch(workers: WorkerPool, tmp_path: Pa
     for texts in workers.run(save_scale_for_each_rank, str(tmp_path), world_size=2):
         assert len(texts) == 1
         assert "it.w.scale: shape [2, 2] in the checkpoint, [1, 2] in the state" in texts[0]
+
+
+def load_blocks_as_large_as_shards(rank: int, world_size: int, path: str) -> bool:
+    mesh = init_device_mesh("cpu", (world_size,))
+    tensors = []
+    for rows, placement, value in ((6, Replicate(), 1), (2, Shard(0), 0)):
+        local = Int8Weight(torch.full((rows, 4), value, dtype=torch.int8), torch.ones(rows, 1), 4, [2, 4])
+        tensors.append(DTensor.from_local(local, mesh, [placement], run_check=False))
+    bcp.save(path, {"it": {"w": tensors[0]}}, options=OPTIONS)
+    bcp.load(path, {"it": {"w": tensors[1]}})
+    return bool(tensors[1]._local_tensor.values.all())
+
+
+def test_a_list_that_equals_the_shape_of_a_shard_is_no_shape(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(load_blocks_as_large_as_shards, str(tmp_path), world_size=3) == [True] * 3
