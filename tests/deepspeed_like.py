@@ -127,7 +127,6 @@ def zero_3(
             wrapper.fp32_partitioned_groups_flat.append(wrapper.add(parameters, _equal_rows))
             for parameter in parameters:
                 partition_parameter(parameter, dtype, is_persistent=parameter.numel() <= persistent)
-                parameter._z3_optimizer = wrapper
     return wrapper
 
 
@@ -160,6 +159,7 @@ def engine_state(plain: dict[str, Any], wrap: Callable[..., Wrapper]) -> dict[st
         for parameter in model.parameters():
             if not hasattr(parameter, "ds_tensor"):
                 partition_parameter(parameter, torch.float32)
+            parameter._z3_optimizer = wrapper
     return {"model": Engine(model, wrapper), "optimizer": wrapper}
 
 

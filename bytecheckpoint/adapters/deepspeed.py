@@ -28,6 +28,7 @@ from bytecheckpoint.adapters.flat_parts import (
     HeldPart,
     NamedParameters,
     NamedPart,
+    merged,
     part_of_whole,
 )
 from bytecheckpoint.adapters.module_tree import ModuleTree
@@ -55,26 +56,46 @@ def unwrapped(engine: Any) -> Any:
 def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
     """An engine's optimizer, or one that DeepSpeed has wrapped, of which no engine need be known; None for others.
 
-    Raises CheckpointSaveError (unsupported_value), naming `fqn`, where not all of its state can be read.
+    The torch optimizer that an engine was made with is the same as the engine's own. Raises CheckpointSaveError
+    (unsupported_value), naming `fqn`, where not all of its state can be read.
     """
-    engine = next((engine for engine in engines if engine.optimizer is value), None)
-    if not is_wrapper(value):
+    engine = next((engine for engine in engines if any(each is value for each in _optimizers_in(engine))), None)
+    wrapper = value if engine is None else engine.optimizer
+    if not is_wrapper(wrapper):
+        if isinstance(value, torch.optim.Optimizer):
+            _refuse_emptied(fqn, value)
         if engine is None or not isinstance(value, torch.optim.Optimizer):
             return None
         groups = [group["params"] for group in value.param_groups]
         return FlatOptimizer(
             value, groups, lambda _: None, partial(_facts, value, engine), partial(_take, value, engine)
         )
-    _refuse_unreadable(fqn, value)
-    if not isinstance(value.optimizer, torch.optim.Optimizer):
+    _refuse_unreadable(fqn, wrapper)
+    if not isinstance(wrapper.optimizer, torch.optim.Optimizer):
         raise unsupported(fqn, "a DeepSpeed optimizer without an optimizer in it", "save the engine as the model only")
     return FlatOptimizer(
-        value.optimizer,
-        _groups_of(value),
-        lambda named: flat_module(fqn, named, value),
-        partial(_facts, value, engine),
-        partial(_take, value, engine),
+        wrapper.optimizer,
+        _groups_of(wrapper),
+        lambda named: flat_module(fqn, named, wrapper),
+        partial(_facts, wrapper, engine),
+        partial(_take, wrapper, engine),
     )
+
+
+def _optimizers_in(engine: Any) -> Iterator[Any]:
+    """Its optimizer, the one in that, and so on."""
+    optimizer, seen = engine.optimizer, set[int]()
+    while optimizer is not None and id(optimizer) not in seen:
+        yield optimizer
+        seen.add(id(optimizer))
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _refuse_emptied(fqn: str, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer from which ZeRO 3 has taken the parameters: none of its state would be saved, nor any loaded."""
+    if optimizer.state and not any(group["params"] for group in optimizer.param_groups):
+        what = f"a {type(optimizer).__name__} that has state and no parameters, as inside ZeRO 3 between steps"
+        raise unsupported(fqn, what, "pass engine.optimizer, or the engine itself beside it")
 
 
 def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
@@ -90,8 +111,8 @@ def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
 def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatModule | None:
     """How the parameters of a module lie: in a wrapped optimizer, in partitions of ZeRO 3, or else None.
 
-    `wrapper` is an optimizer that may have them. Raises CheckpointSaveError (unsupported_value) where that has others
-    as well, and for parameters that an optimizer has which nobody knows.
+    `wrapper` is an optimizer that may have them: None comes back for parameters of which it has none, because those may
+    be another's. Raises CheckpointSaveError (unsupported_value) where it has others as well.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in named:
@@ -105,8 +126,9 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
     if of_module and len(of_module) < len(masters):
         what = f"a module with {len(of_module)} of the {len(masters)} parameters of its DeepSpeed optimizer"
         raise unsupported(fqn, what, "pass the engine, or the whole of engine.module")
-    has_master = {id(each.parameter) for each in of_module}
-    alone = [each for each in by_id.values() if hasattr(each, _PARTITION) and id(each) not in has_master]
+    # What stays in partitions is left to the call without a wrapper: these may have another's masters.
+    is_alone = not is_wrapper(wrapper)
+    alone = [each for each in by_id.values() if is_alone and hasattr(each, _PARTITION)]
     if not of_module and not alone:
         return None
     held = [HeldPart(names[id(each.parameter)][0], each.part, _flat(each.master)) for each in of_module]
@@ -124,28 +146,35 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
 
 
 def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:
-    """How the parameters lie of an engine, or of a module of ZeRO 3, that no optimizer stands beside."""
-    if engine is not None:
-        return flat_module(fqn, named, engine.optimizer)
-    return flat_module(fqn, named, next((vars(each)[_OWNER] for _, each in named if _OWNER in vars(each)), None))
+    """How the parameters lie of an engine, or of a module of ZeRO 3, that no optimizer in the state has.
+
+    Parameters of ZeRO 3 know their optimizer; partitions of those that it does not train have no masters.
+    """
+    known = [] if engine is None else [engine.optimizer]
+    known += [vars(each)[_OWNER] for _, each in named if hasattr(each, _OWNER)]
+    wrappers = {id(each): each for each in known if is_wrapper(each)}
+    flat = [found for each in wrappers.values() if (found := flat_module(fqn, named, each)) is not None]
+    partitions = flat_module(fqn, not_in(named, flat), None)
+    return merged(flat if partitions is None else [*flat, partitions])
+
+
+def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameters:
+    """The parameters that are kept flat by none of these."""
+    replaced = {tensor_id for each in flat for tensor_id in each.replaced}
+    return [(name, parameter) for name, parameter in named if id(parameter) not in replaced]
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """Whether DeepSpeed has had the module in its hands: told by its first parameter, and the first that trains."""
-    found = (each for _, module in tree.submodules for each in module._parameters.values() if each is not None)
-    first = next(found, None)
-    trains = (
-        first if first is None or first.requires_grad else next((each for each in found if each.requires_grad), None)
-    )
-    return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in (first, trains))
+    """Whether DeepSpeed has had the module in its hands: told by any parameter, because it marks what it optimises."""
+    found = (each for _, module in tree.submodules for each in module._parameters.values())
+    return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 
 
 def refuse_unknown(fqn: str, named: NamedParameters, flat: Iterable[FlatModule]) -> None:
     """Raises CheckpointSaveError (unsupported_value) for parameters with masters that nobody has found: a load would
     be undone by the next step, and a save would store what is rounded.
     """
-    known = {tensor_id for each in flat for tensor_id in each.replaced}
-    unknown = [name for name, parameter in named if hasattr(parameter, _MASTER) and id(parameter) not in known]
+    unknown = [name for name, parameter in not_in(named, flat) if hasattr(parameter, _MASTER)]
     if unknown:
         what = f"a module with parameters that DeepSpeed keeps in full precision elsewhere, as {unknown[0]}"
         raise unsupported(fqn, what, "pass the engine as the model, or its engine.optimizer beside the module")

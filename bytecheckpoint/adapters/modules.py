@@ -133,11 +133,11 @@ class ModuleEntry:
     def _flat_of(self, part: _Part, optimizers: Sequence[FlatOptimizer]) -> FlatModule | None:
         found = part.tree.module.named_parameters(remove_duplicate=False)
         named = [(part.plain_name(name), parameter) for name, parameter in found]
-        flat = [of_module for each in optimizers if (of_module := each.module(named)) is not None]
-        if not flat:
-            engine = next((each for each in self.engines if deepspeed.unwrapped(each) is part.tree.module), None)
-            alone = deepspeed.module_alone(self.fqn, named, engine)
-            flat = [] if alone is None else [alone]
+        known = {id(each.optimizer): each for each in optimizers}.values()  # one may have several names
+        flat = [of_module for each in known if (of_module := each.module(named)) is not None]
+        engine = next((each for each in self.engines if deepspeed.unwrapped(each) is part.tree.module), None)
+        alone = deepspeed.module_alone(self.fqn, deepspeed.not_in(named, flat), engine)
+        flat += [] if alone is None else [alone]
         deepspeed.refuse_unknown(self.fqn, named, flat)
         return merged(flat)
 

@@ -54,7 +54,8 @@ def part_of_rank(shape: Sequence[int], partition: int, index: int, position: int
 
 def is_wrapper(value: Any) -> bool:
     """Whether an object is an optimizer of DeepSpeed's, which keeps the masters of low-precision parameters."""
-    return not isinstance(value, type) and any(name in getattr(value, "__dict__", ()) for name in _READERS)
+    attributes = () if isinstance(value, type) else getattr(value, "__dict__", ())
+    return "optimizer" in attributes and any(name in attributes for name in _READERS)
 
 
 def masters_of(fqn: str, wrapper: Any) -> list[MasterPart]:

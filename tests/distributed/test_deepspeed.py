@@ -218,6 +218,92 @@ def test_the_module_may_stand_beside_the_optimizer(workers: WorkerPool, tmp_path
     assert workers.run(module_beside, kind, str(tmp_path), world_size=2) == [[], []]
 
 
+def actor_and_critic(kind: str, prefixes: tuple[str, str], *, step: float, names: tuple[str, ...]) -> State:
+    """Two engines, and those of their optimizers that are in the state."""
+    states = dict(zip(("actor", "critic"), (engine_state(kind, each, step=step) for each in prefixes), strict=True))
+    state = {name: of_one["model"] for name, of_one in states.items()}
+    return state | {f"{name}_optimizer": states[name]["optimizer"] for name in names}
+
+
+def two_engines(rank: int, world_size: int, kind: str, names: tuple[str, ...], path: str) -> list[str]:
+    bcp.save(path, actor_and_critic(kind, ("", "critic."), step=7.0, names=names), options=OPTIONS)
+    state = actor_and_critic(kind, ("noise.", "noise.critic."), step=3.0, names=names)
+    bcp.load(path, state)
+    wrong = []
+    for name, prefix in (("actor", ""), ("critic", "critic.")):
+        found = {"model": state[name], "optimizer": state[name].optimizer}
+        wrong += [
+            f"{name} {each}"
+            for each in differences(found, engine_state(kind, prefix, step=7.0))
+            if name in names or not re.search("exp_avg|step|groups", each)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("names", [(), ("actor",), ("critic",), ("actor", "critic")], ids="-".join)
+@pytest.mark.parametrize("kind", ["zero_1", "zero_3"])
+def test_engines_in_one_state_keep_their_masters_apart(
+    workers: WorkerPool, tmp_path: Path, kind: str, names: tuple[str, ...]
+) -> None:
+    assert workers.run(two_engines, kind, names, str(tmp_path), world_size=2) == [[], []]
+    checkpoint = bcp.open(tmp_path)
+    assert {checkpoint[f"{engine}.p1"].dtype for engine in ("actor", "critic")} == {torch.float32}
+
+
+def two_in_one_module(rank: int, world_size: int, path: str) -> list[str]:
+    def of(prefix: str, step: float) -> tuple[State, list[State]]:
+        states = [engine_state("zero_3", prefix + each, step=step) for each in ("", "critic.")]
+        model = nn.ModuleList(state["model"].module for state in states)
+        return {"model": model, "first": states[0]["optimizer"], "second": states[1]["optimizer"]}, states
+
+    bcp.save(path, of("", 7.0)[0], options=OPTIONS)
+    whole, states = of("noise.", 3.0)
+    bcp.load(path, whole)
+    return [name for found, wanted in zip(states, of("", 7.0)[1], strict=True) for name in differences(found, wanted)]
+
+
+def test_a_module_may_have_parameters_of_two_optimizers(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(two_in_one_module, str(tmp_path), world_size=2) == [[], []]
+
+
+def with_torch_optimizer(rank: int, world_size: int, kind: str, path: str) -> list[str]:
+    state = engine_state(kind, "", step=7.0)
+    bcp.save(path, {"model": state["model"], "optimizer": state["optimizer"].optimizer}, options=OPTIONS)
+    other = engine_state(kind, "noise.", step=3.0)
+    bcp.load(path, {"model": other["model"], "optimizer": other["optimizer"].optimizer}, framework="deepspeed")
+    wrong = differences(other, engine_state(kind, "", step=7.0))
+    bcp.load(path, engine_state(kind, "noise.", step=0.0))
+    return wrong
+
+
+@pytest.mark.parametrize("kind", WRAP)
+def test_the_torch_optimizer_given_to_an_engine_is_the_engines_own(
+    workers: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    assert workers.run(with_torch_optimizer, kind, str(tmp_path), world_size=2) == [[], []]
+    assert {f"optimizer.state.{name}.exp_avg" for name in TRAINED} <= set(bcp.open(tmp_path).keys())
+
+
+class Counter:
+    """What somebody has called as DeepSpeed calls masters."""
+
+    def __init__(self, count: int) -> None:
+        self.fp32_groups = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.fp32_groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.fp32_groups = state_dict["count"]
+
+
+def test_an_object_without_an_optimizer_in_it_is_no_optimizer(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"counter": Counter(5)})
+    counter = Counter(2)
+    bcp.load(tmp_path, {"counter": counter})
+    assert counter.fp32_groups == 5
+
+
 def zero_3_module(rank: int, world_size: int, path: str) -> list[str]:
     """Parameters of ZeRO 3 know their optimizer, and without any the partition is all there is."""
     bcp.save(path, {"model": engine_state("zero_3", "", step=7.0)["model"].module}, options=OPTIONS)
@@ -323,7 +409,9 @@ def test_masters_take_low_precision_only_on_request(workers: WorkerPool, tmp_pat
 
 
 def spoiled(case: str) -> State:
-    state = engine_state("zero_3" if case in {"inflight", "mics", "nvme parameter"} else "zero_1", "", step=7.0)
+    state = engine_state(
+        "zero_3" if case in {"inflight", "mics", "nvme parameter", "emptied"} else "zero_1", "", step=7.0
+    )
     wrapper, module = state["optimizer"], state["model"].module
     match case:
         case "nvme":
@@ -348,6 +436,12 @@ def spoiled(case: str) -> State:
             for name in TRAINED:
                 module.get_parameter(name)._hp_mapping = None
             return {"model": module}
+        case "unknown but the first":
+            # Neither the first parameter nor the first that trains is one that the optimizer has.
+            module.inner["v"]._hp_mapping = None
+            return {"model": module}
+        case "emptied":
+            return {"model": module, "optimizer": wrapper.optimizer}
     return state
 
 
@@ -362,6 +456,8 @@ REFUSED = {
     "mics": "MiCS",
     "half a module": "5 of the 6 parameters",
     "unknown": "pass the engine",
+    "unknown but the first": r"as inner\.v.*pass the engine",
+    "emptied": r"has state and no parameters.*engine\.optimizer",
 }
 
 

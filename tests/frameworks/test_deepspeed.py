@@ -100,6 +100,28 @@ def load_on_others(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def pair(actor: Any, critic: Any) -> dict[str, Any]:
+    """The torch optimizer that one engine was made with, and the other engine without any."""
+    return {"actor": actor, "optimizer": actor.optimizer.optimizer, "critic": critic}
+
+
+def load_two_engines(rank: int, world_size: int, folder: str) -> list[str]:
+    join_deepspeed(rank)
+    wrong = []
+    for name in ("zero_1", "zero_3"):
+        saved = [engine_of(SETUPS[name], seed=seed) for seed in (3, 4)]
+        losses = [train(engine, 2) for engine in saved]
+        assert losses[0] != losses[1]
+        bcp.save(f"{folder}/pair_{name}", pair(*saved), options=bcp.SaveOptions(timeout_s=120))
+        resumed = [engine_of(SETUPS[name], seed=seed) for seed in (8, 9)]
+        bcp.load(f"{folder}/pair_{name}", pair(*resumed))
+        for found, wanted in zip(resumed, saved, strict=True):
+            wrong += unequal(weights_of(found), weights_of(wanted))
+        wrong += [] if train(resumed[0], 2) == train(saved[0], 2) else [f"losses with {name}"]
+        wrong += unequal(optimizer_state_of(resumed[0]), optimizer_state_of(saved[0]))
+    return wrong
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("deepspeed")
@@ -149,3 +171,11 @@ def test_engines_on_three_ranks_load_what_two_saved(outcomes: list[Outcome], fol
         for name, (wrong, weights) in found.items():
             assert wrong == [], name
             assert name in MIXED_UP or unequal(weights, outcomes[0].weights[name]) == [], name
+
+
+def test_two_engines_and_a_torch_optimizer_in_one_state_are_loaded_in_full_precision(tmp_path: Path) -> None:
+    pool = WorkerPool()
+    try:
+        assert pool.run(load_two_engines, str(tmp_path), world_size=2, timeout_s=600) == [[], []]
+    finally:
+        pool.close()
