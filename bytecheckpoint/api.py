@@ -305,6 +305,8 @@ def load(
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         traffic = read_together(ranks, source, fetches, match)
+        with source.changes.overwriting():
+            match.zero_padding()
         for entry in entries:
             with source.changes.overwriting():
                 entry.finish(stored)

@@ -5,16 +5,17 @@ and a value that there is one of, as a count of steps is, stands for all of them
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.hyperparameters import same_value
-from bytecheckpoint.adapters.padding import as_stored, zero_beyond
+from bytecheckpoint.adapters.padding import as_stored, beyond
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import leaves
-from bytecheckpoint.adapters.stored import Problem, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.stored import Expectation, Problem, StoredTensor, not_stored, placeholder
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -72,8 +73,9 @@ class FlatState:
             what = f"{value} for one part of a parameter and {self._one_values[fqn]} for another"
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
-    def expect(self, found: StoredOptimizer) -> tuple[list[LocalShard], list[Problem]]:
+    def expect(self, found: StoredOptimizer) -> Expectation:
         shards, problems = LocalShards(), []
+        padding: list[LocalShard] = []
         for names, part in self._taken(found):
             if found.group(names) is None:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
@@ -87,13 +89,14 @@ class FlatState:
                 else:
                     targets = part.shards(fqn, self._target(key, tensor))
                     shards.found += [as_stored(target, part.padded_axis, tensor.shape) for target in targets]
+                    padding += chain.from_iterable(beyond(each, part.padded_axis, tensor.shape) for each in targets)
             for key, value in self._state.items():
                 if key not in states and isinstance(value, torch.Tensor):
                     fqn = self._state_fqn(names, key)
                     is_flat = value.shape == self._memory.shape
                     shards.found += part.shards(fqn, value) if is_flat else []
                     problems += [] if is_flat else [not_stored(fqn)]
-        return shards.found, problems
+        return Expectation(shards.found, set(), problems, padding=padding)
 
     def _target(self, key: str, stored: StoredTensor) -> torch.Tensor:
         own = self._state.get(key)
@@ -120,7 +123,6 @@ class FlatState:
                 for key, (fqn, tensor) in found.tensors(names).items()
                 if _is_one_value(tensor, part, key)
             }
-            self._zero_padding(part, found.tensors(names))
             of_parameter |= found.plain(names)
             for key, (fqn, value) in of_parameter.items():
                 first_fqn, first = values.setdefault(key, (fqn, value))
@@ -134,13 +136,6 @@ class FlatState:
                 # Cloned, because what another part of the parameter is in has the same value, and steps count in place.
                 own_value = value.clone() if isinstance(value, torch.Tensor) else value
                 self._optimizer.state[self._memory][key] = own_value
-
-    def _zero_padding(self, part: FlatPart, states: Mapping[str, tuple[str, StoredTensor]]) -> None:
-        for key, (fqn, tensor) in states.items() if part.padded_axis is not None else ():
-            own = self._state.get(key)
-            if isinstance(own, torch.Tensor) and own.shape == self._memory.shape:
-                for target in part.shards(fqn, own):
-                    zero_beyond(target, part.padded_axis, tensor.shape)
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
         """The parameters whose state is loaded."""

@@ -77,7 +77,8 @@ class MegatronOptimizerEntry:
         expected = [entry.expect(stored) for entry in self._entries]
         shards = [shard for each in expected for shard in each.shards]
         problems = [problem for each in expected for problem in each.problems]
-        return Expectation(shards, set().union(*(each.claims for each in expected)), problems)
+        padding = [shard for each in expected for shard in each.padding]
+        return Expectation(shards, set().union(*(each.claims for each in expected)), problems, padding=padding)
 
     def prepare(self, stored: Stored) -> None:
         for entry in self._entries:

@@ -118,7 +118,8 @@ class OptimizerEntry:
         return plain
 
     def expect(self, stored: Stored) -> Expectation:
-        expectation = Expectation([], set(), [])
+        padding: list[LocalShard] = []
+        expectation = Expectation([], set(), [], padding=padding)
         found = self._find(stored)
         if found is None:
             text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
@@ -137,9 +138,10 @@ class OptimizerEntry:
                 if _fits(parameter, names, found):
                     expectation.shards.extend(self._state_shards(optimizer, parameter, names, found))
             for flat in self._flat_states(optimizer):
-                shards, problems = flat.expect(found)
-                expectation.shards.extend(shards)
-                expectation.problems.extend(problems)
+                of_flat = flat.expect(found)
+                expectation.shards.extend(of_flat.shards)
+                expectation.problems.extend(of_flat.problems)
+                padding += of_flat.padding
             for _, parameters in self._param_groups(optimizer):
                 expectation.problems.extend(self._hyperparameters(parameters, found, stored)[1])
         return expectation
