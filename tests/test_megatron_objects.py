@@ -14,6 +14,7 @@ import torch
 from megatron_like import (
     DistributedOptimizer,
     Float16Optimizer,
+    GradScaler,
     Grid,
     LocalNonpersistentObject,
     Model,
@@ -383,6 +384,28 @@ def test_an_optimizer_of_torch_may_train_a_model_of_megatron(tmp_path: Path) -> 
     bcp.load(tmp_path, loaded)
     assert loaded["optimizer"].param_groups[0]["lr"] == 0.25
     assert all(each["momentum_buffer"].eq(0.25).all() for each in loaded["optimizer"].state.values())
+
+
+def test_a_grad_scaler_comes_from_megatron_and_others_do_without(tmp_path: Path) -> None:
+    def of_torch() -> dict[str, Any]:
+        model = nn.Module()
+        model.register_parameter("a", nn.Parameter(torch.ones(3)))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    def of_megatron(scale: float) -> dict[str, Any]:
+        state = trained(Float16Optimizer, specs=[Spec("a", (3,), dtype=torch.float16)])
+        state["optimizer"].grad_scaler = GradScaler(scale)
+        return state
+
+    bcp.save(tmp_path / "torch", of_torch())
+    state = of_megatron(1024.0)
+    bcp.load(tmp_path / "torch", state)
+    assert state["optimizer"].grad_scaler.scale.item() == 1024
+    bcp.save(tmp_path / "megatron", state)
+    bcp.load(tmp_path / "megatron", of_torch())
+    state = of_megatron(2.0)
+    bcp.load(tmp_path / "megatron", state)
+    assert state["optimizer"].grad_scaler.scale.item() == 1024
 
 
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
