@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, optimizers_in
+from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, finish_all, optimizers_in
 from bytecheckpoint.adapters.stored import KeyMap, Stored
 from bytecheckpoint.aftermath import telling
 from bytecheckpoint.agreement import Target, agree, check_same, propose, wish_of
@@ -305,9 +305,9 @@ def load(
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         traffic = read_together(ranks, source, fetches, match)
-        for entry in entries:
-            with source.changes.overwriting():
-                entry.finish(stored)
+        with source.changes.overwriting():
+            match.zero_padding()
+            finish_all(entries, stored)
         ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
     ranks.farewell()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)

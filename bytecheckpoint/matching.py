@@ -46,20 +46,32 @@ class Match(NamedTuple):
     """State FQNs that are loaded into another dtype."""
     skipped: set[str]
     """State FQNs that include or exclude keep from being loaded."""
+    padding: list[torch.Tensor]
+    """Memory of what is loaded that lies beyond what the checkpoint has of it."""
+
+    def zero_padding(self) -> None:
+        with torch.no_grad():
+            for memory in self.padding:
+                memory.zero_()
 
 
 def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Match:
     """Compares a state with a checkpoint. What does not fit is among the problems and not among the shards."""
-    match = Match([], [], [], set(), set(), set())
+    match = Match([], [], [], set(), set(), set(), [])
     names = {entry.fqn for entry in entries}
     match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
+    padding: list[LocalShard] = []
     for entry in entries:
         expectation = entry.expect(stored)
+        padding += expectation.padding
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
         _match_shards(match, expectation.shards, stored, cast=cast)
-        _match_shards(match._replace(cast=set()), expectation.copies, stored, cast=True)
+        # Filled alone, a copy would differ from the original, and the next step would overwrite it.
+        copies = _not_refused(match, expectation.copies)
+        _match_shards(match._replace(cast=set()), copies, stored, cast=True)
     _leave_out_shared(match)
+    match.padding.extend(shard.tensor for shard in _not_refused(match, padding))
     return match
 
 
@@ -83,6 +95,12 @@ def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Stored, *,
         match.stored_fqns.append(found.fqn)
         if found.dtype != shard.dtype:
             match.cast.add(fqn)
+
+
+def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Those of tensors that have no problem so far."""
+    refused = {problem.fqn for problem in match.problems} if shards else set()
+    return [shard for shard in shards if shard.fqn not in refused]
 
 
 def _leave_out_shared(match: Match) -> None:

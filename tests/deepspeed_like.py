@@ -4,6 +4,7 @@ padding, cutting and joining them. Nothing here trains, and nothing is DeepSpeed
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import SimpleNamespace
@@ -154,7 +155,8 @@ def engine_state(plain: dict[str, Any], wrap: Callable[..., Wrapper]) -> dict[st
     for master, (cut, parameters) in zip(wrapper.masters, wrapper.cuts, strict=True):
         for key, value in whole.get(parameters[0], {}).items():
             of_all = [whole[parameter][key] for parameter in parameters]
-            inner.state[master][key] = value.clone() if key == "step" else cut(of_all)
+            is_like = isinstance(value, Tensor) and value.shape == parameters[0].shape and key != "step"
+            inner.state[master][key] = cut(of_all) if is_like else copy.deepcopy(value)
     if "fp32_partitioned_groups_flat" in vars(wrapper):
         for parameter in model.parameters():
             if not hasattr(parameter, "ds_tensor"):

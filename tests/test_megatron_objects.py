@@ -14,6 +14,7 @@ import torch
 from megatron_like import (
     DistributedOptimizer,
     Float16Optimizer,
+    GradScaler,
     Grid,
     LocalNonpersistentObject,
     Model,
@@ -92,6 +93,75 @@ def test_a_module_that_hides_one_of_megatron_is_refused(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match="that holds Megatron's Model"):
         bcp.save(tmp_path, {"model": hiding})
     bcp.save(tmp_path, {"model": hiding}, "ddp")
+
+
+def with_head() -> nn.Module:
+    model = Wrapper(Model([Spec("a", (2,))], ONE, counting))
+    model.head = nn.Parameter(torch.ones(2))
+    return model
+
+
+def averaged() -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(Model([Spec("a", (2,))], ONE, counting))
+
+
+@pytest.mark.parametrize("make", [with_head, averaged])
+def test_a_wrapper_that_holds_tensors_of_its_own_is_refused(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    for model in (make(), Wrapper(make())):
+        with pytest.raises(bcp.CheckpointSaveError, match=r"(Wrapper|AveragedModel) without .* holds Megatron's Model"):
+            bcp.save(tmp_path, {"model": model})
+
+
+class BaseModule(nn.Module):
+    """As Megatron's, whose method puts the names of children before their keys."""
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        found = {f"{prefix}{name}": sharded(f"{prefix}{name}", own) for name, own in self.named_parameters("", False)}
+        for name, child in self.named_children():
+            found |= child.sharded_state_dict(f"{prefix}{name}.")
+        return found
+
+
+class Core(BaseModule):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), value))
+        self.extra = WithExtra(value)
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        extra = ShardedObject(f"{prefix}extra", self.extra.get_extra_state(), (1,), (0,))
+        return {f"{prefix}weight": sharded(f"{prefix}weight", self.weight), f"{prefix}extra._extra_state": extra}
+
+
+class OfBase(BaseModule):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class WithHead(OfBase):
+    def __init__(self, module: nn.Module, value: float) -> None:
+        super().__init__(module)
+        self.head = nn.Parameter(torch.full((2,), value))
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        return self.module.sharded_state_dict(prefix) | {"head": sharded(f"{prefix}head", self.head)}
+
+
+def test_a_wrapper_that_says_itself_what_is_saved_is_asked(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": OfBase(WithHead(Core(2.0), 7.0))})
+    assert sorted(bcp.open(tmp_path)) == ["model.head", "model.weight"]
+    model = WithHead(Core(0.0), 0.0)
+    bcp.load(tmp_path, {"model": OfBase(model)})
+    assert model.head.eq(7).all()
+    assert model.module.weight.eq(2).all()
+    assert model.module.extra.extra == 2.0
+
+
+def test_a_method_that_a_wrapper_has_inherited_changes_no_key(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": OfBase(Core(2.0))})
+    assert list(bcp.open(tmp_path)) == ["model.weight"]
+    bcp.load(tmp_path, {"model": Core(0.0)})
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
@@ -226,6 +296,13 @@ def test_a_padded_tensor_takes_what_both_have_and_zeros(tmp_path: Path, rows: in
     assert torch.equal(torch.cat(parts), wanted)
 
 
+def test_rows_beyond_a_checkpoint_that_is_refused_stay(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": {"x": sharded("w", numbers(2, 2).bfloat16(), allow_shape_mismatch=True)}})
+    loaded = torch.full((4, 2), 9.0)
+    bcp.load(tmp_path, {"model": {"x": sharded("w", loaded, allow_shape_mismatch=True)}}, strict=False)
+    assert loaded.eq(9).all()
+
+
 def test_only_rows_are_padding(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": {"x": sharded("w", numbers(4, 3), allow_shape_mismatch=True)}})
     loaded = torch.full((4, 2), 9.0)
@@ -280,6 +357,18 @@ def test_a_copy_is_not_made_of_less_precise_values_unasked(tmp_path: Path) -> No
         bcp.load(tmp_path, {"model": state["model"], "optimizer": state["optimizer"]}, exclude="optimizer*")
 
 
+@pytest.mark.parametrize("optimizer_class", [DistributedOptimizer, Float16Optimizer])
+def test_the_copy_of_what_is_refused_is_not_loaded_either(tmp_path: Path, optimizer_class: Any) -> None:
+    bcp.save(tmp_path, {"model": Model(HALF, ONE, counting)})
+    state = trained(optimizer_class, zeros)
+    report = bcp.load(tmp_path, state, strict=False, include="model.*")
+    assert report.num_tensors == 0
+    assert "bfloat16 in the checkpoint" in report.mismatched[0]
+    assert state["model"].get_parameter("0").eq(0).all()
+    [(_, copy, _)] = state["optimizer"].held()
+    assert copy.eq(0).all()
+
+
 def test_an_optimizer_of_torch_may_train_a_model_of_megatron(tmp_path: Path) -> None:
     def state(source: Any, average: float) -> dict[str, Any]:
         layers = [Spec("w", (4, 3), (layer, 3), tp_axis=0, is_swiglu=True) for layer in range(3)]
@@ -295,6 +384,28 @@ def test_an_optimizer_of_torch_may_train_a_model_of_megatron(tmp_path: Path) -> 
     bcp.load(tmp_path, loaded)
     assert loaded["optimizer"].param_groups[0]["lr"] == 0.25
     assert all(each["momentum_buffer"].eq(0.25).all() for each in loaded["optimizer"].state.values())
+
+
+def test_a_grad_scaler_comes_from_megatron_and_others_do_without(tmp_path: Path) -> None:
+    def of_torch() -> dict[str, Any]:
+        model = nn.Module()
+        model.register_parameter("a", nn.Parameter(torch.ones(3)))
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    def of_megatron(scale: float) -> dict[str, Any]:
+        state = trained(Float16Optimizer, specs=[Spec("a", (3,), dtype=torch.float16)])
+        state["optimizer"].grad_scaler = GradScaler(scale)
+        return state
+
+    bcp.save(tmp_path / "torch", of_torch())
+    state = of_megatron(1024.0)
+    bcp.load(tmp_path / "torch", state)
+    assert state["optimizer"].grad_scaler.scale.item() == 1024
+    bcp.save(tmp_path / "megatron", state)
+    bcp.load(tmp_path / "megatron", of_torch())
+    state = of_megatron(2.0)
+    bcp.load(tmp_path / "megatron", state)
+    assert state["optimizer"].grad_scaler.scale.item() == 1024
 
 
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:

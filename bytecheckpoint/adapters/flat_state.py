@@ -4,17 +4,20 @@ and a value that there is one of, as a count of steps is, stands for all of them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.hyperparameters import same_value
-from bytecheckpoint.adapters.padding import as_stored, zero_beyond
+from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
+from bytecheckpoint.adapters.padding import as_stored, beyond
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import leaves
-from bytecheckpoint.adapters.stored import Problem, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.stored import Expectation, Problem, StoredTensor, not_stored, placeholder
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -30,7 +33,7 @@ class FlatState:
         memory: torch.Tensor,
         *,
         optimized: Sequence[OptimizedParameter],
-        one_values: MutableMapping[str, torch.Tensor],
+        one_values: MutableMapping[str, Any],
     ) -> None:
         self._fqn = fqn
         self._optimizer = optimizer
@@ -53,6 +56,7 @@ class FlatState:
                 fqn = self._state_fqn(names, key)
                 if not isinstance(value, torch.Tensor):
                     _refuse_inside(fqn, value)
+                    self._check_same(fqn, value)
                     plain[key] = value
                 elif value.shape == self._memory.shape:
                     shards.found += part.shards(fqn, value)
@@ -66,14 +70,20 @@ class FlatState:
     def _add_one_value(self, fqn: str, value: torch.Tensor, shards: LocalShards) -> None:
         """Once where several parts of one parameter lie on this rank, in this tensor or in others."""
         if fqn not in self._one_values:
-            self._one_values[fqn] = value
             shards.add(fqn, value)
-        elif not same_value(self._one_values[fqn], value):
+        self._check_same(fqn, value)
+
+    def _check_same(self, fqn: str, value: Any) -> None:
+        """That other parts of the parameter have the same, and have it in the same form."""
+        other = self._one_values.setdefault(fqn, value)
+        if isinstance(other, torch.Tensor) != isinstance(value, torch.Tensor) or not same_value(other, value):
             what = f"{value} for one part of a parameter and {self._one_values[fqn]} for another"
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
-    def expect(self, found: StoredOptimizer) -> tuple[list[LocalShard], list[Problem]]:
+    def expect(self, found: StoredOptimizer) -> Expectation:
         shards, problems = LocalShards(), []
+        padding: list[LocalShard] = []
+        are_one: dict[str, set[bool]] = {}
         for names, part in self._taken(found):
             if found.group(names) is None:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
@@ -82,18 +92,37 @@ class FlatState:
                 if "." in key:
                     text = f"{fqn}: a tensor inside a list, for which flat parameters have no place"
                     problems.append(Problem("shape", fqn, text))
-                elif _is_one_value(tensor, part, key):
+                elif _is_one_value(tensor, _stored_as(names, part, found), key):
+                    are_one.setdefault(key, set()).add(True)
                     shards.add(fqn, self._one_values.get(fqn, placeholder(tensor)))
                 else:
+                    are_one.setdefault(key, set()).add(False)
                     targets = part.shards(fqn, self._target(key, tensor))
                     shards.found += [as_stored(target, part.padded_axis, tensor.shape) for target in targets]
+                    padding += chain.from_iterable(beyond(each, part.padded_axis, tensor.shape) for each in targets)
+            numbers = {key for key, (_, value) in found.plain(names).items() if is_number(value)}
             for key, value in self._state.items():
-                if key not in states and isinstance(value, torch.Tensor):
+                is_number_there = key in numbers and is_one(value)
+                if key not in states and isinstance(value, torch.Tensor) and not is_number_there:
                     fqn = self._state_fqn(names, key)
                     is_flat = value.shape == self._memory.shape
                     shards.found += part.shards(fqn, value) if is_flat else []
                     problems += [] if is_flat else [not_stored(fqn)]
-        return shards.found, problems
+        problems += chain.from_iterable(self._clashes(key, of_key, found) for key, of_key in are_one.items())
+        return Expectation(shards.found, set(), problems, padding=padding)
+
+    def _clashes(self, key: str, are_one: Collection[bool], found: StoredOptimizer) -> Iterator[Problem]:
+        """Of parameters that the checkpoint has one value for, where this memory keeps a tensor of its own shape."""
+        own = self._state.get(key)
+        if True in are_one and (False in are_one or holds_more(own)):
+            for names, part in self._taken(found):
+                fqn, tensor = found.tensors(names).get(key, ("", None))
+                if tensor is not None and _is_one_value(tensor, _stored_as(names, part, found), key):
+                    text = (
+                        f"{fqn}: one value of shape {list(tensor.shape)} in the checkpoint, and in the state a tensor "
+                        "with an element for each of the parameter"
+                    )
+                    yield Problem("shape", fqn, text)
 
     def _target(self, key: str, stored: StoredTensor) -> torch.Tensor:
         own = self._state.get(key)
@@ -104,43 +133,34 @@ class FlatState:
     def prepare(self, found: StoredOptimizer) -> None:
         for names, part in self._taken(found):
             for key, (fqn, tensor) in found.tensors(names).items():
-                if _is_one_value(tensor, part, key):
-                    self._one_values[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
+                if _is_one_value(tensor, _stored_as(names, part, found), key):
+                    device = scalar_device(self._optimizer, self._memory)
+                    self._one_values[fqn] = torch.empty_like(placeholder(tensor), device=device)
                 elif not isinstance(self._state.get(key), torch.Tensor):
                     # Zeros, because the padding is stored nowhere and no step is to meet what lay there before.
                     new = torch.zeros_like(self._memory.detach(), dtype=torch_dtype(tensor.dtype))
                     self._optimizer.state[self._memory][key] = new
 
-    def finish(self, found: StoredOptimizer) -> None:
-        """Raises CheckpointMismatchError (conflict) where parameters do not agree on what there is one of."""
+    def finish(self, found: StoredOptimizer) -> list[str]:
+        """What is left as it was, and why: values that there is one of, on which parameters do not agree."""
         values: dict[str, tuple[str, Any]] = {}
+        differing: dict[str, str] = {}
         for names, part in self._taken(found):
             of_parameter: dict[str, tuple[str, Any]] = {
                 key: (fqn, self._one_values[fqn])
                 for key, (fqn, tensor) in found.tensors(names).items()
-                if _is_one_value(tensor, part, key)
+                if _is_one_value(tensor, _stored_as(names, part, found), key)
             }
-            self._zero_padding(part, found.tensors(names))
             of_parameter |= found.plain(names)
             for key, (fqn, value) in of_parameter.items():
                 first_fqn, first = values.setdefault(key, (fqn, value))
-                if not same_value(first, value):
-                    raise _differ(first_fqn, first, fqn, value)
+                if key not in differing and not same_value(first, value):
+                    differing[key] = f"{fqn} is {value} in the checkpoint and {first_fqn} is {first}"
         for key, (_, value) in values.items():
             own = self._state.get(key)
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
-                own.copy_(value.view(own.shape))
-            else:
-                # Cloned, because what another part of the parameter is in has the same value, and steps count in place.
-                own_value = value.clone() if isinstance(value, torch.Tensor) else value
-                self._optimizer.state[self._memory][key] = own_value
-
-    def _zero_padding(self, part: FlatPart, states: Mapping[str, tuple[str, StoredTensor]]) -> None:
-        for key, (fqn, tensor) in states.items() if part.padded_axis is not None else ():
-            own = self._state.get(key)
-            if isinstance(own, torch.Tensor) and own.shape == self._memory.shape:
-                for target in part.shards(fqn, own):
-                    zero_beyond(target, part.padded_axis, tensor.shape)
+            if key not in differing and not holds_more(own):  # that was refused, and strict=False leaves it out
+                put_one_value(self._optimizer, self._memory, key, value)
+        return list(differing.values())
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
         """The parameters whose state is loaded."""
@@ -154,9 +174,15 @@ class FlatState:
         return fqn
 
 
-def _is_one_value(stored: StoredTensor, part: FlatPart, key: str) -> bool:
-    """Whether what is stored of a parameter's state is one value, and no tensor like the parameter."""
-    return not stored.shape and (part.shape != () or key == "step")
+def _stored_as(names: ParameterNames, part: FlatPart, found: StoredOptimizer) -> tuple[int, ...]:
+    """The shape of the parameter when its state was saved, as far as the checkpoint tells."""
+    shape = found.parameter_shape(names)
+    return part.shape if shape is None else shape
+
+
+def _is_one_value(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:
+    """Whether what is stored of the state of a parameter of this shape is one value, and no tensor like it."""
+    return prod(stored.shape) == 1 and (stored.shape != shape or key in HOST_SCALARS)
 
 
 def _refuse_inside(fqn: str, value: Any) -> None:
@@ -168,10 +194,11 @@ def _refused(fqn: str, what: str) -> Exception:
     return unsupported(fqn, what, "use an optimizer whose state has the shape of its parameters")
 
 
-def _differ(first_fqn: str, first: Any, fqn: str, value: Any) -> CheckpointMismatchError:
+def differing_error(texts: Sequence[str]) -> CheckpointMismatchError:
+    """For what `FlatState.finish` left as it was."""
     return CheckpointMismatchError(
-        f"{fqn} is {value} in the checkpoint and {first_fqn} is {first}, but this rank keeps both parameters in one "
-        "flat buffer, which has one value for all. Every tensor is loaded, this value is not: load into a model that "
+        f"{'; '.join(texts)}; but this rank keeps both parameters in one flat buffer, which has one value for all. "
+        "What else the checkpoint has for this rank is loaded, and this value is as it was: load into a model that "
         "keeps parameters apart (for FSDP, use_orig_params=True), or exclude one of the two",
         kind="conflict",
     )

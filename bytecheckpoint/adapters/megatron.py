@@ -18,7 +18,7 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import HeldPart, NamedPart
 from bytecheckpoint.adapters.megatron_shards import Copied, Piece, find_in
-from bytecheckpoint.adapters.padding import as_stored, zero_beyond
+from bytecheckpoint.adapters.padding import as_stored, beyond
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
 from bytecheckpoint.adapters.stored import Contents, Expectation, Scope, Stored, not_stored
 from bytecheckpoint.adapters.tensors import LocalShard, unsupported
@@ -42,12 +42,28 @@ class Optimized(NamedTuple):
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside wrappers, which have one child and call it `module`."""
-    children = dict(module.named_children())
-    while children.keys() == {"module"}:
-        module = children["module"]
-        children = dict(module.named_children())
+    """The module inside wrappers, which have one child, call it `module`, and hold and say nothing of their own."""
+    while module._modules.keys() == {"module"} and not _has_own_state(module):
+        child = module._modules["module"]
+        if child is None or _has_own_method(module, child):
+            break
+        module = child
     return module
+
+
+def _has_own_state(module: torch.nn.Module) -> bool:
+    # Megatron's DistributedDataParallel has lists called `buffers`, so its methods cannot be asked.
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    return has_extra or any(tensor is not None for tensor in tensors)
+
+
+def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
+    """Whether a wrapper says itself what of it is saved. A method that the child has inherited too, as Megatron's base
+    class gives it, only adds to the keys that there is a wrapper.
+    """
+    definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)
+    return definer is not None and not isinstance(child, definer)
 
 
 def is_megatron_module(value: object) -> bool:
@@ -61,7 +77,7 @@ def refuse_inside(fqn: str, module: object) -> None:
     children = module.modules() if isinstance(module, torch.nn.Module) else ()
     kinds = [kind for kind in dict.fromkeys(map(type, children)) if hasattr(kind, "sharded_state_dict")]
     if kinds:
-        what = f"a module without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
+        what = f"a {type(module).__name__} without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
         advice = "pass the modules inside, or give it that method; where Megatron splits no tensor, pass framework="
         raise unsupported(fqn, what, f'{advice}"ddp" (or "deepspeed")')
 
@@ -174,10 +190,13 @@ class MegatronEntry:
 
     def expect(self, stored: Stored) -> Expectation:
         copies: list[LocalShard] = []
-        expectation = Expectation([], set(), [], copies)
+        padding: list[LocalShard] = []
+        expectation = Expectation([], set(), [], copies, padding)
         for shard, padded_axis, is_rounded in self._loaded():
             of_these = copies if is_rounded else expectation.shards
-            of_these.append(as_stored(shard, padded_axis, _stored_shape(shard, stored)))
+            stored_shape = _stored_shape(shard, stored)
+            of_these.append(as_stored(shard, padded_axis, stored_shape))
+            padding += beyond(shard, padded_axis, stored_shape)
         for item in self._objects:
             found = stored.entry_tree(item.fqn)
             if found is not None:
@@ -190,8 +209,6 @@ class MegatronEntry:
         """Nothing: Megatron's models have their memory."""
 
     def finish(self, stored: Stored) -> None:
-        for shard, padded_axis, _ in self._loaded():
-            zero_beyond(shard, padded_axis, _stored_shape(shard, stored))
         with torch.no_grad():
             for copied in self._copied:
                 copied.data.copy_(copied.merged())
@@ -217,9 +234,20 @@ class _Object(NamedTuple):
         if self.chunk is not None:
             owner, _, name = self.path.rpartition(".")
             if name == _EXTRA_STATE:
-                self.chunk.get_submodule(owner).set_extra_state(value)
+                _submodule(self.chunk, owner).set_extra_state(value)
             else:
                 self.chunk.load_state_dict({self.path: value}, strict=False)
+
+
+def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The one of this path, which wrappers that have a sharded_state_dict() of their own may not be in."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        child = module._modules.get("module")
+        if child is None:
+            raise
+        return _submodule(child, path)
 
 
 def _as_plain(value: Any) -> Any:

@@ -15,21 +15,22 @@ optimizer's param_groups are; the model of the same state says where in which gl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.parameter_names import NamesParameters
-from bytecheckpoint.adapters.plain_data import join_fqn
-from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import unsupported
 
 _HALF = {torch.float16, torch.bfloat16}
+_SCALER = "megatron_grad_scaler"
+"""Its name among the facts: torch's GradScaler, which DeepSpeed may have, says other things of itself."""
 
 
 def is_megatron_optimizer(value: object) -> bool:
@@ -50,11 +51,7 @@ class MegatronOptimizerEntry:
         for owner in self._owners:
             _check_readable(fqn, owner)
         self.optimizers: list[torch.optim.Optimizer] = [owner.optimizer for owner in self._owners]
-        self._inner = OptimizerEntry(fqn, self.optimizers)
-        scalers = [owner.grad_scaler for owner in self._owners if getattr(owner, "grad_scaler", None) is not None]
-        self._entries: list[OptimizerEntry | StatefulEntry] = [self._inner]
-        if scalers:
-            self._entries.append(StatefulEntry(join_fqn(fqn, "grad_scaler"), _Scalers(scalers)))
+        self._inner = OptimizerEntry(fqn, [_with_scaler(owner) for owner in self._owners])
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters, and where they lie, from the models of the state.
@@ -68,38 +65,35 @@ class MegatronOptimizerEntry:
         self._inner.name_parameters(modules)
 
     def collect(self) -> Contents:
-        contents = [entry.collect() for entry in self._entries]
-        plain = {fqn: tree for each in contents for fqn, tree in each.plain.items()}
-        shards = [shard for each in contents for shard in each.shards]
-        return Contents(shards, set().union(*(each.names for each in contents)), plain)
+        return self._inner.collect()
 
     def expect(self, stored: Stored) -> Expectation:
-        expected = [entry.expect(stored) for entry in self._entries]
-        shards = [shard for each in expected for shard in each.shards]
-        problems = [problem for each in expected for problem in each.problems]
-        return Expectation(shards, set().union(*(each.claims for each in expected)), problems)
+        return self._inner.expect(stored)
 
     def prepare(self, stored: Stored) -> None:
-        for entry in self._entries:
-            entry.prepare(stored)
+        self._inner.prepare(stored)
 
     def finish(self, stored: Stored) -> None:
-        for entry in self._entries:
-            entry.finish(stored)
+        self._inner.finish(stored)
 
 
-class _Scalers:
-    """The grad scalers of chained optimizers, which all have one value."""
+def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
+    """The inner optimizer, and what the grad scaler knows as a fact beside it, which a checkpoint of another framework
+    lacks. Scalers of a chain all have one value.
+    """
+    inner: torch.optim.Optimizer = owner.optimizer
+    scaler = getattr(owner, "grad_scaler", None)
+    if scaler is None:
+        return inner
 
-    def __init__(self, scalers: Sequence[Any]) -> None:
-        self._scalers = scalers
+    def facts() -> dict[str, Any]:
+        return {_SCALER: dict(scaler.state_dict())}
 
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._scalers[0].state_dict())
+    def take_facts(found: Mapping[str, Any]) -> None:
+        if _SCALER in found:
+            scaler.load_state_dict(found[_SCALER])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for scaler in self._scalers:
-            scaler.load_state_dict(state_dict)
+    return FlatOptimizer(inner, [group["params"] for group in inner.param_groups], lambda _: None, facts, take_facts)
 
 
 def _chained(optimizer: Any) -> Iterator[Any]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
-from bytecheckpoint.adapters.flat_state import FlatState
+from bytecheckpoint.adapters.flat_state import FlatState, differing_error
 from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
+from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
 from bytecheckpoint.adapters.parameter_names import (
     NamesParameters,
     OptimizedParameter,
@@ -25,15 +27,20 @@ from bytecheckpoint.adapters.parameter_names import (
     name_parameters,
 )
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, keep_in_tree, leaves, with_leaves
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, StoredTensor, not_stored
+from bytecheckpoint.adapters.stored import (
+    Contents,
+    Expectation,
+    Problem,
+    Stored,
+    StoredTensor,
+    not_stored,
+    placeholder,
+)
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.stored_subclasses import SubclassState
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
-
-_HOST_SCALARS = {"step", "mu_product"}
-"""State that has no dimensions and is no DTensor, whatever the parameter is."""
 
 
 class OptimizerEntry:
@@ -46,8 +53,9 @@ class OptimizerEntry:
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
         self._optimized: dict[int, list[OptimizedParameter]] = {}
         """What lies in each tensor of the param_groups, by its id: one parameter, or parts of several."""
-        self._created: dict[str, torch.Tensor] = {}
-        """Tensors that a load makes anew: those in lists of a parameter's state. And what a flat one has one of."""
+        self._created: dict[str, Any] = {}
+        """Tensors that a load makes anew: those in lists of a parameter's state, and what becomes a number. And what
+        flat memory has one of."""
         self._found: StoredOptimizer | None = None
         """What the one load that this entry is made for has found."""
 
@@ -118,7 +126,8 @@ class OptimizerEntry:
         return plain
 
     def expect(self, stored: Stored) -> Expectation:
-        expectation = Expectation([], set(), [])
+        padding: list[LocalShard] = []
+        expectation = Expectation([], set(), [], padding=padding)
         found = self._find(stored)
         if found is None:
             text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
@@ -137,9 +146,10 @@ class OptimizerEntry:
                 if _fits(parameter, names, found):
                     expectation.shards.extend(self._state_shards(optimizer, parameter, names, found))
             for flat in self._flat_states(optimizer):
-                shards, problems = flat.expect(found)
-                expectation.shards.extend(shards)
-                expectation.problems.extend(problems)
+                of_flat = flat.expect(found)
+                expectation.shards.extend(of_flat.shards)
+                expectation.problems.extend(of_flat.problems)
+                padding += of_flat.padding
             for _, parameters in self._param_groups(optimizer):
                 expectation.problems.extend(self._hyperparameters(parameters, found, stored)[1])
         return expectation
@@ -161,10 +171,11 @@ class OptimizerEntry:
     ) -> list[LocalShard]:
         """Where the state of one parameter goes, and what the optimizer has that the checkpoint lacks."""
         subclasses = self._subclasses(optimizer, parameter, names, found)
-        states = found.tensors(names)
+        states, plain = found.tensors(names), found.plain(names)
         shards = LocalShards()
         for key, (fqn, tensor) in states.items():
-            target = subclasses.own.get(key, self._created.get(fqn))
+            own = subclasses.own.get(key)
+            target = own if isinstance(own, torch.Tensor) else self._created.get(fqn)
             if not subclasses.takes(key):
                 continue
             if not isinstance(target, torch.Tensor):
@@ -173,7 +184,8 @@ class OptimizerEntry:
                 target = _new_state(optimizer, parameter, key, tensor, "meta") if new is None else new
             shards.add(fqn, target)
         for key, value in subclasses.own.items():
-            if isinstance(value, torch.Tensor) and key not in states and subclasses.takes(key):
+            is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
+            if isinstance(value, torch.Tensor) and key not in states and subclasses.takes(key) and not is_plain:
                 shards.add(f"{self.fqn}.state.{names.name}.{key}", value)
         return shards.found
 
@@ -189,6 +201,8 @@ class OptimizerEntry:
                     continue
                 if "." in key:
                     self._created[fqn] = subclasses.new_part(key, tensor, None)
+                elif _becomes_number(subclasses.own.get(key), tensor):
+                    self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
                 else:
                     optimizer.state[parameter][key] = _new_state(optimizer, parameter, key, tensor, None)
         for optimizer in self.optimizers:
@@ -196,6 +210,9 @@ class OptimizerEntry:
                 flat.prepare(found)
 
     def finish(self, stored: Stored) -> None:
+        """Raises CheckpointMismatchError (conflict) at the end, where flat memory has one value for parameters that do
+        not agree on it.
+        """
         found = self._find(stored)
         if found is None:
             return
@@ -206,14 +223,25 @@ class OptimizerEntry:
                     continue
                 refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
                 new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
+                if is_number(value) and holds_more(subclasses.own.get(key)):
+                    continue  # that was refused, and strict=False leaves it out
+                if is_number(value):
+                    put_one_value(optimizer, parameter, key, value)
+                    continue
                 optimizer.state[parameter][key] = restored(with_leaves(value, fqn, new), fqn, like=parameter)
+            for key, (fqn, tensor) in found.tensors(names).items():
+                if _becomes_number(subclasses.own.get(key), tensor):
+                    put_one_value(optimizer, parameter, key, self._created[fqn])
+        differing: list[str] = []
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
-                flat.finish(found)
+                differing += flat.finish(found)
             for group, parameters in self._param_groups(optimizer):
                 set_hyperparameters(group, self._hyperparameters(parameters, found, stored)[0])
         for each in self.wrapped:
             each.take_facts(found.facts())
+        if differing:
+            raise differing_error(differing)
 
     def _subclasses(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
@@ -306,6 +334,11 @@ def _fits(parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
     return found.parameter_shape(names) in {None, tuple(parameter.shape)}
 
 
+def _becomes_number(own: Any, stored: StoredTensor) -> bool:
+    """Whether a stored tensor goes to where the optimizer has a number."""
+    return is_number(own) and prod(stored.shape) == 1
+
+
 def _new_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, stored: StoredTensor, device: str | None
 ) -> torch.Tensor:
@@ -314,13 +347,12 @@ def _new_state(
     On `device`, or where the optimizer itself would have made it.
     """
     dtype = torch_dtype(stored.dtype)
-    is_scalar = not stored.shape and (parameter.dim() > 0 or key in _HOST_SCALARS)
+    is_scalar = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
     if stored.shape == tuple(parameter.shape) and not is_scalar:
         return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
     if device is None:
-        group = next(group for group in optimizer.param_groups if any(own is parameter for own in group["params"]))
-        is_on_host = is_scalar and not (group.get("capturable") or group.get("fused"))
-        return torch.empty(stored.shape, dtype=dtype, device="cpu" if is_on_host else parameter.device)
+        home = scalar_device(optimizer, parameter) if is_scalar else parameter.device
+        return torch.empty(stored.shape, dtype=dtype, device=home)
     return torch.empty(stored.shape, dtype=dtype, device=device)
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.region import Region
 
@@ -31,13 +29,18 @@ def as_stored(shard: LocalShard, axis: int | None, stored_shape: Sequence[int] |
     return LocalShard(shard.fqn, shard.dtype, tuple(stored_shape), Region(tuple(offsets), tuple(lengths)), memory)
 
 
-def zero_beyond(shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | None) -> None:
-    """Zeroes what of a shard a stored tensor of this shape does not have."""
+def beyond(shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | None) -> list[LocalShard]:
+    """What of a shard a stored tensor of this shape does not have: one shard, or none."""
     if axis is None or stored_shape is None or not _differ_along(axis, shard.global_shape, stored_shape):
-        return
+        return []
     length = _common_length(shard, axis, stored_shape)
-    with torch.no_grad():
-        shard.tensor.narrow(axis, length, shard.region.lengths[axis] - length).zero_()
+    offsets, lengths = list(shard.region.offsets), list(shard.region.lengths)
+    offsets[axis] += length
+    lengths[axis] -= length
+    if not lengths[axis]:
+        return []
+    memory = shard.tensor.narrow(axis, length, lengths[axis])
+    return [shard._replace(region=Region(tuple(offsets), tuple(lengths)), tensor=memory)]
 
 
 def _differ_along(axis: int, shape: Sequence[int], other: Sequence[int]) -> bool:

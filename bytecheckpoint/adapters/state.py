@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, Stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
 from bytecheckpoint.adapters.zero_partitions import is_wrapper
+from bytecheckpoint.errors import CheckpointMismatchError
 
 FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale")
 """What `framework` may be. Those that have no adapters of their own share those of torch's modules and optimizers."""
@@ -149,6 +150,21 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
         taken |= contents.names
         collected.append(contents)
     return collected
+
+
+def finish_all(entries: Sequence[Entry], stored: Stored) -> None:
+    """Finishes every entry, also behind one that cannot take all that it should.
+
+    Raises the first CheckpointMismatchError of any of them.
+    """
+    errors: list[CheckpointMismatchError] = []
+    for entry in entries:
+        try:
+            entry.finish(stored)
+        except CheckpointMismatchError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class _Optimizers(NamedTuple):

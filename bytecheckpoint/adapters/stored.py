@@ -85,6 +85,8 @@ class Expectation(NamedTuple):
     problems: list[Problem]
     copies: Sequence[LocalShard] = ()
     """Shards in lower precision of what it wants in full as well: converted whatever `cast` says."""
+    padding: Sequence[LocalShard] = ()
+    """Memory that lies beyond what the checkpoint has of its tensors: zeroed with a load of these."""
 
 
 class Stored:

@@ -1,0 +1,67 @@
+"""Values of optimizer state that a parameter has one of, as a count of steps: torch's optimizers keep most of them as
+tensors without dimensions, others as numbers. Either is loaded as the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any, TypeGuard
+
+import torch
+
+HOST_SCALARS = frozenset({"step", "mu_product"})
+"""State that has no dimensions and is no DTensor, whatever the parameter is."""
+
+_COUNT_IN_NUMBERS = (torch.optim.SparseAdam, torch.optim.LBFGS)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_one(value: Any) -> bool:
+    """Whether a piece of state is a number, or a tensor of one element."""
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else is_number(value)
+
+
+def holds_more(own: Any) -> bool:
+    """Whether what the optimizer has is a tensor of several elements, where no single value can go."""
+    return isinstance(own, torch.Tensor) and own.numel() != 1
+
+
+def scalar_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
+    """Where the optimizer itself would have made its scalars for what it has as a parameter."""
+    groups = (group for group in optimizer.param_groups if any(own is parameter for own in group["params"]))
+    group = next(groups, optimizer.defaults)
+    is_on_device = group.get("capturable") or group.get("fused")
+    return parameter.device if is_on_device else torch.device("cpu")
+
+
+def put_one_value(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> None:
+    """Puts a loaded value in place: what is a tensor stays that tensor, and what is a number stays one. A state that
+    lacks it gets a tensor of its own, where the optimizer keeps one.
+    """
+    state: MutableMapping[str, Any] = optimizer.state[parameter]
+    own = state.get(key)
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+        own.copy_(value.view(own.shape))
+    elif isinstance(own, torch.Tensor) and is_number(value):
+        own.fill_(value)
+    elif isinstance(value, torch.Tensor):
+        # Cloned, because what another part of the parameter is in has the same value, and steps count in place.
+        state[key] = _number(value, like=own) if is_number(own) else value.clone()
+    elif is_number(value) and own is None and key in HOST_SCALARS and _keeps_tensors(optimizer):
+        state[key] = torch.tensor(float(value), dtype=torch.float32, device=scalar_device(optimizer, parameter))
+    else:
+        state[key] = value
+
+
+def _number(value: torch.Tensor, *, like: float) -> int | float:
+    number: int | float = value.item()
+    return int(number) if isinstance(like, int) and float(number).is_integer() else number
+
+
+def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer without state would make its scalars as tensors: torch's own and what is derived of them."""
+    bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
+    return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)
