@@ -36,7 +36,7 @@ class FlatState:
         self._optimizer = optimizer
         self._memory = memory
         # A rank that has nothing of a parameter has nothing to say of it either.
-        self._parts = [(each.names, each.part) for each in optimized if each.part is not None and each.part.numel]
+        self._parts = [(each.names, each.part) for each in optimized if each.part.numel]
         self._one_values = one_values
         """By FQN: what a save writes and a load reads for each parameter of which the optimizer has one for all."""
 
