@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, dense_dtype, unsupported
-from bytecheckpoint.region import Region, split_flat_range, whole
+from bytecheckpoint.region import Region, split_flat_range
 
 
 class _Cut(NamedTuple):
@@ -105,7 +105,8 @@ def _row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
 
 def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatPart:
     """A part of a tensor whose elements are counted over all of it."""
-    return FlatPart(tuple(shape), whole(shape), start, numel, position)
+    lengths = tuple(shape)
+    return FlatPart(lengths, Region((0,) * len(lengths), lengths), start, numel, position)
 
 
 def _nothing_of(box: Region) -> list[Region]:

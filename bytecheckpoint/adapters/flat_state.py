@@ -47,14 +47,15 @@ class FlatState:
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
         """Adds the tensors to the shards; gives names and the plain data of each that has any."""
+        state, shape = self._state, self._memory.shape
         for names, part in self._parts:
             plain: dict[str, Any] = {}
-            for key, value in self._state.items():
+            for key, value in state.items():
                 fqn = self._state_fqn(names, key)
                 if not isinstance(value, torch.Tensor):
                     _refuse_inside(fqn, value)
                     plain[key] = value
-                elif value.shape == self._memory.shape:
+                elif value.shape == shape:
                     shards.found += part.shards(fqn, value)
                 elif value.numel() == 1:
                     self._add_one_value(fqn, value, shards)

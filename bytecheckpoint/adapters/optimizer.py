@@ -79,12 +79,11 @@ class OptimizerEntry:
             for flat in self._flat_states(optimizer):
                 tree["state"].update(flat.collect(shards))
         by_optimizer = map(self._param_groups, self.optimizers)
-        groups = (
-            (group, list(chain.from_iterable(map(self._optimized.names, parameters))))
-            for group, parameters in chain.from_iterable(by_optimizer)
-        )
+        groups = ((group, self._optimized.names(parameters)) for group, parameters in chain.from_iterable(by_optimizer))
         tree["groups"] = by_first_parameter(self.fqn, groups)
-        elsewhere = {fqn: names.name for names in self._optimized.all_names() for fqn in names.elsewhere}
+        elsewhere = {
+            fqn: names.name for names in self._optimized.all_names() if names.elsewhere for fqn in names.elsewhere
+        }
         if elsewhere:
             tree["elsewhere"] = elsewhere
         for each in self.wrapped:
@@ -247,7 +246,7 @@ class OptimizerEntry:
     def _hyperparameters(
         self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, stored: Stored
     ) -> tuple[dict[str, Any], list[Problem]]:
-        return agreed(chain.from_iterable(map(self._optimized.names, parameters)), found, stored)
+        return agreed(self._optimized.names(parameters), found, stored)
 
     def _param_groups(
         self, optimizer: torch.optim.Optimizer

@@ -61,10 +61,15 @@ class OptimizedParameters(NamedTuple):
     flat: dict[int, list[OptimizedParameter]]
     """Parts of parameters."""
 
-    def names(self, parameter: torch.Tensor) -> Sequence[ParameterNames]:
-        """Of all that lies in a tensor."""
-        names = self.whole.get(id(parameter))
-        return [of_part.names for of_part in self.flat[id(parameter)]] if names is None else (names,)
+    def names(self, parameters: Iterable[torch.Tensor]) -> list[ParameterNames]:
+        """Of all that lies in these tensors."""
+        whole, flat = self
+        if not flat:
+            return [whole[id(parameter)] for parameter in parameters]
+        found: list[ParameterNames] = []
+        for key in map(id, parameters):
+            found += [whole[key]] if key in whole else [of_part.names for of_part in flat[key]]
+        return found
 
     def all_names(self) -> Iterator[ParameterNames]:
         yield from self.whole.values()
@@ -82,12 +87,15 @@ def name_parameters(
     """
     parameters = list(parameters)
     in_modules = _found_in_modules({id(parameter) for parameter, _ in parameters}, modules)
+    if len(in_modules.whole) == len(parameters) and not in_modules.flat:  # each once: nearly always
+        _check_unique(optimizer_fqn, in_modules)
+        return in_modules
     found = OptimizedParameters({}, {})
     whole, flat = found
     for parameter, own_name in parameters:
         key = id(parameter)
         if key in whole or key in flat:
-            name = next((names.name for names in found.names(parameter)), "without a name")
+            name = next((names.name for names in found.names([parameter])), "without a name")
             what = f"a list of optimizers of which two hold the parameter {name}"
             raise unsupported(optimizer_fqn, what, "give each optimizer a name of its own in the state")
         if key in in_modules.whole:
@@ -116,7 +124,11 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
         prefix = f"{entry.fqn}." if entry.fqn else ""
         is_model = entry.fqn == MODEL
         for parameter_id, name in names.items():
-            of_parameter = _names_of(prefix, others, name, is_model=is_model)
+            if name in others:
+                of_parameter = _names_of(prefix, others, name, is_model=is_model)
+            else:
+                fqn = prefix + name
+                of_parameter = ParameterNames(name if is_model else fqn, (fqn,))
             first = whole.get(parameter_id)
             whole[parameter_id] = of_parameter if first is None else _merged(first, of_parameter)
         for flat_id, of_flat in parts.items():
