@@ -224,6 +224,53 @@ def test_tensors_in_tuples_are_filled_in_place(tmp_path: Path) -> None:
     assert equal(state, {"pair": (torch.arange(2.0), {"n": 1})})
 
 
+class MakesKeys(dict[str, Any]):
+    """As configurations do that are written `config.model.width = 3`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.setdefault(name, MakesKeys())
+
+
+class MakesItems(list[Any]):
+    def __getattr__(self, name: str) -> Any:
+        self.append(name)
+        return name
+
+
+class MakesAttributes:
+    """An object with state that has whatever attribute it is asked for."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            setattr(self, name, MakesAttributes())
+        return vars(self).get(name)
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, lambda value: [value], lambda value: {"inner": value}])
+@pytest.mark.parametrize(
+    "value", [MakesKeys(), MakesKeys(a=torch.ones(2), n=MakesKeys(b=1)), MakesItems(), MakesItems([1])]
+)
+def test_a_save_makes_no_keys_in_a_container_that_makes_what_it_is_asked_for(
+    tmp_path: Path, value: Any, wrap: Any
+) -> None:
+    before = repr(value)
+    with contextlib.suppress(bcp.CheckpointSaveError):
+        bcp.save(tmp_path, {"value": wrap(value)})
+    assert repr(value) == before
+
+
+def test_a_save_makes_no_attributes_in_an_object_that_makes_what_it_is_asked_for(tmp_path: Path) -> None:
+    value = MakesAttributes()
+    bcp.save(tmp_path, {"value": value})
+    assert vars(value) == {}
+
+
 def test_an_empty_dict_takes_what_the_checkpoint_has(tmp_path: Path) -> None:
     content = {"n": 1, "t": torch.arange(3.0), "deep": {"l": [torch.ones(2), 1], "u": (torch.zeros(1), None)}, 5: {}}
     bcp.save(tmp_path, {"s": content, "list": [{"a": torch.ones(1)}, torch.ones(2)], "extra_state": {"r": {1: "a"}}})

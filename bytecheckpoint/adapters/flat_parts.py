@@ -8,17 +8,30 @@ padding is ever stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.tensors import LocalShard, dense_dtype
-from bytecheckpoint.region import Region, split_flat_range, whole
+from bytecheckpoint.adapters.tensors import LocalShard, dense_dtype, unsupported
+from bytecheckpoint.region import Region, split_flat_range
 
 
-class FlatPart(NamedTuple):
-    """Consecutive elements of flat memory that are consecutive elements of a tensor, or of a box of it, by rows."""
+class _Cut(NamedTuple):
+    """A region of a part, as it lies in flat memory."""
 
+    region: Region
+    """In global coordinates."""
+    position: int
+    """Of its first element in the flat memory, in elements."""
+    strides: tuple[int, ...]
+    """In elements of the flat memory."""
+
+
+class _Where(NamedTuple):
     shape: tuple[int, ...]
     """Of the whole tensor."""
     box: Region
@@ -34,34 +47,66 @@ class FlatPart(NamedTuple):
     padded_axis: int | None = None
     """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
 
+
+class FlatPart(_Where):
+    """Consecutive elements of flat memory that are consecutive elements of a tensor, or of a box of it, by rows."""
+
+    @cached_property
+    def _cuts(self) -> Sequence[_Cut]:
+        """Found once for the parameter and all of its optimizer state: it takes longer than the views."""
+        lengths = self.box.lengths
+        if self.order is None and self.start == 0 and self.numel == prod(lengths) > 0:
+            return (_Cut(self.box, self.position, _row_strides(lengths)),)
+        order = self.order or tuple(range(len(lengths)))
+        back = [order.index(dim) for dim in range(len(order))]
+        cuts, position = [], self.position
+        in_memory = [lengths[dim] for dim in order]
+        for region in split_flat_range(in_memory, self.start, self.numel) or _nothing_of(self.box):
+            offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
+            strides = _row_strides(region.lengths)
+            held = Region(offsets, tuple(region.lengths[at] for at in back))
+            cuts.append(_Cut(held, position, tuple(strides[at] for at in back)))
+            position += region.numel
+        return cuts
+
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
         """The regions that lie here, as views of the flat memory; one of no elements where there are none, if it has
         dimensions.
 
         Memory that has the box's shape is the box itself.
 
-        Raises CheckpointSaveError (unsupported_value) for memory of a dtype that cannot be saved.
+        Raises CheckpointSaveError (unsupported_value) for memory of a dtype that cannot be saved, and for memory that
+        ends before the part does.
         """
         dtype = dense_dtype(fqn, memory)
-        if memory.shape == self.box.lengths and memory.numel() == self.numel:
-            return [LocalShard(fqn, dtype, self.shape, self.box, memory.detach())]
-        flat = memory.detach().view(-1)
-        order = self.order or tuple(range(len(self.box.lengths)))
-        lengths = [self.box.lengths[dim] for dim in order]
-        back = [order.index(dim) for dim in range(len(order))]
-        shards, position = [], self.position
-        for region in split_flat_range(lengths, self.start, self.numel) or _nothing_of(self.box):
-            view = flat[position : position + region.numel].view(region.lengths)
-            view = view if self.order is None else view.permute(back)
-            offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
-            shards.append(LocalShard(fqn, dtype, self.shape, Region(offsets, tuple(view.shape)), view))
-            position += region.numel
+        num_elements = memory.numel()
+        if memory.requires_grad or memory._is_view():
+            memory = memory.detach()
+        if num_elements == self.numel and memory.shape == self.box.lengths:
+            return [LocalShard(fqn, dtype, self.shape, self.box, memory)]
+        end = self.position + self.numel
+        if self.numel and end > num_elements:
+            what = f"a part of a parameter that ends at element {end} of flat memory, which has {num_elements}"
+            raise unsupported(fqn, what, "save outside of contexts that offload or change parameters")
+        step = 1 if memory.is_contiguous() else memory.view(-1).stride(0)
+        first = memory.storage_offset()
+        shards = []
+        for region, position, strides in self._cuts:
+            places = strides if step == 1 else tuple(step * stride for stride in strides)
+            view = memory.as_strided(region.lengths, places, first + step * position)
+            shards.append(LocalShard(fqn, dtype, self.shape, region, view))
         return shards
+
+
+def _row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
+    strides = list(accumulate(reversed(lengths[1:]), mul, initial=1)) if lengths else []
+    return tuple(reversed(strides))
 
 
 def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatPart:
     """A part of a tensor whose elements are counted over all of it."""
-    return FlatPart(tuple(shape), whole(shape), start, numel, position)
+    lengths = tuple(shape)
+    return FlatPart(lengths, Region((0,) * len(lengths), lengths), start, numel, position)
 
 
 def _nothing_of(box: Region) -> list[Region]:

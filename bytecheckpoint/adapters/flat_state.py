@@ -39,7 +39,7 @@ class FlatState:
         self._optimizer = optimizer
         self._memory = memory
         # A rank that has nothing of a parameter has nothing to say of it either.
-        self._parts = [(each.names, each.part) for each in optimized if each.part is not None and each.part.numel]
+        self._parts = [(each.names, each.part) for each in optimized if each.part.numel]
         self._one_values = one_values
         """By FQN: what a save writes and a load reads for each parameter of which the optimizer has one for all."""
 
@@ -50,15 +50,16 @@ class FlatState:
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
         """Adds the tensors to the shards; gives names and the plain data of each that has any."""
+        state, shape = self._state, self._memory.shape
         for names, part in self._parts:
             plain: dict[str, Any] = {}
-            for key, value in self._state.items():
+            for key, value in state.items():
                 fqn = self._state_fqn(names, key)
                 if not isinstance(value, torch.Tensor):
                     _refuse_inside(fqn, value)
                     self._check_same(fqn, value)
                     plain[key] = value
-                elif value.shape == self._memory.shape:
+                elif value.shape == shape:
                     shards.found += part.shards(fqn, value)
                 elif value.numel() == 1:
                     self._add_one_value(fqn, value, shards)

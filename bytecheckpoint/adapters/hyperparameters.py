@@ -30,10 +30,11 @@ def by_first_parameter(
         # A dict, because ranks may hold other parameters of one group, and dicts of ranks are united.
         names = dict.fromkeys(names.name for names in parameters)
         values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
-        for name in names:
-            if values_of.setdefault(name, values) is not values and not same_value(values_of[name], values):
+        for name in values_of.keys() & names:
+            if not same_value(values_of[name], values):
                 what = f"an optimizer that has parts of {name} in groups with different hyperparameters"
                 raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
+        values_of |= dict.fromkeys(names, values)
         of_first = found.setdefault(next(iter(names), f"#{index}"), {"params": {}, "values": values})
         of_first["params"] |= names
     return found

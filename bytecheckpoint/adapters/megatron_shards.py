@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.attributes import has_attributes
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.plain_data import ATOMS, join_fqn
 from bytecheckpoint.adapters.tensors import LocalShard, dense_dtype, unsupported
@@ -82,19 +83,19 @@ def is_sharded_leaf(value: object) -> bool:
 
 
 def _is_factory(value: object) -> bool:
-    return hasattr(value, "build_fn") and hasattr(value, "merge_fn")
+    return has_attributes(value, "build_fn", "merge_fn")
 
 
 def _is_tensor(value: object) -> bool:
-    return all(hasattr(value, name) for name in ("key", "local_shape", "global_offset", "replica_id"))
+    return has_attributes(value, "key", "local_shape", "global_offset", "replica_id")
 
 
 def _is_object(value: object) -> bool:
-    return all(hasattr(value, name) for name in ("key", "data", "global_offset", "replica_id"))
+    return has_attributes(value, "key", "data", "global_offset", "replica_id")
 
 
 def _is_local(value: object) -> bool:
-    return type(value).__name__ == "LocalNonpersistentObject" and hasattr(value, "unwrap")
+    return type(value).__name__ == "LocalNonpersistentObject" and has_attributes(value, "unwrap")
 
 
 def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

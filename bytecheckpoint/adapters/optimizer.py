@@ -21,7 +21,7 @@ from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, 
 from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
 from bytecheckpoint.adapters.parameter_names import (
     NamesParameters,
-    OptimizedParameter,
+    OptimizedParameters,
     ParameterNames,
     check_state_key,
     name_parameters,
@@ -39,7 +39,7 @@ from bytecheckpoint.adapters.stored import (
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.stored_subclasses import SubclassState
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
-from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
 
@@ -51,8 +51,8 @@ class OptimizerEntry:
         self.wrapped = [each for each in optimizers if isinstance(each, FlatOptimizer)]
         """Those that frameworks have wrapped."""
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
-        self._optimized: dict[int, list[OptimizedParameter]] = {}
-        """What lies in each tensor of the param_groups, by its id: one parameter, or parts of several."""
+        self._optimized = OptimizedParameters({}, {})
+        """What lies in each tensor of the param_groups."""
         self._created: dict[str, Any] = {}
         """Tensors that a load makes anew: those in lists of a parameter's state, and what becomes a number. And what
         flat memory has one of."""
@@ -78,7 +78,8 @@ class OptimizerEntry:
         for optimizer in self.optimizers:
             _check_has_state(self.fqn, optimizer)
             for parameter, names in self._named(optimizer):
-                plain = self._collect_state(names.name, optimizer.state.get(parameter, {}), shards, fqns)
+                state = optimizer.state.get(parameter)
+                plain = self._collect_state(names.name, state, shards, fqns) if state else None
                 if plain:
                     tree["state"][names.name] = plain
         num_whole = len(shards.found)
@@ -86,23 +87,23 @@ class OptimizerEntry:
             for flat in self._flat_states(optimizer):
                 tree["state"].update(flat.collect(shards))
         by_optimizer = map(self._param_groups, self.optimizers)
-        groups = (
-            (group, [names for parameter in parameters for names in self._names(parameter)])
-            for group, parameters in chain.from_iterable(by_optimizer)
-        )
+        groups = ((group, self._optimized.names(parameters)) for group, parameters in chain.from_iterable(by_optimizer))
         tree["groups"] = by_first_parameter(self.fqn, groups)
-        elsewhere = {fqn: names.name for names in self._all_names() for fqn in names.elsewhere}
+        elsewhere = {
+            fqn: names.name for names in self._optimized.all_names() if names.elsewhere for fqn in names.elsewhere
+        }
         if elsewhere:
             tree["elsewhere"] = elsewhere
         for each in self.wrapped:
             tree["facts"] = tree.get("facts", {}) | each.facts()
 
-        if len(set(fqns)) < len(fqns):
+        all_fqns = set(fqns)
+        if len(all_fqns) < len(fqns):
             fqn = next(fqn for fqn, number in Counter(fqns).items() if number > 1)
             raise unsupported(fqn, "the name of two values", "rename a parameter or a key of its state")
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
-        of_flat = {shard.fqn for shard in shards.found[num_whole:]}
-        return Contents(shards.found, of_flat.union(fqns), {self.fqn: ("shared", encoded)})
+        all_fqns.update(shard.fqn for shard in shards.found[num_whole:])
+        return Contents(shards.found, all_fqns, {self.fqn: ("shared", encoded)})
 
     def _collect_state(
         self, name: str, state: Mapping[str, Any], shards: LocalShards, fqns: list[str]
@@ -112,8 +113,9 @@ class OptimizerEntry:
         prefix = f"{self.fqn}.state.{name}."
         for key, value in state.items():
             fqn = f"{prefix}{key}"
-            check_state_key(fqn, key)
-            if isinstance(value, torch.Tensor) and not is_subclass(value):
+            if type(key) is not str or not key or "." in key:
+                check_state_key(fqn, key)
+            if type(value) in PLAIN_TENSORS or (isinstance(value, torch.Tensor) and not is_subclass(value)):
                 shards.add(fqn, value)
                 fqns.append(fqn)
                 continue
@@ -134,7 +136,7 @@ class OptimizerEntry:
             expectation.problems.append(Problem("missing_key", self.fqn, text))
             return expectation
         expectation.claims.update(found.shared_claims())
-        for names in self._all_names():
+        for names in self._optimized.all_names():
             expectation.claims.update(found.claims(names))
         for optimizer in self.optimizers:
             for parameter, names in self._named(optimizer):
@@ -272,7 +274,7 @@ class OptimizerEntry:
     def _hyperparameters(
         self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, stored: Stored
     ) -> tuple[dict[str, Any], list[Problem]]:
-        return agreed((names for parameter in parameters for names in self._names(parameter)), found, stored)
+        return agreed(self._optimized.names(parameters), found, stored)
 
     def _param_groups(
         self, optimizer: torch.optim.Optimizer
@@ -292,26 +294,21 @@ class OptimizerEntry:
                 is_of_them = len(names) == len(parameters)  # a wrapper puts other parameters in their place
                 yield from zip(parameters, names if is_of_them else [None] * len(parameters), strict=True)
 
-    def _names(self, parameter: torch.Tensor) -> Iterator[ParameterNames]:
-        """Of what lies in a tensor of the param_groups."""
-        return (optimized.names for optimized in self._optimized[id(parameter)])
-
-    def _all_names(self) -> Iterator[ParameterNames]:
-        return (optimized.names for of_one in self._optimized.values() for optimized in of_one)
-
     def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, ParameterNames]]:
         """The parameters that are no flat memory."""
+        whole = self._optimized.whole
         for _, parameters in self._param_groups(optimizer):
-            for parameter in parameters:
-                optimized = self._optimized[id(parameter)]
-                if len(optimized) == 1 and optimized[0].part is None:
-                    yield parameter, optimized[0].names
+            for parameter in parameters if whole else ():
+                names = whole.get(id(parameter))
+                if names is not None:
+                    yield parameter, names
 
     def _flat_states(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatState]:
-        for _, parameters in self._param_groups(optimizer):
+        flat = self._optimized.flat
+        for _, parameters in self._param_groups(optimizer) if flat else ():
             for parameter in parameters:
-                optimized = self._optimized[id(parameter)]
-                if any(of_parameter.part is not None and of_parameter.part.numel for of_parameter in optimized):
+                optimized = flat.get(id(parameter), ())
+                if any(of_parameter.part.numel for of_parameter in optimized):
                     yield FlatState(self.fqn, optimizer, parameter, optimized=optimized, one_values=self._created)
 
 

@@ -6,8 +6,7 @@ FQN. So a name depends on nothing that other ranks hold, and on nothing else tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,102 +47,144 @@ class ParameterNames(NamedTuple):
 
 
 class OptimizedParameter(NamedTuple):
-    """A parameter of a module, as an optimizer has it."""
+    """A parameter of which an optimizer has a part, in flat memory."""
 
     names: ParameterNames
-    part: FlatPart | None
-    """Where the optimizer has flat memory that holds a part of the parameter: which. None where it has all of it, as a
-    tensor that says how it lies."""
+    part: FlatPart
+
+
+class OptimizedParameters(NamedTuple):
+    """What each tensor that an optimizer calls a parameter holds, by the tensor's id."""
+
+    whole: dict[int, ParameterNames]
+    """One parameter, as a tensor that says how it lies."""
+    flat: dict[int, list[OptimizedParameter]]
+    """Parts of parameters."""
+
+    def names(self, parameters: Iterable[torch.Tensor]) -> list[ParameterNames]:
+        """Of all that lies in these tensors."""
+        whole, flat = self
+        if not flat:
+            return [whole[id(parameter)] for parameter in parameters]
+        found: list[ParameterNames] = []
+        for key in map(id, parameters):
+            found += [whole[key]] if key in whole else [of_part.names for of_part in flat[key]]
+        return found
+
+    def all_names(self) -> Iterator[ParameterNames]:
+        yield from self.whole.values()
+        for of_one in self.flat.values():
+            yield from (of_part.names for of_part in of_one)
 
 
 def name_parameters(
     optimizer_fqn: str, parameters: Iterable[tuple[torch.Tensor, str | None]], modules: Sequence[NamesParameters]
-) -> dict[int, list[OptimizedParameter]]:
-    """What each tensor that an optimizer calls a parameter holds, by its id: one parameter, or parts of several.
-
-    Each is given with the name that its optimizer knows it by.
+) -> OptimizedParameters:
+    """What the tensors hold that an optimizer calls parameters, each given with the name that it knows it by.
 
     Raises CheckpointSaveError (unsupported_value) for a parameter that has no name or is given twice, and where two
     would have the same one.
     """
     parameters = list(parameters)
     in_modules = _found_in_modules({id(parameter) for parameter, _ in parameters}, modules)
-    found: dict[int, list[OptimizedParameter]] = {}
+    if len(in_modules.whole) == len(parameters) and not in_modules.flat:  # each once: nearly always
+        _check_unique(optimizer_fqn, in_modules)
+        return in_modules
+    found = OptimizedParameters({}, {})
+    whole, flat = found
     for parameter, own_name in parameters:
-        of_parameter = in_modules.get(id(parameter))
-        if of_parameter is None and is_flattened(parameter):
-            what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
-            raise unsupported(optimizer_fqn, what, "pass the model beside it")
-        if of_parameter is None and own_name is None:
-            raise unsupported(
-                optimizer_fqn,
-                f"an optimizer with a parameter of shape {list(parameter.shape)} that no module of the state has",
-                "pass the model beside it, or build the optimizer from model.named_parameters()",
-            )
-        if id(parameter) in found:
-            name = next((optimized.names.name for optimized in found[id(parameter)]), "without a name")
+        key = id(parameter)
+        if key in whole or key in flat:
+            name = next((names.name for names in found.names([parameter])), "without a name")
             what = f"a list of optimizers of which two hold the parameter {name}"
             raise unsupported(optimizer_fqn, what, "give each optimizer a name of its own in the state")
-        alone = None if own_name is None else OptimizedParameter(_alone(own_name), None)
-        found[id(parameter)] = of_parameter or ([] if alone is None else [alone])
-    _check_unique(optimizer_fqn, [optimized for of_one in found.values() for optimized in of_one])
+        if key in in_modules.whole:
+            whole[key] = in_modules.whole[key]
+        elif key in in_modules.flat:
+            flat[key] = in_modules.flat[key]
+        else:
+            whole[key] = _alone(optimizer_fqn, parameter, own_name)
+    _check_unique(optimizer_fqn, found)
     return found
 
 
-def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> dict[int, list[OptimizedParameter]]:
-    """By the id of what the optimizer has. The first module that has it gives it its name."""
-    found: dict[int, list[OptimizedParameter]] = {}
+def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
+    """The first module that has a parameter gives it its name. What one of them keeps flat is flat."""
+    whole: dict[int, ParameterNames] = {}
+    flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:
-        parts: dict[int, Sequence[NamedPart | str]] = {}
+        names: dict[int, str] = {}
         for parameter, name in entry.parameters():
             if id(parameter) in wanted:
-                parts.setdefault(id(parameter), (name,))
-        parts |= {flat_id: of_flat for flat_id, of_flat in entry.in_optimizer() if flat_id in wanted}
+                names.setdefault(id(parameter), name)
+        parts = {flat_id: of_flat for flat_id, of_flat in entry.in_optimizer() if flat_id in wanted}
         others: dict[str, list[str]] = {}
-        for other, name in entry.tied_names().items() if parts else ():
+        for other, name in entry.tied_names().items() if names or parts else ():
             others.setdefault(name, []).append(other)
-        names = partial(_names_of, entry.fqn, others)
-        for parameter_id, of_one in parts.items():
-            new = [_optimized(part, names) for part in of_one]
-            first = found.get(parameter_id)
-            found[parameter_id] = new if first is None else list(map(_merged, first, new))
-    return found
+        prefix = f"{entry.fqn}." if entry.fqn else ""
+        is_model = entry.fqn == MODEL
+        for parameter_id, name in names.items():
+            if name in others:
+                of_parameter = _names_of(prefix, others, name, is_model=is_model)
+            else:
+                fqn = prefix + name
+                of_parameter = ParameterNames(name if is_model else fqn, (fqn,))
+            first = whole.get(parameter_id)
+            whole[parameter_id] = of_parameter if first is None else _merged(first, of_parameter)
+        for flat_id, of_flat in parts.items():
+            new = [
+                OptimizedParameter(_names_of(prefix, others, name, is_model=is_model), part) for name, part in of_flat
+            ]
+            before = flat.get(flat_id)
+            flat[flat_id] = new if before is None else list(map(_merged_part, before, new))
+    for flat_id in flat:
+        whole.pop(flat_id, None)
+    return OptimizedParameters(whole, flat)
 
 
-def _names_of(entry_fqn: str, others: Mapping[str, Sequence[str]], name: str) -> ParameterNames:
-    fqns = tuple(join_fqn(entry_fqn, each) for each in (name, *others.get(name, ())))
-    return ParameterNames(name if entry_fqn == MODEL else fqns[0], fqns)
+def _names_of(prefix: str, others: Mapping[str, Sequence[str]], name: str, *, is_model: bool) -> ParameterNames:
+    fqn = prefix + name
+    fqns = (fqn, *(prefix + other for other in others[name])) if name in others else (fqn,)
+    return ParameterNames(name if is_model else fqn, fqns)
 
 
-def _optimized(part: NamedPart | str, names: Callable[[str], ParameterNames]) -> OptimizedParameter:
-    if isinstance(part, str):
-        return OptimizedParameter(names(part), None)
-    return OptimizedParameter(names(part.name), part.part)
-
-
-def _merged(first: OptimizedParameter, other: OptimizedParameter) -> OptimizedParameter:
+def _merged(first: ParameterNames, other: ParameterNames) -> ParameterNames:
     """Of one that stands in two modules: the first of them gives it its name."""
-    names, more = first.names, other.names.fqns
-    return first._replace(names=ParameterNames(names.name, names.fqns + more, names.elsewhere + more))
+    return ParameterNames(first.name, first.fqns + other.fqns, first.elsewhere + other.fqns)
 
 
-def _alone(name: str) -> ParameterNames:
+def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> OptimizedParameter:
+    return OptimizedParameter(_merged(first.names, other.names), first.part)
+
+
+def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
     """Of a parameter that only its optimizer has a name for: it may have been saved beside a model."""
+    if is_flattened(parameter):
+        what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
+        raise unsupported(optimizer_fqn, what, "pass the model beside it")
+    if name is None:
+        raise unsupported(
+            optimizer_fqn,
+            f"an optimizer with a parameter of shape {list(parameter.shape)} that no module of the state has",
+            "pass the model beside it, or build the optimizer from model.named_parameters()",
+        )
     name = plain_name(name)
     return ParameterNames(name, (name, join_fqn(MODEL, name)))
 
 
-def _check_unique(optimizer_fqn: str, optimized: Collection[OptimizedParameter]) -> None:
+def _check_unique(optimizer_fqn: str, found: OptimizedParameters) -> None:
     """Parts of one parameter share a name, and nothing else does."""
-    if len({of_parameter.names.name for of_parameter in optimized}) == len(optimized):
+    all_names = list(found.all_names())
+    if len({names.name for names in all_names}) == len(all_names):
         return
-    owners: dict[str, OptimizedParameter] = {}
-    for of_parameter in optimized:
-        owner = owners.setdefault(of_parameter.names.name, of_parameter)
-        are_parts = owner.part is not None and of_parameter.part is not None
-        if owner is not of_parameter and not (are_parts and owner.names == of_parameter.names):
-            both = f"{owner.names.fqns[0]} and {of_parameter.names.fqns[0]}"
-            what = f"an optimizer that would save {both} under one name, {of_parameter.names.name}"
+    of_parts = {id(of_part.names) for of_one in found.flat.values() for of_part in of_one}
+    owners: dict[str, ParameterNames] = {}
+    for names in all_names:
+        owner = owners.setdefault(names.name, names)
+        are_parts = id(owner) in of_parts and id(names) in of_parts
+        if owner is not names and not (are_parts and owner == names):
+            both = f"{owner.fqns[0]} and {names.fqns[0]}"
+            what = f"an optimizer that would save {both} under one name, {names.name}"
             raise unsupported(optimizer_fqn, what, "give one of the two another name in the state")
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.attributes import has_attributes
+
 
 class Stage(NamedTuple):
     """One module of an entry."""
@@ -34,13 +36,17 @@ def stages_of(value: Any) -> list[Stage]:
 def _stage(value: Any) -> Stage | None:
     if isinstance(value, torch.nn.Module):
         return Stage(value, None)
-    module, number = getattr(value, "submod", None), getattr(value, "stage_index", None)
+    if not has_attributes(value, "submod", "stage_index"):
+        return None
+    module, number = value.submod, value.stage_index
     return Stage(module, number) if isinstance(module, torch.nn.Module) and type(number) is int else None
 
 
 def _of_schedule(value: Any) -> list[Stage]:
     """Schedules keep their stages to themselves: `_stage` where a rank has one, `_stages` where it has several."""
-    if not callable(getattr(value, "step", None)):
+    if not has_attributes(value, "step") or not callable(value.step):
         return []
-    own = getattr(value, "_stages", None) or [getattr(value, "_stage", None)]
+    own = value._stages if has_attributes(value, "_stages") else None
+    if not own:
+        own = [value._stage if has_attributes(value, "_stage") else None]
     return stages_of(own) if isinstance(own, list) and not isinstance(own[0], torch.nn.Module) else []

@@ -208,10 +208,11 @@ def _assigner(container: Any, key: Any) -> Callable[[Any], None]:
 
 def _is_special(value: Any) -> bool:
     """Whether a value is an entry of its own, wherever it stands in the state."""
-    if type(value) in ATOMS or type(value) is dict:
+    if type(value) in ATOMS or isinstance(value, dict):
         return False
-    if isinstance(value, list | tuple) and value:
-        return bool(stages_of(value)) or all(isinstance(item, torch.optim.Optimizer) for item in value)
+    if isinstance(value, list | tuple):
+        is_optimizers = bool(value) and all(isinstance(item, torch.optim.Optimizer) for item in value)
+        return is_optimizers or bool(stages_of(value))
     is_known = isinstance(value, torch.nn.Module | torch.optim.Optimizer | RankLocal)
     if is_known or is_stateful(value) or bool(stages_of(value)):
         return True

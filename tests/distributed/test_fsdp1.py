@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.modules import ModuleEntry
-from bytecheckpoint.adapters.pipelines import Stage
+from bytecheckpoint.adapters.pipelines import stages_of
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=60)
@@ -682,7 +682,7 @@ def held_by_all(
         whole = {f"p{number}": torch.full(shape, -1.0) for number, shape in enumerate(shapes)}
         with fake_ranks(rank, world_size):
             model = FullyShardedDataParallel(Holder(shapes), device_id=CPU, **options)
-            for shard in ModuleEntry("", [Stage(model, None)]).collect().shards:
+            for shard in ModuleEntry("", stages_of(model)).collect().shards:
                 ranges = zip(shard.region.offsets, shard.region.ends, strict=True)
                 place = whole[shard.fqn][tuple(slice(start, end) for start, end in ranges)]
                 assert torch.equal(place, torch.full_like(place, -1.0)), "held twice"
