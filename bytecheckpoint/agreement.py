@@ -75,9 +75,9 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     """Empty there."""
     plain: dict[str, tuple[Scope, bytes]]
     stages: dict[str, int] = {}
-    """Empty there."""
+    """There, of `stage_digests` only."""
     stage_digests: PartDigests = {}
-    """Of what the coordinator asked for."""
+    """Of what the coordinator asked for, now or when the plan was made."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
@@ -153,10 +153,12 @@ def agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
     wish, known = proposal.wish, proposal.known
     decision = _Decision(ranks, known)
     order = decision.hear(_known_request(wish, known) if known is not None else _whole_request(wish, ranks, []))
+    in_stages: Sequence[str] = ()
     while order.tell_all:
-        order = decision.hear(_whole_request(wish, ranks, order.digested))
+        in_stages = order.digested
+        order = decision.hear(_whole_request(wish, ranks, in_stages))
     is_new = not order.is_known or known is None
-    planned = _planned(order, wish) if is_new or known is None else known
+    planned = _planned(order, wish, in_stages) if is_new or known is None else known
     if is_new:
         planned.plan = decision.plan
         plans.keep(proposal.fingerprint, planned)
@@ -165,7 +167,9 @@ def agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
 
 def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     digests = [combined_digest([wish.shards[index].tensor for index in group]) for group in known.compared]
-    return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain))
+    stages = {fqn: wish.stages[fqn] for fqn in known.in_stages if fqn in wish.stages}
+    stage_digests = digests_of(wish.shards, known.in_stages, wish.aliases)
+    return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain), stages, stage_digests)
 
 
 def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _Request:
@@ -207,9 +211,11 @@ class _Decision:
     def _orders(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         requests = [msgspec.msgpack.decode(payload, type=_Request) for payload in payloads]
         names, known = self._ranks.names, self._known
+        told = [InStages(request.stages, request.stage_digests) for request in requests]
         check_same("save to", [request.target for request in requests], names)
         save_id = uuid.uuid4().hex[:16]
         if known is not None and _is_still_so(known, requests):
+            check_stages(known.in_stages, told, names)
             has_written = known.written is not None
             orders = [_Order(save_id, known.plan_id, b"", [], [], [], is_known=True, has_written=has_written)]
         elif any(request.plan_id for request in requests):
@@ -217,7 +223,6 @@ class _Decision:
         elif self._asks_for_stages(requests):
             orders = [_Order("", "", b"", [], [], [], tell_all=True, digested=self._in_stages)]
         else:
-            told = [InStages(request.stages, request.stage_digests) for request in requests]
             check_stages(self._in_stages, told, names)
             packed = [request.offers for request in requests if request.offers is not None]
             self.plan = plan_save(packed, [request.aliases for request in requests], names=names)
@@ -259,7 +264,7 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
     ]
 
 
-def _planned(order: _Order, wish: Wish) -> KnownPlan:
+def _planned(order: _Order, wish: Wish, in_stages: Sequence[str]) -> KnownPlan:
     offers = wish.offers()
     num_offers = len(offers)
     kept = np.flatnonzero(np.unpackbits(np.frombuffer(order.kept, np.uint8), count=num_offers)).tolist()
@@ -270,6 +275,7 @@ def _planned(order: _Order, wish: Wish) -> KnownPlan:
         files=plan_files(offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec),
         compared=order.compared,
         differing_replicas=order.differing_replicas,
+        in_stages=in_stages,
         num_offers=num_offers,
         parts=parts,
     )

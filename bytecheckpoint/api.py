@@ -108,11 +108,10 @@ def save(
                 proposal = propose(ranks, wish, IN_FLIGHT.kept.plans)
 
         kind = kind_of_snapshot(options.snapshot, async_save=async_save)
-        phases = Phases(ranks, target.path, about, clock)
-        draft = Draft(proposal, phases, IN_FLIGHT.kept, kind=kind, options=options)
+        draft = Draft(proposal, Phases(ranks, target.path, about, clock), IN_FLIGHT.kept, kind=kind, options=options)
         with together(ranks, f"staging the save to {target.path}", about=about), clock.phase("stage"):
             draft.prepare(entries)
-
+        turn.callback(draft.close)
         handle = SaveHandle(target.path)
 
         def check() -> None:
@@ -120,28 +119,30 @@ def save(
             refuse_existing(ranks, store, folder, overwrite=options.overwrite)
 
         def settle() -> Saving:
-            agreed = draft.settle(check)
             return Saving(
                 ranks=ranks,
                 store=store,
                 folder=folder,
                 about=about._replace(step=step),
                 options=options,
-                agreed=agreed,
+                agreed=draft.settle(check),
                 snapshot=draft.snapshot,
                 scratch=IN_FLIGHT.kept.scratch,
                 metadata=metadata,
                 clock=clock,
             )
 
+        def write_here() -> CheckpointInfo:
+            settle()
+            if async_save:
+                draft.read_live()
+            return write_and_commit(settle())
+
         if not draft.may_settle_later:
             settle()
-        if async_save:
-            if _write_in_background(handle, draft, settle, turn, entries):
-                return handle
-            settle()
-            draft.read_live()
-        handle.finish(lambda: write_and_commit(settle()), turn)
+        if async_save and _write_in_background(handle, draft, settle, turn, entries):
+            return handle
+        handle.finish(write_here, turn)
     if not async_save:
         handle.result()
     return handle

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,10 +14,45 @@ def collector_paused() -> Iterator[None]:
     """No automatic collection inside: planning makes tuples by the hundred thousand, and each generation of them would
     be walked again and again. Reference counting goes on.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    _PAUSE.begin()
     try:
         yield
     finally:
-        if was_enabled:
+        _PAUSE.end()
+
+
+class _Pause:
+    """From when the first of several threads asks for it until the last of them is through."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside: list[int] = []
+        """Threads, as often as they have asked."""
+        self._was_enabled = False
+        os.register_at_fork(after_in_child=self._forget_others)
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._was_enabled = gc.isenabled()
+            self._inside.append(threading.get_ident())
+            gc.disable()
+
+    def end(self) -> None:
+        with self._lock:
+            self._inside.remove(threading.get_ident())
+            self._end_if_empty()
+
+    def _end_if_empty(self) -> None:
+        if not self._inside and self._was_enabled:
             gc.enable()
+
+    def _forget_others(self) -> None:
+        """A forked child has only the thread that forked."""
+        self._lock = threading.Lock()
+        if self._inside:
+            self._inside = [thread for thread in self._inside if thread == threading.get_ident()]
+            self._end_if_empty()
+
+
+_PAUSE = _Pause()

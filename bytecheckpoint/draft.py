@@ -4,7 +4,6 @@ where they agree on something else. Knows neither stores nor what comes of the s
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -90,7 +89,6 @@ class Draft:
             if isinstance(self._snapshot, ProposedState):
                 self._snapshot.fail(error)
                 self._snapshot.close()
-                _clear_frames(error)
             raise
         self._agreed = agreed
         return agreed
@@ -107,6 +105,11 @@ class Draft:
         if self._agreed is not None:  # new files, because a snapshot may have changed its own for its purpose
             self._snapshot = LiveState(self._files_of(self._agreed.known), self._kept.scratch)
 
+    def close(self) -> None:
+        """Lets go of the state: the error of a failed save keeps what its functions knew."""
+        wish = self._proposal.wish._replace(shards=(), offers=list)
+        self._proposal = self._proposal._replace(wish=wish)
+
     def _files_of(self, plan: KnownPlan) -> list[LiveFile]:
         """The data files of a plan, with this rank's shards in them."""
         return [LiveFile(planned, self._proposal.wish.shards) for planned in plan.files]
@@ -117,10 +120,3 @@ class Draft:
     def _is_on_host(self) -> bool:
         """What lies on a device is copied as the caller's stream has left it, which the background could not tell."""
         return all(shard.tensor.is_cpu for shard in self._proposal.wish.shards)
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """An error that a handle keeps must not keep the state, which the functions that it came through knew."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__

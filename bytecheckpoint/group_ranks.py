@@ -132,6 +132,9 @@ class GroupRanks:
     def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         if self.rank == COORDINATOR:
             return self.scatter(decide(self.gather(payload)))
+        if self.rank == self._leader and self._has_blocks:  # which waits twice, for its block and for the answer
+            self.gather(payload)
+            return self._exchange(self._receive_down)
         return self._exchange(lambda: self._ask(payload))
 
     def fail(self, error: CheckpointError) -> CheckpointError:

@@ -125,8 +125,11 @@ class SaveHandle:
             info = finish()
         except BaseException as error:  # noqa: BLE001  a lost error would be a lost checkpoint
             self._error = error
+            _clear_frames(error)
+        del finish  # this frame, which is at work, is one of those that the error keeps
         # The turn ends first: what waits for the outcome, callbacks too, may well save again.
         turn.close()
+        self._shared = None
         self._entered.set()
         self._staged.set()
         if info is not None:
@@ -263,6 +266,13 @@ class InFlight:
         # Its memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parents.append(self.kept)
         self.kept = Kept()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """An error that a handle keeps must not keep the state, which the functions that it came through knew."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _step_back() -> None:

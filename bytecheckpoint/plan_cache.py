@@ -29,6 +29,8 @@ class KnownPlan:
     """Groups of this rank's offers that other ranks hold as small replicas: each group has one common digest."""
     differing_replicas: Sequence[str]
     """Those of them whose values differed when the plan was made."""
+    in_stages: Sequence[str]
+    """The FQNs that several stages of a pipeline had: each is right only as long as it is one tensor."""
     num_offers: int
     """Of this rank."""
     parts: Sequence[Write]

@@ -31,7 +31,7 @@ class Snapshot(Protocol):
         """Returns when the state may change. Called once, while others may wait in `content` already."""
 
     def fail(self, error: BaseException) -> None:
-        """Staging has failed: `content` raises this from now on."""
+        """Staging has failed: `content` raises this from now on, or what it failed with before."""
 
     def wait(self) -> None:
         """Returns when writing may begin without taking time from staging, for which training may be waiting."""
@@ -95,22 +95,31 @@ class StagedState:
         self._ranges = list(_ranges_of(files))
         self._held_by: list[object] = [None] * len(self._ranges)
         """Of each range who gathers it, `_GATHERED`, or None."""
-        self._is_stopped = False
+        self._is_staged = False
         self._changed = threading.Condition()
-        self._is_staged = threading.Event()
         self._error: BaseException | None = None
 
     def stage(self) -> None:
-        """Other than the protocol says, several threads may call it: they share the work."""
+        """Other than the protocol says, several threads may call it: they share the work. Raises what staging has
+        failed with.
+        """
         with self._changed:
+            self._raise_error()
             self._on_device.start()
         do_side_by_side(lambda _: self._gather_all(), range(self._threads), num_threads=self._threads)
         self._on_device.wait()
-        self._is_staged.set()
+        with self._changed:
+            self._raise_error()
+            self._is_staged = True
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _gather_all(self) -> None:
-        """Gathers what no other thread has begun; returns when everything is gathered. Where it is interrupted, it
-        leaves what it had begun to the others.
+        """Gathers what no other thread has begun; returns when everything is gathered or staging has failed. Where it
+        is interrupted, it leaves what it had begun to the others.
         """
         holder = object()
         try:
@@ -128,8 +137,8 @@ class StagedState:
 
     def _begin_one(self, holder: object) -> int | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or None in self._held_by or self._is_all_gathered())
-            if self._is_stopped or None not in self._held_by:
+            self._changed.wait_for(lambda: self._error or None in self._held_by or self._is_all_gathered())
+            if self._error is not None or None not in self._held_by:
                 return None
             index = self._held_by.index(None)
             self._held_by[index] = holder  # in one step: an interrupt finds the range free, or held
@@ -138,25 +147,25 @@ class StagedState:
     def _is_all_gathered(self) -> bool:
         return self._held_by.count(_GATHERED) == len(self._held_by)
 
-    def stop(self) -> None:
+    def fail(self, error: BaseException) -> None:
         """Returns when nobody writes to the memory any more, nor will: another save may then have it."""
         with self._changed:
-            self._is_stopped = True
+            self._error = self._error or error
             self._changed.notify_all()
-            self._changed.wait_for(lambda: all(holder in (None, _GATHERED) for holder in self._held_by))
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._is_staged.set()
+        self.wait()
+        self._on_device.wait()
 
     def wait(self) -> None:
-        self._is_staged.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_staged or (self._error and not self._is_being_written()))
+
+    def _is_being_written(self) -> bool:
+        return any(holder not in (None, _GATHERED) for holder in self._held_by)
 
     @contextmanager
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
-        self._is_staged.wait()
-        if self._error is not None:
-            raise self._error
+        self.wait()
+        self._raise_error()
         yield self._places[file][byte_offset : byte_offset + byte_length]
 
     def close(self) -> None:
@@ -173,12 +182,17 @@ class ProposedState:
         """Others may help to stage this one."""
         self._right: Snapshot = proposed
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        """On these two: a failure reaches the right one, whichever comes first."""
         self._is_settled = threading.Event()
 
     def settle(self, other: Snapshot | None) -> None:
         """The proposed one is right, or this other one is, which may use the same memory."""
-        if other is not None:
-            self._right = other
+        with self._lock:
+            self._right = other or self.proposed
+            error = self._error
+        if error is not None:
+            self._right.fail(error)
         self._is_settled.set()
 
     def stage(self) -> None:
@@ -191,10 +205,11 @@ class ProposedState:
             self._right.stage()
 
     def fail(self, error: BaseException) -> None:
-        self._error = self._error or error
-        self.proposed.stop()
+        with self._lock:
+            self._error = self._error or error
+            right = self._right
         self.proposed.fail(error)
-        self._right.fail(error)
+        right.fail(error)
         self._is_settled.set()
 
     def wait(self) -> None:
@@ -221,6 +236,7 @@ class StateInWaves:
         """By number of the file and byte offset."""
         self._error: BaseException | None = None
         self._is_closed = False
+        self._is_gathering = False
         self._changed = threading.Condition()
 
     def stage(self) -> None:
@@ -232,14 +248,20 @@ class StateInWaves:
                 if self._is_closed:  # writing has failed, and says so elsewhere
                     return
                 block = self._free.popleft()
-            self._files[file].gather(byte_offset, block[:byte_length])
+                self._is_gathering = True
+            try:
+                self._files[file].gather(byte_offset, block[:byte_length])
+            finally:
+                with self._changed:
+                    self._is_gathering = False
+                    self._changed.notify_all()
             with self._changed:
                 self._staged[file, byte_offset] = block
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
-            self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -260,9 +282,11 @@ class StateInWaves:
                 self._changed.notify_all()
 
     def close(self) -> None:
+        """Returns when nobody writes to the memory any more: another save may then have it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_gathering)
 
 
 def _ranges_of(files: Sequence[LiveFile]) -> Iterator[_Range]:

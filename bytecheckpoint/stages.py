@@ -13,6 +13,8 @@ from bytecheckpoint.errors import CheckpointMismatchError
 
 _NUM_SHOWN = 10
 
+_Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths."""
 PartDigests = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]
 """By FQN: offsets, lengths and digest of each part that a rank holds."""
 
@@ -57,7 +59,7 @@ def check_stages(fqns: Iterable[str], ranks: Sequence[InStages], names: Sequence
     lines: list[str] = []
     guilty: set[int] = set()
     for fqn in fqns:
-        parts: dict[int, dict[object, set[int]]] = {}
+        parts: dict[int, dict[_Part, set[int]]] = {}
         holders: dict[int, int] = {}
         for rank, (stages, digests) in enumerate(ranks):
             if fqn not in stages:
@@ -69,7 +71,10 @@ def check_stages(fqns: Iterable[str], ranks: Sequence[InStages], names: Sequence
         (first, expected), *others = parts.items()
         odd = next((stage for stage, found in others if found != expected), None)
         if odd is not None:
-            lines.append(f"{fqn}: in stage {first} on rank {holders[first]}, in stage {odd} on rank {holders[odd]}")
+            is_laid_out_alike = parts[odd].keys() == expected.keys()
+            how = "" if is_laid_out_alike else ", which hold different parts of it: tied tensors need the same layout"
+            where = f"in stage {first} on rank {holders[first]}, in stage {odd} on rank {holders[odd]}"
+            lines.append(f"{fqn}: {where}{how}")
             guilty.update((holders[first], holders[odd]))
     if lines:
         more = [f"and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []

@@ -76,7 +76,7 @@ class Saving(NamedTuple):
 
 
 def refuse_existing(ranks: Ranks, store: Store, folder: str, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError, before anything is staged, where a committed checkpoint is not to be replaced."""
+    """Raises CheckpointExistsError, before anything is written, where a committed checkpoint is not to be replaced."""
     if ranks.rank == COORDINATOR and not overwrite and layout.has_manifest(store.list(folder)):
         raise layout.exists_error(join_name(str(store), folder))
 

@@ -5,7 +5,9 @@ asked about is told by the next save.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -181,6 +183,30 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     handle.result(0)
     monkeypatch.undo()
     bcp.save(tmp_path / "next", {"x": torch.ones(3)})
+
+
+def test_what_ranks_refuse_where_no_thread_can_start_is_told_by_the_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"x": torch.ones(3)}
+    bcp.save(tmp_path, state)  # whose plan is known from now on
+    monkeypatch.setattr("bytecheckpoint.handle.in_background", lambda *_: False)
+    handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(snapshot="lazy"))
+    assert handle.done()
+    assert isinstance(handle.exception(0), bcp.CheckpointExistsError)
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "lazy", "fork"])
+def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, snapshot: str) -> None:
+    state = {"x": torch.ones(1000)}
+    kept = weakref.ref(state["x"])
+    with before("bytecheckpoint.writing.encode_report", raising(OSError(5, "the disk fell off"))):
+        options = bcp.SaveOptions(snapshot=snapshot)  # type: ignore[arg-type]
+        handle = bcp.save(tmp_path, state, async_save=True, options=options)
+        assert isinstance(handle.exception(20), bcp.CheckpointSaveError)
+    del state
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_save_that_is_interrupted_before_its_thread_begins_gives_its_turn_back(

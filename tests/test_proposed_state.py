@@ -101,3 +101,47 @@ def test_after_a_failure_nobody_writes_to_the_memory() -> None:
     assert file.num_gathered == num_gathered < NUM_BLOCKS
     with pytest.raises(ValueError, match="no"), state.content(0, 0, 1):
         pass
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_the_ranks_agree_on_after_a_failure_fails_as_well(is_right: bool) -> None:
+    memory = bytearray(NUM_BLOCKS * BLOCK_BYTES)
+    state = ProposedState(staged([File(1, held(False))], memory))
+    state.fail(ValueError("no"))
+    state.settle(None if is_right else staged([File(2, held(False))], memory))
+    state.wait()
+    with pytest.raises(ValueError, match="no"), state.content(0, 0, 1):
+        pass
+    with pytest.raises(ValueError, match="no"):
+        state.stage()
+    assert not any(memory)
+
+
+def test_a_copy_that_has_failed_is_never_staged() -> None:
+    memory = bytearray(NUM_BLOCKS * BLOCK_BYTES)
+    state = staged([File(1, held(False))], memory)
+    state.fail(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        state.stage()
+    with pytest.raises(ValueError, match="no"), state.content(0, 0, 1):
+        pass
+    assert not any(memory)
+
+
+def test_who_waits_for_a_copy_that_fails_goes_on_when_nobody_writes_to_its_memory() -> None:
+    go = held(True)
+    file = File(1, go)
+    state = staged([file], bytearray(NUM_BLOCKS * BLOCK_BYTES), threads=1)
+    with ThreadPoolExecutor(3) as pool:
+        staging = pool.submit(state.stage)
+        time.sleep(0.05)
+        waiting, failing = pool.submit(state.wait), pool.submit(state.fail, ValueError("no"))
+        time.sleep(0.05)
+        assert not waiting.done()
+        assert not failing.done()
+        go.set()
+        waiting.result(20)
+        assert file.num_gathered == 1
+        failing.result(20)
+        with pytest.raises(ValueError, match="no"):
+            staging.result(20)

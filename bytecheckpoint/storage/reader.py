@@ -143,15 +143,33 @@ def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int
             raise
 
     others: list[Future[None]] = []
+    num_at_work = 0
+    nobody_at_work = threading.Condition(lock)
+
+    def help_out() -> None:
+        nonlocal num_at_work
+        with lock:
+            if is_over.is_set():
+                return
+            num_at_work += 1
+        try:
+            work()
+        finally:
+            with lock:
+                num_at_work -= 1
+                nobody_at_work.notify_all()
+
     try:
         with suppress(RuntimeError):  # no more threads, or the interpreter is exiting
             while len(others) < min(threads, len(reads)) - 1:
-                others.append(submit("bcp-read", work))
+                others.append(submit("bcp-read", help_out))
         work()
         wait(others)
     finally:
-        is_over.set()  # where the caller is interrupted, those that are at work still use what it passed
-        wait(others)
+        # Where the caller is interrupted, those that are at work still use what it passed; one may not be in the list.
+        with lock:
+            is_over.set()
+            nobody_at_work.wait_for(lambda: num_at_work == 0)
     for other in others:
         other.result()
 

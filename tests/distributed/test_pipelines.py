@@ -288,6 +288,23 @@ def test_a_stage_may_tie_what_another_has_under_one_of_its_names(workers: Worker
     assert torch.equal(checkpoint["model.embedding.weight"][...], checkpoint["model.aaa.weight"][...])
 
 
+def save_untied(rank: int, world_size: int, path: str) -> None:
+    """Stages that hold the same at first, under one name, and no longer when they are saved again."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(600, 600, bias=False))
+    stage = PipelineStage(module, rank, world_size, torch.device("cpu"))
+    bcp.save(path, {"model": stage}, step=0, options=OPTIONS)
+    with torch.no_grad():
+        module[0].weight.fill_(float(rank))
+    bcp.save(path, {"model": stage}, step=1, options=OPTIONS)
+
+
+def test_a_known_plan_is_an_error_once_stages_differ(workers: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"model\.0\.weight: in stage 0 on rank 0, in stage 1 on rank 1"):
+        workers.run(save_untied, str(tmp_path), world_size=2)
+    assert bcp.latest(tmp_path) == 0
+
+
 def load_beside_nothing(rank: int, world_size: int, path: str) -> list[str]:
     """More ranks than stages: some have no stage, and leave the model out."""
     split = SPLITS["two modules"]

@@ -1,0 +1,60 @@
+"""The garbage collector is off while anybody asks for that, and no longer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+
+from bytecheckpoint.collector import collector_paused
+
+
+def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            entered.set()
+            assert leave.wait(20)
+
+    other = threading.Thread(target=pause)
+    with collector_paused():
+        other.start()
+        assert entered.wait(20)
+    is_enabled_before_the_last = gc.isenabled()
+    leave.set()
+    other.join()
+    assert not is_enabled_before_the_last
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused(), collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            entered.set()
+            assert leave.wait(20)
+
+    other = threading.Thread(target=pause)
+    other.start()
+    assert entered.wait(20)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    leave.set()
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
