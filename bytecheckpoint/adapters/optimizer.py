@@ -58,6 +58,7 @@ class OptimizerEntry:
         flat memory has one of."""
         self._found: StoredOptimizer | None = None
         """What the one load that this entry is made for has found."""
+        self._is_prepared = False
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
@@ -187,11 +188,13 @@ class OptimizerEntry:
             shards.add(fqn, target)
         for key, value in subclasses.own.items():
             is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
-            if isinstance(value, torch.Tensor) and key not in states and subclasses.takes(key) and not is_plain:
+            is_own = isinstance(value, torch.Tensor) and key not in states and not is_plain
+            if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
                 shards.add(f"{self.fqn}.state.{names.name}.{key}", value)
         return shards.found
 
     def prepare(self, stored: Stored) -> None:
+        self._is_prepared = True
         found = self._find(stored)
         if found is None:
             return
@@ -218,6 +221,8 @@ class OptimizerEntry:
         found = self._find(stored)
         if found is None:
             return
+        if found.has_subclasses and not self._is_prepared:  # a rank that holds nothing has nothing to read for them
+            self.prepare(stored)
         for optimizer, parameter, names in self._loadable(found):
             subclasses = self._subclasses(optimizer, parameter, names, found)
             for key, (fqn, value) in found.plain(names).items():

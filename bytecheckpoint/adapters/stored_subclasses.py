@@ -254,9 +254,11 @@ class SubclassState:
 
     def lacks(self, key: str) -> bool:
         """Whether the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
-        of_key = f"{key}.{FACTS}"
-        is_elsewhere = of_key in self._facts and key in self.own
-        return self.takes(key) and of_key not in self.own and not is_elsewhere
+        return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
+
+    def is_elsewhere(self, key: str) -> bool:
+        """Whether the state of this key holds nothing here of what is a subclass on other ranks."""
+        return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Memory for a tensor inside a parameter's state, on this device or where it belongs."""

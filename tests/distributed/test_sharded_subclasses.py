@@ -274,6 +274,43 @@ def test_blocks_of_another_size_are_a_mismatch(workers: WorkerPool, tmp_path: Pa
         assert "it.w.scale: shape [2, 2] in the checkpoint, [1, 2] in the state" in texts[0]
 
 
+class Divided(Tabled):
+    """Cannot be made of nothing: how many elements a scale is for is found by division."""
+
+    def __init__(self, values: Tensor, scale: Tensor, qmap: Tensor) -> None:
+        super().__init__(values, scale, qmap)
+        self.block = values.numel() // scale.numel()
+
+
+def resume_beside_nothing(rank: int, world_size: int, path: str, mesh_size: int) -> list[bool]:
+    mesh = DeviceMesh("cpu", list(range(mesh_size)))
+
+    def make(value: int) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        weight = nn.Parameter(distribute_tensor(torch.zeros(2, 16), mesh, [Shard(0)], src_data_rank=None))
+        optimizer = torch.optim.SGD([("weight", weight)])
+        local = weight._local_tensor
+        if value and local.numel():
+            codes = torch.full(local.shape, value, dtype=torch.int8)
+            state = Divided(codes, torch.full((2 * len(local),), float(value)), torch.arange(4.0))
+            optimizer.state[weight] = {"momentum": DTensor(state, weight._spec, requires_grad=False)}
+        return weight, optimizer
+
+    bcp.save(path, {"optimizer": make(3)[1]}, options=OPTIONS)
+    weight, optimizer = make(0)
+    found = []
+    for _ in range(2):
+        bcp.load(path, {"optimizer": optimizer})
+        local = optimizer.state[weight]["momentum"]._local_tensor
+        found.append(not local.numel() or bool((local.values == 3).all() and (local.scale == 3).all()))
+    return found
+
+
+@pytest.mark.parametrize("mesh_size", [2, 3], ids=["off the mesh", "without elements"])
+def test_a_rank_that_holds_nothing_loads_twice(workers: WorkerPool, tmp_path: Path, mesh_size: int) -> None:
+    found = workers.run(resume_beside_nothing, str(tmp_path), mesh_size, world_size=3)
+    assert found == [[True, True]] * 3
+
+
 def load_blocks_as_large_as_shards(rank: int, world_size: int, path: str) -> bool:
     mesh = init_device_mesh("cpu", (world_size,))
     tensors = []
