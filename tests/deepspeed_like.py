@@ -150,12 +150,13 @@ def engine_state(plain: dict[str, Any], wrap: Callable[..., Wrapper]) -> dict[st
     """
     model, inner = plain["model"], plain["optimizer"]
     whole = dict(inner.state)
+    shapes = {parameter: parameter.shape for parameter in whole}  # ZeRO 3 takes them away
     inner.state.clear()
     wrapper = wrap(inner, torch.bfloat16)
     for master, (cut, parameters) in zip(wrapper.masters, wrapper.cuts, strict=True):
         for key, value in whole.get(parameters[0], {}).items():
             of_all = [whole[parameter][key] for parameter in parameters]
-            is_like = isinstance(value, Tensor) and value.shape == parameters[0].shape and key != "step"
+            is_like = isinstance(value, Tensor) and value.shape == shapes[parameters[0]] and key != "step"
             inner.state[master][key] = cut(of_all) if is_like else copy.deepcopy(value)
     if "fp32_partitioned_groups_flat" in vars(wrapper):
         for parameter in model.parameters():

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.placements import MeshAxis, _left_to_right, _right_to_left, held_parts
+from bytecheckpoint.adapters.intervals import MeshAxis, left_to_right, right_to_left
+from bytecheckpoint.adapters.placements import held_parts
 
 LENGTHS = [*range(20), 37, 100]
 MESHES: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
@@ -82,7 +83,7 @@ def all_axes(mesh: tuple[int, ...], placements: tuple[Any, ...]) -> list[list[Me
 def test_left_to_right_is_what_distribute_tensor_does(mesh: tuple[int, ...], placements: tuple[Any, ...]) -> None:
     for length, axes in product(LENGTHS, all_axes(mesh, placements)):
         expected = cut_left_to_right(length, axes)
-        assert indices(_left_to_right(0, length, axes)) == expected, (length, axes)
+        assert indices(left_to_right(0, length, axes)) == expected, (length, axes)
 
 
 @pytest.mark.parametrize(("mesh", "placements"), MESHES, ids=str)
@@ -90,7 +91,7 @@ def test_right_to_left_is_what_fully_shard_does_with_cut_tensors(
     mesh: tuple[int, ...], placements: tuple[Any, ...]
 ) -> None:
     for length, axes in product(LENGTHS, all_axes(mesh, placements)):
-        assert indices(_right_to_left(0, length, axes)) == cut_right_to_left(length, axes), (length, axes)
+        assert indices(right_to_left(0, length, axes)) == cut_right_to_left(length, axes), (length, axes)
 
 
 @pytest.mark.parametrize("cut", [cut_left_to_right, cut_right_to_left])
@@ -112,7 +113,7 @@ def test_what_a_local_tensor_holds_is_told_or_refused_and_never_guessed(
 def test_the_layouts_of_nine_rows_over_two_by_four_are_told_apart() -> None:
     """Left to right the last row lies on the wrong rank; both fill the mesh, with other shapes."""
     axes = all_axes((4, 2), (_StridedShard(0, split_factor=2), Shard(0)))
-    rows = [[indices(rule(0, 9, of_rank)) for of_rank in axes] for rule in (_left_to_right, _right_to_left)]
+    rows = [[indices(rule(0, 9, of_rank)) for of_rank in axes] for rule in (left_to_right, right_to_left)]
     assert rows[0] == [[0, 1], [5], [2, 3], [6], [4], [7], [8], []]
     assert rows[1] == [[0, 1], [5], [2, 3], [6], [4], [7], [], [8]]
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
 from bytecheckpoint.adapters.stored import (
     PER_RANK_NAME,
     Contents,
@@ -26,6 +25,7 @@ from bytecheckpoint.adapters.stored_subclasses import refusals
 from bytecheckpoint.adapters.subclass_facts import are_facts
 from bytecheckpoint.adapters.subclasses import is_facts, is_subclass
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, dtype_name
+from bytecheckpoint.adapters.tree_target import TreeTarget, keep_for_rank
 
 
 class PlainEntry:

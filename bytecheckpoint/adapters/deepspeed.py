@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from bytecheckpoint.adapters.deepspeed_facts import COUNTERS, facts_of, take_facts
 from bytecheckpoint.adapters.flat_parts import (
     FlatModule,
     FlatOptimizer,
@@ -35,18 +36,15 @@ from bytecheckpoint.adapters.module_tree import ModuleTree
 from bytecheckpoint.adapters.tensors import unsupported
 from bytecheckpoint.adapters.zero_partitions import MasterPart, is_wrapper, masters_of, part_of_partitioned
 
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
 """Attributes of parameters: their part in ZeRO 3; where their master is, which those with several precisions have; and
 their optimizer."""
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes in a loss scaler; the rest is configuration, which the one who loads has chosen anew."""
 
 
 def is_engine(value: Any) -> bool:
     """Whether a module is an engine, which is `engine.module` with an optimizer and counters."""
     attributes = vars(value) if isinstance(value, torch.nn.Module) else {}
-    return {"optimizer", *_COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
+    return {"optimizer", *COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
 
 
 def unwrapped(engine: Any) -> Any:
@@ -68,7 +66,7 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
             return None
         groups = [group["params"] for group in value.param_groups]
         return FlatOptimizer(
-            value, groups, lambda _: None, partial(_facts, value, engine), partial(_take, value, engine)
+            value, groups, lambda _: None, partial(facts_of, value, engine), partial(take_facts, value, engine)
         )
     _refuse_unreadable(fqn, wrapper)
     if not isinstance(wrapper.optimizer, torch.optim.Optimizer):
@@ -77,8 +75,8 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
         wrapper.optimizer,
         _groups_of(wrapper),
         lambda named: flat_module(fqn, named, wrapper),
-        partial(_facts, wrapper, engine),
-        partial(_take, wrapper, engine),
+        partial(facts_of, wrapper, engine),
+        partial(take_facts, wrapper, engine),
     )
 
 
@@ -233,48 +231,6 @@ def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
         else:
             low = parameter
         low.detach().view(-1)[start : start + numel].copy_(_flat(held.master)[position : position + numel])
-
-
-def _facts(wrapper: Any, engine: Any | None) -> dict[str, Any]:
-    """What a resumed training needs besides parameters and their state."""
-    facts: dict[str, Any] = {}
-    scaler = _dynamic_scaler(wrapper)
-    if scaler is not None:
-        facts["loss_scaler"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
-    autocast = getattr(wrapper, "torch_autocast_gradscaler", None)
-    if autocast is not None:
-        facts["grad_scaler"] = autocast.state_dict()
-    if engine is not None:
-        facts["engine"] = {name: getattr(engine, name) for name in _COUNTERS}
-        if getattr(engine, "lr_scheduler", None) is not None:
-            facts["lr_scheduler"] = engine.lr_scheduler.state_dict()
-    return facts
-
-
-def _take(wrapper: Any, engine: Any | None, facts: Mapping[str, Any]) -> None:
-    scaler = _dynamic_scaler(wrapper)
-    for name, value in facts.get("loss_scaler", {}).items():
-        if scaler is not None and hasattr(scaler, name):
-            setattr(scaler, name, value)
-    autocast = getattr(wrapper, "torch_autocast_gradscaler", None)
-    if autocast is not None and facts.get("grad_scaler"):
-        autocast.load_state_dict(facts["grad_scaler"])
-    if engine is None:
-        return
-    for name, value in facts.get("engine", {}).items():
-        # Gradients of micro steps after the last step are in no checkpoint, so their accumulation starts anew.
-        begun = value % engine.gradient_accumulation_steps() if name == "micro_steps" else 0
-        setattr(engine, name, value - begun)
-    if "lr_scheduler" in facts and getattr(engine, "lr_scheduler", None) is not None:
-        engine.lr_scheduler.load_state_dict(facts["lr_scheduler"])
-
-
-def _dynamic_scaler(wrapper: Any) -> Any | None:
-    """What adapts the loss scale; None where that is fixed, as without fp16."""
-    of_zero, of_fp16 = getattr(wrapper, "loss_scaler", None), getattr(wrapper, "loss_scale_config", None)
-    if getattr(of_zero, "dynamic", False):
-        return of_zero
-    return of_fp16 if getattr(of_fp16, "dynamic_loss_scale", False) else None
 
 
 _UNREADABLE: Mapping[str, tuple[Callable[[Any], Any], str]] = {

@@ -12,15 +12,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from bytecheckpoint.adapters import deepspeed, fsdp1
+from bytecheckpoint.adapters import deepspeed
 from bytecheckpoint.adapters.flat_parts import FlatModule, FlatOptimizer, HeldPart, NamedPart, merged
 from bytecheckpoint.adapters.meta_modules import materialise
-from bytecheckpoint.adapters.module_tree import ModuleTree, tree_of
+from bytecheckpoint.adapters.module_parts import (
+    EXTRA_STATE,
+    ModulePart,
+    is_data,
+    is_extra_state,
+    part_of,
+    refuse_lazy,
+)
 from bytecheckpoint.adapters.pipelines import Stage
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
-from bytecheckpoint.adapters.stateful import TreeTarget, keep_for_rank
 from bytecheckpoint.adapters.stored import (
     Contents,
     Expectation,
@@ -32,56 +37,9 @@ from bytecheckpoint.adapters.stored import (
 )
 from bytecheckpoint.adapters.stored_subclasses import Refusals, refusals
 from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses
-from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, unsupported
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards
 from bytecheckpoint.adapters.ties import untied
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", fsdp1.WRAPPED})
-"""What torch.compile, activation checkpointing and FSDP1 put into names."""
-_EXTRA_STATE = "_extra_state"
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile, activation checkpointing and FSDP1 put into it."""
-    parts = name.split(".")
-    return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
-
-
-class _Part(NamedTuple):
-    """One module of an entry."""
-
-    tree: ModuleTree
-    ddp_prefixes: Sequence[str]
-    """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
-    stage: int | None
-    """Which stage of a pipeline it is, where it says so."""
-    is_wrapped: bool
-    """Whether a wrapper puts anything into names; else they are plain as they are."""
-    flat: FlatModule | None = None
-    """What its framework keeps flat."""
-
-    def plain_name(self, name: str) -> str:
-        """The name of something in the module, without what wrappers put into it."""
-        if not self.is_wrapped:
-            return name
-        for prefix in self.ddp_prefixes:
-            if name.startswith(prefix):
-                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
-        return plain_name(name)
-
-    def plain_tensors(self) -> Mapping[str, torch.Tensor] | None:
-        """The state_dict, where all in it are plain tensors of the module under plain names: told by a few looks."""
-        if self.is_wrapped or self.flat is not None or not self.tree.is_saved_as_usual:
-            return None
-        values = self.tree.state_dict()
-        are_plain = PLAIN_TENSORS.issuperset(map(type, values.values())) and _EXTRA_STATE not in "".join(values)
-        return values if are_plain else None
-
-    def state(self) -> Iterator[tuple[str, str, Any]]:
-        """The state_dict without flat parameters: of each value the module's own name, the plain name, and itself."""
-        replaced = () if self.flat is None else self.flat.replaced
-        for name, value in self.tree.state_dict().items():
-            if id(value) not in replaced:
-                yield name, self.plain_name(name), value
+from bytecheckpoint.adapters.tree_target import TreeTarget, keep_for_rank
 
 
 class _Held(NamedTuple):
@@ -113,7 +71,7 @@ class ModuleEntry:
         self.fqn = fqn
         self.engines = [stage.module for stage in stages if deepspeed.is_engine(stage.module)]
         """Those of the modules that are engines of DeepSpeed."""
-        self._parts = [_part_of(fqn, stage) for stage in stages]
+        self._parts = [part_of(fqn, stage) for stage in stages]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
@@ -130,7 +88,7 @@ class ModuleEntry:
             if part.flat is None and (optimizers or self.engines or deepspeed.has_traces(part.tree)):
                 self._parts[index] = part._replace(flat=self._flat_of(part, optimizers))
 
-    def _flat_of(self, part: _Part, optimizers: Sequence[FlatOptimizer]) -> FlatModule | None:
+    def _flat_of(self, part: ModulePart, optimizers: Sequence[FlatOptimizer]) -> FlatModule | None:
         found = part.tree.module.named_parameters(remove_duplicate=False)
         named = [(part.plain_name(name), parameter) for name, parameter in found]
         known = {id(each.optimizer): each for each in optimizers}.values()  # one may have several names
@@ -235,14 +193,14 @@ class ModuleEntry:
             own: dict[str, Any] = {}
             for name, plain, value in part.state():
                 fqn = join_fqn(self.fqn, plain)
-                found = stored.entry_tree(fqn) if _is_data(name, value) else None
+                found = stored.entry_tree(fqn) if is_data(name, value) else None
                 if fqn in self._detached:
                     given[name] = self._detached[fqn]
                 elif found is not None and found.is_taken:
                     given[name] = self._extra.filled(found.tree, found.fqn, leaves(value, fqn), stored)
-                elif _is_data(name, value) and not _is_extra_state(name):
+                elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
-            for name in filter(_is_extra_state, list(given)):
+            for name in filter(is_extra_state, list(given)):
                 part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given.pop(name))
             if given:
                 # A module that takes data of its own back looks for all of it, also for what was not loaded.
@@ -250,7 +208,7 @@ class ModuleEntry:
             if part.flat is not None:
                 part.flat.finish()
 
-    def _loadable(self, part: _Part, stored: Stored) -> Iterator[torch.Tensor]:
+    def _loadable(self, part: ModulePart, stored: Stored) -> Iterator[torch.Tensor]:
         """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
         for _, plain, tensor in part.state():
             fqn = join_fqn(self.fqn, plain)
@@ -285,12 +243,12 @@ class ModuleEntry:
             live = None if part.tree.is_saved_as_usual else part.tree.live()
             for name, plain, value in part.state():
                 fqn = prefix + plain
-                is_plain = type(value) in PLAIN_TENSORS and not name.endswith(_EXTRA_STATE)
-                if not is_plain and _is_data(name, value):
+                is_plain = type(value) in PLAIN_TENSORS and not name.endswith(EXTRA_STATE)
+                if not is_plain and is_data(name, value):
                     extra[fqn] = value
                     continue
                 if not is_plain:
-                    _refuse_lazy(fqn, value)
+                    refuse_lazy(fqn, value)
                 is_live = live is None or id(value) in live
                 tensor = value if is_live else self._detached.setdefault(fqn, value)
                 if is_plain or not is_subclass(tensor):
@@ -323,32 +281,3 @@ def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: Stored) -> str:
     """The first of a tensor's names that the checkpoint has."""
     return next((name for name in (fqn, *other_names.get(fqn, ())) if name in stored.tensors), fqn)
-
-
-def _refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
-    if torch.nn.parameter.is_lazy(tensor):
-        advice = "call forward once, so that its shape is known"
-        raise unsupported(fqn, "a parameter of a lazy module that has not been initialised", advice)
-
-
-def _is_extra_state(name: str) -> bool:
-    return name.rpartition(".")[2] == _EXTRA_STATE
-
-
-def _is_data(name: str, value: Any) -> bool:
-    """Whether something in a state_dict is no tensor of the module: extra state, or what its own hooks put there."""
-    return not isinstance(value, torch.Tensor) or _is_extra_state(name)
-
-
-def _part_of(fqn: str, stage: Stage) -> _Part:
-    module = stage.module
-    tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
-    is_fsdp1 = fsdp1.has_units(fqn, tree)
-    if is_fsdp1:
-        tree = fsdp1.walked_tree(fqn, tree)
-    tree.reshard()
-    wrapped = [name for name, child in tree.submodules if isinstance(child, DistributedDataParallel)]
-    ddp_prefixes = sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True)
-    is_wrapped = bool(wrapped) or any(plain_name(name) != name for name, _ in tree.submodules)
-    part = _Part(tree, ddp_prefixes, stage.number, is_wrapped)
-    return part._replace(flat=fsdp1.flat_module(fqn, tree, part.plain_name)) if is_fsdp1 else part

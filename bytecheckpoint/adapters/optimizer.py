@@ -8,9 +8,8 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -18,29 +17,33 @@ import torch
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState, differing_error
 from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
-from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
+from bytecheckpoint.adapters.one_values import holds_more, is_number, is_one, put_one_value
 from bytecheckpoint.adapters.parameter_names import (
     NamesParameters,
     OptimizedParameters,
     ParameterNames,
-    check_state_key,
     name_parameters,
 )
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, keep_in_tree, leaves, with_leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, keep_in_tree, leaves, with_leaves
 from bytecheckpoint.adapters.stored import (
     Contents,
     Expectation,
     Problem,
     Stored,
-    StoredTensor,
     not_stored,
     placeholder,
 )
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.stored_subclasses import SubclassState
-from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
-from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype, unsupported
-from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.adapters.subclasses import restored
+from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, unsupported
+from bytecheckpoint.adapters.whole_state import (
+    becomes_number,
+    check_has_state,
+    collect_state,
+    kept_elsewhere,
+    new_state,
+)
 
 
 class OptimizerEntry:
@@ -68,7 +71,7 @@ class OptimizerEntry:
         """
         for optimizer in self.optimizers:
             if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-                raise _elsewhere(self.fqn, optimizer)
+                raise kept_elsewhere(self.fqn, optimizer)
         self._optimized = name_parameters(self.fqn, self._parameters(), modules)
 
     def collect(self) -> Contents:
@@ -77,10 +80,10 @@ class OptimizerEntry:
         fqns: list[str] = []
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
-            _check_has_state(self.fqn, optimizer)
+            check_has_state(self.fqn, optimizer)
             for parameter, names in self._named(optimizer):
                 state = optimizer.state.get(parameter)
-                plain = self._collect_state(names.name, state, shards, fqns) if state else None
+                plain = collect_state(f"{self.fqn}.state.{names.name}.", state, shards, fqns) if state else None
                 if plain:
                     tree["state"][names.name] = plain
         num_whole = len(shards.found)
@@ -106,28 +109,6 @@ class OptimizerEntry:
         all_fqns.update(shard.fqn for shard in shards.found[num_whole:])
         return Contents(shards.found, all_fqns, {self.fqn: ("shared", encoded)})
 
-    def _collect_state(
-        self, name: str, state: Mapping[str, Any], shards: LocalShards, fqns: list[str]
-    ) -> dict[str, Any]:
-        """Adds one parameter's tensors to the shards, and their FQNs to these; returns the rest, with references."""
-        plain: dict[str, Any] = {}
-        prefix = f"{self.fqn}.state.{name}."
-        for key, value in state.items():
-            fqn = f"{prefix}{key}"
-            if type(key) is not str or not key or "." in key:
-                check_state_key(fqn, key)
-            if type(value) in PLAIN_TENSORS or (isinstance(value, torch.Tensor) and not is_subclass(value)):
-                shards.add(fqn, value)
-                fqns.append(fqn)
-                continue
-            found = leaves(value, fqn)
-            refs = {leaf: TensorRef(leaf) for leaf, tensor in found.items() if isinstance(tensor, torch.Tensor)}
-            fqns += refs
-            for leaf in refs:
-                shards.add(leaf, found[leaf])
-            plain[key] = with_leaves(_copied(value, fqn), fqn, refs)
-        return plain
-
     def expect(self, stored: Stored) -> Expectation:
         padding: list[LocalShard] = []
         expectation = Expectation([], set(), [], padding=padding)
@@ -146,7 +127,7 @@ class OptimizerEntry:
                 expectation.problems.extend(self._problems(parameter, names, found))
                 of_subclasses = self._subclasses(optimizer, parameter, names, found).problems()
                 expectation.problems.extend(self._conflict(names, key, why) for key, why in of_subclasses)
-                if _fits(parameter, names, found):
+                if found.fits(names, tuple(parameter.shape)):
                     expectation.shards.extend(self._state_shards(optimizer, parameter, names, found))
             for flat in self._flat_states(optimizer):
                 of_flat = flat.expect(found)
@@ -161,7 +142,7 @@ class OptimizerEntry:
         """What keeps a parameter from having its state."""
         if found.group(names) is None:
             yield not_stored(f"{self.fqn}.groups.{names.name}")
-        if _fits(parameter, names, found):
+        if found.fits(names, tuple(parameter.shape)):
             return
         for fqn, tensor in found.tensors(names).values():
             if tensor.shape:
@@ -184,7 +165,7 @@ class OptimizerEntry:
             if not isinstance(target, torch.Tensor):
                 is_nested = "." in key
                 new = subclasses.new_part(key, tensor, torch.device("meta")) if is_nested else None
-                target = _new_state(optimizer, parameter, key, tensor, "meta") if new is None else new
+                target = new_state(optimizer, parameter, key, tensor, "meta") if new is None else new
             shards.add(fqn, target)
         for key, value in subclasses.own.items():
             is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
@@ -206,10 +187,10 @@ class OptimizerEntry:
                     continue
                 if "." in key:
                     self._created[fqn] = subclasses.new_part(key, tensor, None)
-                elif _becomes_number(subclasses.own.get(key), tensor):
+                elif becomes_number(subclasses.own.get(key), tensor):
                     self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
                 else:
-                    optimizer.state[parameter][key] = _new_state(optimizer, parameter, key, tensor, None)
+                    optimizer.state[parameter][key] = new_state(optimizer, parameter, key, tensor, None)
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
                 flat.prepare(found)
@@ -237,7 +218,7 @@ class OptimizerEntry:
                     continue
                 optimizer.state[parameter][key] = restored(with_leaves(value, fqn, new), fqn, like=parameter)
             for key, (fqn, tensor) in found.tensors(names).items():
-                if _becomes_number(subclasses.own.get(key), tensor):
+                if becomes_number(subclasses.own.get(key), tensor):
                     put_one_value(optimizer, parameter, key, self._created[fqn])
         differing: list[str] = []
         for optimizer in self.optimizers:
@@ -266,7 +247,7 @@ class OptimizerEntry:
         """The parameters whose state is loaded."""
         for optimizer in self.optimizers:
             for parameter, names in self._named(optimizer):
-                if not found.is_excluded(names) and _fits(parameter, names, found):
+                if not found.is_excluded(names) and found.fits(names, tuple(parameter.shape)):
                     yield optimizer, parameter, names
 
     def _find(self, stored: Stored) -> StoredOptimizer | None:
@@ -315,54 +296,3 @@ class OptimizerEntry:
                 optimized = flat.get(id(parameter), ())
                 if any(of_parameter.part.numel for of_parameter in optimized):
                     yield FlatState(self.fqn, optimizer, parameter, optimized=optimized, one_values=self._created)
-
-
-def _check_has_state(fqn: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that keeps its state elsewhere than torch's do, so that none of it would be saved."""
-    overrides = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-    if overrides and not optimizer.state and optimizer.state_dict().get("state"):
-        raise _elsewhere(fqn, optimizer)
-
-
-def _elsewhere(fqn: str, optimizer: torch.optim.Optimizer) -> CheckpointSaveError:
-    what = f"a {type(optimizer).__name__}, which does not keep its state in `.state`"
-    return unsupported(
-        fqn, what, "pass the optimizer inside it, or shard with fully_shard (FSDP2) and a torch optimizer"
-    )
-
-
-def _fits(parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer) -> bool:
-    """Whether the parameter has the shape that it had when its state was made, as far as the checkpoint tells."""
-    return found.parameter_shape(names) in {None, tuple(parameter.shape)}
-
-
-def _becomes_number(own: Any, stored: StoredTensor) -> bool:
-    """Whether a stored tensor goes to where the optimizer has a number."""
-    return is_number(own) and prod(stored.shape) == 1
-
-
-def _new_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, stored: StoredTensor, device: str | None
-) -> torch.Tensor:
-    """A state tensor that lies like its parameter where it has its shape, and is whole otherwise.
-
-    On `device`, or where the optimizer itself would have made it.
-    """
-    dtype = torch_dtype(stored.dtype)
-    is_scalar = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
-    if stored.shape == tuple(parameter.shape) and not is_scalar:
-        return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
-    if device is None:
-        home = scalar_device(optimizer, parameter) if is_scalar else parameter.device
-        return torch.empty(stored.shape, dtype=dtype, device=home)
-    return torch.empty(stored.shape, dtype=dtype, device=device)
-
-
-def _copied(value: Any, fqn: str) -> Any:
-    """The same tree in containers of its own, so that the live state is not changed. A subclass is one of its parts."""
-    if isinstance(value, dict) or is_subclass(value):
-        items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
-        return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
-    if type(value) not in (list, tuple):
-        return value
-    return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))

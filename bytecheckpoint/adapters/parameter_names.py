@@ -13,7 +13,7 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart, NamedPart
 from bytecheckpoint.adapters.fsdp1 import is_flattened
-from bytecheckpoint.adapters.modules import plain_name
+from bytecheckpoint.adapters.module_parts import plain_name
 from bytecheckpoint.adapters.plain_data import join_fqn
 from bytecheckpoint.adapters.tensors import unsupported
 

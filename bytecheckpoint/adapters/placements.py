@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import product
 from math import prod
 from operator import index
 from typing import Any, NamedTuple
@@ -17,11 +16,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # what fully_shard makes of tensor parallel
 
+from bytecheckpoint.adapters.intervals import MeshAxis, boxes_of, fitting_intervals, left_to_right, lengths_of
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.region import Region, split_flat_range, whole
-
-_Interval = tuple[int, int]
-"""First index and number of indices, along one tensor dimension."""
 
 _RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int], Sequence[int]]]]
 """Of a shape, the number of ranks along the mesh axis, and which of them: offsets and lengths of each region that this
@@ -29,16 +26,6 @@ one holds, in the order in which they lie in its memory."""
 
 
 _OF_TORCH = frozenset({Replicate, Shard, _StridedShard})
-
-
-class MeshAxis(NamedTuple):
-    """One axis of a mesh, as one rank sees it."""
-
-    placement: Any
-    num_parts: int
-    """How many ranks there are along the axis."""
-    coordinate: int
-    """Which of them this rank is."""
 
 
 class Part(NamedTuple):
@@ -99,10 +86,10 @@ def _find_parts(
     _kinds: tuple[type, ...],
 ) -> Sequence[Part] | None:
     """`_kinds` tells placements apart that some versions of torch say are equal."""
-    fitting = _fitting(shape, local_shape, mesh_axes)
+    fitting = fitting_intervals(shape, local_shape, mesh_axes)
     if not fitting or any(intervals != fitting[0] for intervals in fitting):
         return None
-    return tuple(Part(box, None if place == whole(local_shape) else place) for box, place in _boxes(fitting[0]))
+    return tuple(Part(box, None if place == whole(local_shape) else place) for box, place in boxes_of(fitting[0]))
 
 
 _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
@@ -143,7 +130,7 @@ def _parts_by_regions(
 ) -> Sequence[Part]:
     """Of one placement that gives regions: it cuts what the others, which come first, have left."""
     axis = by_regions[0]
-    intervals = [_left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
+    intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):
         raise _does_not_fit(fqn, axis.placement, "beside it only Shard and Replicate placements are supported")
     offsets, left = tuple(start for ((start, _),) in intervals), tuple(length for ((_, length),) in intervals)
@@ -187,25 +174,10 @@ def _does_not_fit(fqn: str, placement: Any, why: str) -> CheckpointMismatchError
     )
 
 
-def _fitting(
-    shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
-) -> list[list[list[_Interval]]]:
-    """The indices along each dimension that this rank holds, in the order in which its local tensor has them.
-
-    Strided placements say two things where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
-    from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was,
-    unless it fits neither, or both.
-    """
-    layouts = [[_left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)]]
-    if _may_be_fully_sharded(mesh_axes):
-        layouts.append([_right_to_left(dim, length, mesh_axes) for dim, length in enumerate(shape)])
-    return [intervals for intervals in layouts if _lengths(intervals) == local_shape]
-
-
 def _misfit(
     fqn: str, shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
 ) -> CheckpointMismatchError:
-    fitting = _fitting(shape, local_shape, mesh_axes)
+    fitting = fitting_intervals(shape, local_shape, mesh_axes)
     placements = [placement for placement, _, _ in mesh_axes]
     if fitting:
         return CheckpointMismatchError(
@@ -215,97 +187,9 @@ def _misfit(
             "changed; pad the tensor so that its lengths divide evenly",
             kind="conflict",
         )
-    held = _lengths([_left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)])
+    held = lengths_of([left_to_right(dim, length, mesh_axes) for dim, length in enumerate(shape)])
     return CheckpointMismatchError(
         f"{fqn}: placements {placements} of a {list(shape)} tensor give this rank {list(held)}, but "
         f"its local tensor is {list(local_shape)}; build the DTensor from shards that follow torch.chunk",
         kind="conflict",
     )
-
-
-def _lengths(intervals: Sequence[Sequence[_Interval]]) -> tuple[int, ...]:
-    return tuple(sum(length for _, length in of_dim) for of_dim in intervals)
-
-
-def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """Whether fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
-    strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
-    if len(strided) != 1:
-        return False
-    placement = mesh_axes[strided[0]][0]
-    later = [num_parts for other, num_parts, _ in mesh_axes[strided[0] + 1 :] if _shards(other, placement.dim)]
-    return int(placement.split_factor) == prod(later)
-
-
-def _shards(placement: Any, dim: int) -> bool:
-    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
-
-
-def _right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[_Interval]:
-    """As fully_shard lays out what is sharded already: its own axis, the strided one, cuts last."""
-    held: list[_Interval] = [(0, length)]
-    for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
-        if _shards(placement, dim):
-            held = _nth(_chunk(held, num_parts), coordinate)
-    return held
-
-
-def _left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[_Interval]:
-    """As distribute_tensor does it: each axis cuts what those before it left."""
-    held: list[_Interval] = [(0, length)]
-    for placement, num_parts, coordinate in mesh_axes:
-        if isinstance(placement, _StridedShard) and placement.dim == dim:
-            pieces = _chunk(held, int(placement.split_factor))
-            held = _joined([part for piece in pieces for part in _nth(_chunk(piece, num_parts), coordinate)])
-        elif isinstance(placement, Shard) and placement.dim == dim:
-            held = _nth(_chunk(held, num_parts), coordinate)
-    return held
-
-
-def _chunk(intervals: Sequence[_Interval], num_parts: int) -> list[list[_Interval]]:
-    """The listed indices cut like torch.chunk cuts a dimension: equal parts, rounded up, the last ones short."""
-    total = sum(length for _, length in intervals)
-    part_length = -(-total // num_parts)
-    return [_take(intervals, min(part * part_length, total), part_length) for part in range(num_parts)]
-
-
-def _take(intervals: Sequence[_Interval], first: int, count: int) -> list[_Interval]:
-    taken = []
-    for start, length in intervals:
-        skipped = min(first, length)
-        used = min(length - skipped, count)
-        if used:
-            taken.append((start + skipped, used))
-        first -= skipped
-        count -= used
-    return taken
-
-
-def _nth(parts: Sequence[list[_Interval]], index: int) -> list[_Interval]:
-    return parts[index] if index < len(parts) else []
-
-
-def _joined(intervals: Sequence[_Interval]) -> list[_Interval]:
-    joined: list[_Interval] = []
-    for start, length in intervals:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((start, length))
-    return joined
-
-
-def _boxes(intervals: Sequence[Sequence[_Interval]]) -> list[tuple[Region, Region]]:
-    """Every combination of one interval a dimension: its region in the global tensor, and in the local one."""
-    with_positions = []
-    for of_dim in intervals:
-        position, entries = 0, []
-        for start, length in of_dim or [(0, 0)]:
-            entries.append((start, length, position))
-            position += length
-        with_positions.append(entries)
-    boxes = []
-    for combination in product(*with_positions):
-        starts, lengths, positions = (tuple(entry[part] for entry in combination) for part in range(3))
-        boxes.append((Region(starts, lengths), Region(positions, lengths)))
-    return boxes

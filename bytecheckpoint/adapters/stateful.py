@@ -11,10 +11,8 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.plain_data import TensorRef, content_fqn, encode_plain, fits_inline, leaves, with_leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, leaves
 from bytecheckpoint.adapters.stored import (
     PER_RANK_NAME,
     Contents,
@@ -22,17 +20,14 @@ from bytecheckpoint.adapters.stored import (
     Problem,
     RankMissing,
     Stored,
-    StoredTensor,
     StoredTree,
     not_stored,
-    placeholder,
     rank_missing,
-    shares_elements,
 )
-from bytecheckpoint.adapters.stored_subclasses import partly_taken, refusals, unbuildable
-from bytecheckpoint.adapters.subclass_facts import FACTS
-from bytecheckpoint.adapters.subclasses import around, is_facts, outer_fqn, restored, subclasses_in
-from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, dtype_name, unsupported
+from bytecheckpoint.adapters.stored_subclasses import refusals
+from bytecheckpoint.adapters.subclasses import around, subclasses_in
+from bytecheckpoint.adapters.tensors import LocalShards, unsupported
+from bytecheckpoint.adapters.tree_target import TreeTarget, is_sharded, keep_for_rank
 
 
 class Stateful(Protocol):
@@ -68,104 +63,6 @@ class RankLocal:
 
     def __repr__(self) -> str:
         return f"RankLocal({self.value!r})"
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor | ShardedTensor)
-
-
-def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
-    """What stands in the tree for a tensor that may differ from rank to rank.
-
-    Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
-    several ranks are replicas of one and different ones do not meet; those that are spread over ranks keep their name.
-    """
-    if fits_inline(tensor):
-        return tensor
-    name = fqn if is_sharded(tensor) else content_fqn(fqn, tensor)
-    shards.add(name, tensor)
-    return name
-
-
-class TreeTarget:
-    """The tensors of a stored tree on their way to an object: the object's own where they fit, else new ones."""
-
-    def __init__(self) -> None:
-        self._new: dict[str, torch.Tensor] = {}
-        self.live: dict[str, torch.Tensor] = {}
-        """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
-        self.kept: dict[str, torch.Tensor] = {}
-        """Those of them that stay as they are."""
-
-    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
-        """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
-        shards = LocalShards()
-        for name, found in self._refs(tree, fqn, stored):
-            own = current.get(name)
-            target = own if _fits(own, found) else self._new.get(name)
-            shards.add(name, placeholder(found) if target is None else target)
-        return shards.found
-
-    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> None:
-        for name, found in self._refs(tree, fqn, stored):
-            own = current.get(name)
-            if not _fits(own, found):
-                device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
-                self._new[name] = torch.empty_like(placeholder(found), device=device)
-
-    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> Any:
-        """The tree with tensors in place of references; what include and exclude leave out is as in `current`."""
-        new = {}
-        values = leaves(tree, fqn)
-        for name, value in values.items():
-            state_name = stored.rename(name)
-            if isinstance(value, TensorRef):
-                new[name] = self._new.get(state_name, current.get(state_name))
-            elif not stored.takes(name) or isinstance(value, RankMissing):
-                new[name] = current.get(state_name)
-        filled = with_leaves(tree, fqn, new)
-        if not any(map(is_facts, values)):
-            return filled
-        live = {**dict.fromkeys(self.left_out(tree, fqn, stored)), **self.live}
-        return restored(filled, fqn, live, left=self._unbuildable(values, stored).keys())
-
-    def left_out(self, tree: Any, fqn: str, stored: Stored) -> set[str]:
-        """The subclasses, by checkpoint FQN, that would have to be built without what include and exclude leave out."""
-        return {name for name in partly_taken(leaves(tree, fqn), stored) if _state_fqn(name, stored) not in self.live}
-
-    def problems(self, tree: Any, fqn: str, stored: Stored) -> list[Problem]:
-        """Which subclasses in the tree cannot be built."""
-        return list(self._unbuildable(leaves(tree, fqn), stored).values())
-
-    def _unbuildable(self, values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
-        not_built = partly_taken(values, stored)
-        found = unbuildable(values, stored)
-        return {
-            name: problem
-            for name, problem in found.items()
-            if name not in not_built and _state_fqn(name, stored) not in self.live
-        }
-
-    def _refs(self, tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
-        """State FQN and stored tensor of every reference in the tree that the load takes."""
-        values = leaves(tree, fqn)
-        left = self.left_out(tree, fqn, stored)
-        sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not around(name, left)]
-        names = [name for name in map(stored.rename, sources) if not around(name, self.kept)]
-        return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
-
-
-def _state_fqn(fqn: str, stored: Stored) -> str:
-    """What a subclass of this checkpoint FQN is called in the state: what its facts are called says so."""
-    return outer_fqn(stored.rename(f"{fqn}.{FACTS}"))
-
-
-def _fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """Whether what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
-    if not isinstance(own, torch.Tensor) or is_sharded(own):
-        return isinstance(own, torch.Tensor)
-    is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)
-    return is_same and not own.is_meta and own.layout is torch.strided and not shares_elements(own)
 
 
 class StatefulEntry:

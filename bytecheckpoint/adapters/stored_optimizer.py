@@ -138,6 +138,10 @@ class StoredOptimizer:
         tensors = (self._stored.saved.get(self._source(name)) for name in self._names(names))
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
+    def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
+        return self.parameter_shape(names) in {None, shape}
+
     def group(self, names: ParameterNames) -> StoredGroup | None:
         return next((self._groups[name] for name in self._names(names)), None)
 

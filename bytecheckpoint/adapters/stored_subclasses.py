@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.plain_data import TensorRef, leaves
+from bytecheckpoint.adapters.spread_subclasses import names_table, spread_like
 from bytecheckpoint.adapters.stored import (
     Problem,
     Stored,
@@ -28,9 +29,7 @@ from bytecheckpoint.adapters.subclasses import (
     flat_parts,
     is_facts,
     is_subclass,
-    names_table,
     outer_fqn,
-    spread_like,
     tied_subclasses,
     why_not_built,
 )

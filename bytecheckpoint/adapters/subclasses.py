@@ -7,18 +7,16 @@ of the outer tensor's part, dimension by dimension. Knows neither checkpoints no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from bytecheckpoint.adapters.spread_subclasses import dense_stride, spread_as, spread_like
 from bytecheckpoint.adapters.subclass_facts import (
     FACTS,
     Facts,
@@ -29,9 +27,6 @@ from bytecheckpoint.adapters.subclass_facts import (
     facts_of,
 )
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, unsupported
-
-_TABLES = frozenset({"qmap"})
-"""Inner tensors that hold one table for all elements, as torchao's low-bit optimizer states do: no part of anything."""
 
 
 def is_subclass(value: object) -> bool:
@@ -59,7 +54,7 @@ def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
             what = f"a tensor subclass, {type(local).__qualname__}, whose part {name!r} is no tensor"
             raise unsupported(fqn, what, "save the plain tensors that it is made of")
     if isinstance(tensor, DTensor):
-        spread = {name: _spread(f"{fqn}.{name}", inner, tensor) for name, inner in parts.items()}
+        spread = {name: spread_as(f"{fqn}.{name}", inner, tensor) for name, inner in parts.items()}
         parts = {name: inner for name, inner in spread.items() if inner is not None}
     return {**parts, FACTS: facts_of(fqn, local, context, tensor)}
 
@@ -220,7 +215,7 @@ def _built(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor:
     shape = outer._local_tensor.shape
     inner = {name: part._local_tensor for name, part in inner.items()}
     try:
-        local = _unflattened(inner, facts, shape, _dense_stride(shape, stride), device)
+        local = _unflattened(inner, facts, shape, dense_stride(shape, stride), device)
     except Exception:
         if outer._local_tensor.numel():
             raise
@@ -233,79 +228,3 @@ def _unflattened(
 ) -> torch.Tensor:
     built: torch.Tensor = class_of(facts).__tensor_unflatten__(inner, context_of(facts, shape, device), shape, stride)
     return built
-
-
-def _dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a tensor without gaps whose dimensions lie in memory as those of this stride do."""
-    stride = [0] * len(shape)
-    dims = sorted(range(len(shape)), key=lambda dim: (-order[dim], dim))
-    for at, dim in enumerate(dims):
-        stride[dim] = prod(max(shape[other], 1) for other in dims[at + 1 :])
-    return tuple(stride)
-
-
-def spread_like(
-    outer: DTensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_table: bool = False
-) -> DTensor | None:
-    """A DTensor of this global shape whose parts are to those of `outer` as its lengths are to those of `outer`.
-
-    None where the lengths of the parts are not whole numbers.
-    """
-    sharded = set() if is_table else _sharded_dims(outer)
-    if sharded is None or not _can_follow(len(shape), outer, sharded):
-        return None
-    lengths = list(shape)
-    if outer.device_mesh.get_coordinate() is None:
-        lengths, sharded = [0], set()
-    for dim in sharded:
-        lengths[dim], rest = divmod(shape[dim] * outer._local_tensor.shape[dim], max(outer.shape[dim], 1))
-        if rest:
-            return None
-    local = torch.empty(lengths, dtype=dtype, device=device)
-    return _as_dtensor(local, torch.Size(shape), outer, is_table=is_table)
-
-
-def names_table(fqn: str) -> bool:
-    """Whether the inner tensor of this FQN is the same for all parts of the tensor around it."""
-    return fqn.rpartition(".")[2] in _TABLES
-
-
-def _spread(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
-    """The inner tensor of one part of a DTensor as a part of its own global tensor; None where this rank, which holds
-    nothing, cannot tell.
-    """
-    if names_table(fqn):
-        return _as_dtensor(inner, inner.shape, outer, is_table=True)
-    sharded, local = _sharded_dims(outer), outer._local_tensor
-    shape: list[int] | None = None
-    if sharded is not None and _can_follow(inner.dim(), outer, sharded):
-        if any(local.shape[dim] == 0 for dim in sharded):
-            return None
-        ratios = {dim: divmod(inner.shape[dim] * outer.shape[dim], local.shape[dim]) for dim in sharded}
-        if not any(rest for _, rest in ratios.values()):
-            shape = [ratios[dim][0] if dim in sharded else length for dim, length in enumerate(inner.shape)]
-    if shape is None:
-        what = f"part of a DTensor, {list(inner.shape)} for {list(local.shape)} of {list(outer.shape)}"
-        what += f" with placements {outer.placements}, so that which region it is cannot be said"
-        raise unsupported(fqn, what, "shard along dimensions that it has, in multiples of its blocks")
-    return _as_dtensor(inner, torch.Size(shape), outer, is_table=False)
-
-
-def _sharded_dims(outer: DTensor) -> set[int] | None:
-    """The dimensions along which it is cut; None where that is not how it is cut."""
-    cuts = [placement for placement in outer.placements if not isinstance(placement, Replicate)]
-    dims = {placement.dim for placement in cuts if isinstance(placement, Shard | _StridedShard)}
-    return dims if all(isinstance(placement, Shard | _StridedShard) for placement in cuts) else None
-
-
-def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
-    """Whether a tensor of so many dimensions has those along which the outer one is cut."""
-    return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
-
-
-def _as_dtensor(local: torch.Tensor, shape: torch.Size, outer: DTensor, *, is_table: bool) -> DTensor:
-    placements = tuple(Replicate() for _ in outer.placements) if is_table else outer.placements
-    meta = TensorMeta(shape, _dense_stride(shape, range(len(shape), 0, -1)), local.dtype)
-    spec = DTensorSpec(outer.device_mesh, placements, tensor_meta=meta)
-    # Not from_local, which may copy to another device.
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -13,7 +13,8 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.placements import MeshAxis, Part, held_parts, is_known
+from bytecheckpoint.adapters.intervals import MeshAxis
+from bytecheckpoint.adapters.placements import Part, held_parts, is_known
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region, whole
