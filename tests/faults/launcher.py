@@ -81,6 +81,8 @@ def serve() -> dict[str, Any] | None:
         pid = os.fork()
         if pid == 0:
             _redirect(request["output"])
+            # As in a terminal: what a shell starts in the background ignores it, and so does all that this starts.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             return dict(request)
         _answer(pid)
     return None
