@@ -306,9 +306,8 @@ def load(
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         traffic = read_together(ranks, source, fetches, match)
-        with source.changes.overwriting():
-            match.zero_padding()
-            finish_all(entries, stored)
+        match.zero_padding()
+        finish_all(entries, stored, source.changes.overwriting)
         ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
     ranks.farewell()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)

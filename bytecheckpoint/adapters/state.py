@@ -5,6 +5,7 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -152,15 +153,18 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
     return collected
 
 
-def finish_all(entries: Sequence[Entry], stored: Stored) -> None:
-    """Finishes every entry, also behind one that cannot take all that it should.
+def finish_all(
+    entries: Sequence[Entry], stored: Stored, overwriting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Finishes every entry, `overwriting` around each, also behind one that cannot take all that it should.
 
     Raises the first CheckpointMismatchError of any of them.
     """
     errors: list[CheckpointMismatchError] = []
     for entry in entries:
         try:
-            entry.finish(stored)
+            with overwriting():
+                entry.finish(stored)
         except CheckpointMismatchError as error:
             errors.append(error)
     if errors:
