@@ -11,7 +11,8 @@ import pytest
 from bytecheckpoint.collector import collector_paused
 
 
-def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
+def thread_that_pauses() -> tuple[threading.Thread, threading.Event, threading.Event]:
+    """Not begun yet; with what it sets once it has paused, and what it waits for."""
     entered, leave = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -19,7 +20,11 @@ def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
             entered.set()
             assert leave.wait(20)
 
-    other = threading.Thread(target=pause)
+    return threading.Thread(target=pause), entered, leave
+
+
+def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
+    other, entered, leave = thread_that_pauses()
     with collector_paused():
         other.start()
         assert entered.wait(20)
@@ -42,14 +47,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with collector_paused():
-            entered.set()
-            assert leave.wait(20)
-
-    other = threading.Thread(target=pause)
+    other, entered, leave = thread_that_pauses()
     other.start()
     assert entered.wait(20)
     pid = os.fork()

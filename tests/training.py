@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,31 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(self.embedding(tokens)))
+
+
+class Training:
+    """A model and its optimizer, and steps whose loss `forward` gives."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def forward(self, step: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.forward(0)
+
+    def step(self, step: int, between: Callable[[], Any] = lambda: None) -> None:
+        loss = self.forward(step)
+        between()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def mlp(seed: int = 0) -> nn.Sequential:

@@ -14,6 +14,7 @@ from megatron_like import DistributedOptimizer, Grid, Model, Spec, Wrapper, full
 from torch import Tensor
 
 from distributed import truth
+from distributed.builders import StateBuilder
 from distributed.layouts import State
 
 GRID = Grid(tp=2, pp=2, dp=2)
@@ -22,20 +23,11 @@ _COLUMNS = re.compile(r"(attention\.wo|mlp\.down)\.weight$")
 _FIRST_STAGE = re.compile(r"embedding\.|frozen\.|layers\.[01]\.")
 
 
-class MegatronBuilder:
+class MegatronBuilder(StateBuilder):
     """As layouts.Builder."""
 
     def __init__(self, rank: int) -> None:
         self._grid = GRID._replace(rank=rank)
-
-    def truth(self, optimizer: str) -> State:
-        return self._state(optimizer, "", has_state=True)
-
-    def noise(self, optimizer: str) -> State:
-        return self._state(optimizer, "noise.", has_state=True)
-
-    def stateless(self, optimizer: str) -> State:
-        return self._state(optimizer, "noise.", has_state=False)
 
     def _state(self, name: str, prefix: str, *, has_state: bool) -> State:
         model = Model(list(_specs(self._grid.pp_rank)), self._grid, partial(_source, prefix))

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from distributed import truth
+from distributed.builders import StateBuilder
 
 
 class Own(Placement):
@@ -49,21 +50,12 @@ def ragged_tensor(mesh: DeviceMesh, rank: int, fqn: str, value: Tensor) -> DTens
     return DTensor(flat_of_ragged(value, placement, rank).clone(), spec, requires_grad=False)
 
 
-class RaggedBuilder:
+class RaggedBuilder(StateBuilder):
     """Builds the true state, and others, on one of four ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._mesh = init_device_mesh("cpu", (4,))
-
-    def truth(self, optimizer: str) -> dict[str, Any]:
-        return self._state(optimizer, "", has_state=True)
-
-    def noise(self, optimizer: str) -> dict[str, Any]:
-        return self._state(optimizer, "noise.", has_state=True)
-
-    def stateless(self, optimizer: str) -> dict[str, Any]:
-        return self._state(optimizer, "noise.", has_state=False)
 
     def _state(self, name: str, prefix: str, *, has_state: bool) -> dict[str, Any]:
         model = self._model(lambda fqn, tensor: truth.value(prefix + fqn, tensor))

@@ -9,7 +9,7 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import Training
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.modules import ModuleEntry
@@ -118,7 +119,7 @@ def wrap(net: nn.Module, *, checkpointed: bool = False, **options: Any) -> Fully
         return unit(net, ignored_modules=[net.ignored])
 
 
-class Trained:
+class Trained(Training):
     """A model and its optimizer after some steps."""
 
     def __init__(self, *, seed: int, num_steps: int, **options: Any) -> None:
@@ -128,24 +129,9 @@ class Trained:
         for step in range(num_steps):
             self.step(step)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
     def forward(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step)
         return self.model(torch.randint(0, 11, (9,), generator=generator)).float().square().sum()
-
-    def evaluate(self) -> None:
-        with torch.no_grad():
-            self.forward(0)
-
-    def step(self, step: int, between: Callable[[], Any] = lambda: None) -> None:
-        loss = self.forward(step)
-        between()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Everything that a checkpoint holds, by FQN, as torch gathers it. Buffers in their own precision."""

@@ -4,7 +4,6 @@ model, and training must go on as if nobody had looked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from training import Training
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.module_tree import tree_of
@@ -34,7 +34,7 @@ def layers(seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Linear(5, 3))
 
 
-class Sharded:
+class Sharded(Training):
     """A model of which fully_shard has the first layer and the whole, and its optimizer, after two steps or none."""
 
     def __init__(self, rank: int, options: dict[str, Any], *, seed: int, num_steps: int) -> None:
@@ -46,24 +46,9 @@ class Sharded:
         for step in range(num_steps):
             self.step(step)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer}
-
     def forward(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(10 * step + self._rank)
         return self.model(torch.randn(6, 4, generator=generator)).float().square().sum()
-
-    def evaluate(self) -> None:
-        with torch.no_grad():
-            self.forward(0)
-
-    def step(self, step: int, between: Callable[[], Any] = lambda: None) -> None:
-        loss = self.forward(step)
-        between()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them whole, with the shards in place again."""

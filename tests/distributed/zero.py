@@ -10,22 +10,14 @@ import torch
 from deepspeed_like import Wrapper
 
 from distributed import truth
+from distributed.builders import StateBuilder
 
 
-class ZeroBuilder:
+class ZeroBuilder(StateBuilder):
     """Builds the states that the matrix compares, on this rank. Only for an optimizer with one count of steps."""
 
     def __init__(self, wrap: Callable[..., Wrapper], _rank: int) -> None:
         self._wrap = wrap
-
-    def truth(self, optimizer: str) -> dict[str, Any]:
-        return self._state(optimizer, "", has_state=True)
-
-    def noise(self, optimizer: str) -> dict[str, Any]:
-        return self._state(optimizer, "noise.", has_state=True)
-
-    def stateless(self, optimizer: str) -> dict[str, Any]:
-        return self._state(optimizer, "noise.", has_state=False)
 
     def _state(self, name: str, prefix: str, *, has_state: bool) -> dict[str, Any]:
         model = truth.Transformer()
