@@ -35,8 +35,8 @@ class WatchedStore:
         self._store.write(name, blocks, replace=replace)
         self._watch(name)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
-        self._store.read_into(name, byte_offset, buffer)
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: Any = None) -> None:
+        self._store.read_into(name, byte_offset, buffer, on_filled=on_filled)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         return self._store.list(folder)

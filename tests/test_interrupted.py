@@ -137,7 +137,7 @@ def test_compressing_saves_on_several_threads_do_not_wait_for_one_another(tmp_pa
 
 
 class NoStore:
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: Any = None) -> None:
         """Leaves the bytes as they are."""
 
 
@@ -166,7 +166,7 @@ def test_an_interrupted_load_drops_the_reads_that_have_not_begun() -> None:
     ended: list[str] = []
 
     class Interrupting:
-        def read_into(self, *_: object) -> None:
+        def read_into(self, *_: object, **__: object) -> None:
             begun.append(threading.current_thread().name)
             if threading.current_thread() is threading.main_thread():
                 raise KeyboardInterrupt

@@ -23,7 +23,7 @@ from bytecheckpoint.storage.os_errors import (
     truncated,
     write_error,
 )
-from bytecheckpoint.storage.store import Access, Block
+from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 _READ_BYTES = 64 << 20
 """One request's part of a read: the backend's copy of it is what a read costs in memory."""
@@ -103,7 +103,7 @@ class FsspecStore:
 
         send(self._fs, upload, blocks, calling)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
         path, shown = self._path(name), self._show(name)
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         for start in range(0, flat.nbytes, _READ_BYTES):
@@ -114,6 +114,8 @@ class FsspecStore:
             if len(data) != part.nbytes:
                 raise truncated(shown, wanted_end=byte_offset + flat.nbytes, found_end=first + len(data))
             part[:] = data
+            if on_filled is not None:
+                on_filled(start + part.nbytes)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path, shown = (self._path(folder), self._show(folder)) if folder else (self._root, self._shown)

@@ -11,8 +11,12 @@ import errno
 import os
 from contextlib import suppress
 
+from bytecheckpoint.storage.store import OnFilled
+
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB a call, macOS refuses more than 2 GiB - 1."""
+_CACHED_BYTES = 1 << 20
+"""What a core has in its cache when it has just read it."""
 
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EINTR})
 """EINTR too: it is an optimisation, and a timer that ticks faster than it works would interrupt it for ever."""
@@ -54,14 +58,17 @@ def write_some(fd: int, content: memoryview, byte_offset: int) -> int:
     return os.pwritev(fd, [content[:_MAX_CALL_BYTES]], byte_offset)
 
 
-def read_fully(fd: int, byte_offset: int, buffer: memoryview) -> int:
+def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: OnFilled | None = None) -> int:
     """Fills the buffer from `byte_offset` on. How many bytes it got: fewer than it takes where the file ends early."""
     filled = 0
+    step_bytes = _MAX_CALL_BYTES if on_filled is None else _CACHED_BYTES
     while filled < buffer.nbytes:
-        count = os.preadv(fd, [buffer[filled : filled + _MAX_CALL_BYTES]], byte_offset + filled)
+        count = os.preadv(fd, [buffer[filled : filled + step_bytes]], byte_offset + filled)
         if count == 0:
             break
         filled += count
+        if on_filled is not None:
+            on_filled(filled)
     return filled
 
 

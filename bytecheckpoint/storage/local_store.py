@@ -32,7 +32,7 @@ from bytecheckpoint.storage.os_errors import (
     truncated,
     write_error,
 )
-from bytecheckpoint.storage.store import Access, Block
+from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
@@ -75,7 +75,7 @@ class LocalStore:
         with writing:
             self._make_name_durable(path, replace=replace)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
         path = self._resolve(check_name(name))
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         with _reading(path):
@@ -84,7 +84,7 @@ class LocalStore:
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise missing_file(path)
-                filled = read_fully(fd, byte_offset, flat)
+                filled = read_fully(fd, byte_offset, flat, on_filled)
             finally:
                 os.close(fd)
         if filled < flat.nbytes:

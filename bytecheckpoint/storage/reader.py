@@ -176,9 +176,12 @@ def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int
 
 def _run(store: Store, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:
     with target as buffer:
-        store.read_into(read.name, read.byte_offset, buffer)
-    if checks is not None:
-        checks.check(read, buffer)
+        check = None if checks is None else _Check(checks, read, buffer)
+        store.read_into(read.name, read.byte_offset, buffer, on_filled=check)
+        if check is not None:
+            check(read.byte_length)  # what the store has not told
+    if check is not None:
+        check.raise_damage()
     read.place(buffer)
 
 
@@ -252,23 +255,48 @@ class _Checks:
 
     def __init__(self, file: DataFile) -> None:
         ends = accumulate(file.extent_lengths)
-        self._extents = {
+        self.extents = {
             end - length: (length, digest)
             for end, length, digest in zip(ends, file.extent_lengths, file.extent_digests, strict=True)
         }
+        """Length and digest of each."""
 
-    def check(self, read: Read, buffer: memoryview) -> None:
-        """Compares every extent in the buffer, which holds whole extents, unless the file has no checksums."""
-        position = 0
-        while self._extents and position < read.byte_length:
-            start = read.byte_offset + position
+
+class _Check:
+    """Compares each extent of a read, which consists of whole ones, as soon as its bytes are there; none where the file
+    has no checksums.
+    """
+
+    def __init__(self, checks: _Checks, read: Read, buffer: memoryview) -> None:
+        self._extents = checks.extents
+        self._read = read
+        self._buffer = buffer
+        self._position = 0
+        self._damage: CheckpointCorruptError | None = None
+
+    def __call__(self, filled: int) -> None:
+        while self._extents and self._position < filled and self._damage is None:
+            start = self._read.byte_offset + self._position
             length, expected = self._extents[start]
-            found = xxhash.xxh3_64_intdigest(buffer[position : position + length])
+            if self._position + length > filled:
+                return
+            found = xxhash.xxh3_64_intdigest(self._buffer[self._position : self._position + length])
             if found != expected:
-                raise CheckpointCorruptError(
-                    f"{read.name}: bytes {start} to {start + length} are damaged (checksum {expected:016x} expected, "
-                    f"{found:016x} found); they are part of {read.wanted_by()}. Copy the file again from a good "
-                    "replica, or load another checkpoint; `bcp verify` lists all damage",
-                    kind="checksum",
-                )
-            position += length
+                self._damage = _damaged(self._read, start, start + length, expected=expected, found=found)
+            self._position += length
+
+    def raise_damage(self) -> None:
+        """What was found is raised only now that the read has ended, because only then is it known what it has
+        overwritten.
+        """
+        if self._damage is not None:
+            raise self._damage
+
+
+def _damaged(read: Read, start: int, end: int, *, expected: int, found: int) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{read.name}: bytes {start} to {end} are damaged (checksum {expected:016x} expected, {found:016x} found); "
+        f"they are part of {read.wanted_by()}. Copy the file again from a good replica, or load another checkpoint; "
+        "`bcp verify` lists all damage",
+        kind="checksum",
+    )

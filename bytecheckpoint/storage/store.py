@@ -40,6 +40,11 @@ class Access(NamedTuple):
         return int(self.latency_s * self.bytes_per_s)
 
 
+OnFilled = Callable[[int], None]
+"""Told how many bytes of a buffer, from its start, are there: who looks at them at once finds them in the processor's
+cache."""
+
+
 class Store(Protocol):
     """Named objects under a root. Names are relative, with forward slashes. Methods may be called from any thread.
 
@@ -59,8 +64,10 @@ class Store(Protocol):
         Raises CheckpointExistsError (exists) where the name is taken, unless `replace`, which switches atomically.
         """
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
         """Fills a writable buffer of bytes with the object's bytes from `byte_offset` on.
+
+        `on_filled` is called, from any thread but one call at a time, as often as suits the store, or never.
 
         Raises CheckpointNotFoundError (missing_file) or, where the object ends too early, CheckpointCorruptError
         (truncated).

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage.store import Access, Block, Store
@@ -68,9 +69,9 @@ class FaultyStore:
             else:
                 self.store.write(name, blocks, replace=replace)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: Any = None) -> None:
         with self._operation("read_into", name):
-            self.store.read_into(name, byte_offset, buffer)
+            self.store.read_into(name, byte_offset, buffer, on_filled=on_filled)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         with self._operation("list", folder):

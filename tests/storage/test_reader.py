@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import xxhash
+
+from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.spare_threads import SpareThreads
+from bytecheckpoint.storage import reader
+
+LENGTHS = (10, 1, 30, 7, 52)
+CONTENT = bytes(range(100))
+
+
+class Telling:
+    """A store that tells how far a read has come every few bytes, or never."""
+
+    def __init__(self, content: bytes, step_bytes: int | None) -> None:
+        self._content = content
+        self._step_bytes = step_bytes
+
+    def read_into(self, _name: str, byte_offset: int, buffer: memoryview, *, on_filled: Any = None) -> None:
+        buffer[:] = self._content[byte_offset : byte_offset + buffer.nbytes]
+        if self._step_bytes is not None and on_filled is not None:
+            for filled in range(self._step_bytes, buffer.nbytes, self._step_bytes):
+                on_filled(filled)
+
+
+def read_all(content: bytes, *, step_bytes: int | None, into: memoryview | None) -> bytes:
+    """The last four extents of the file, as they were placed."""
+    file = DataFile("f", len(CONTENT), LENGTHS, digests())
+    placed: list[bytes] = []
+    target = None if into is None else (lambda: nullcontext(into))
+    read = reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda: "x")
+    memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    store = Telling(content, step_bytes)
+    reader.run_reads(store, [read], threads=1, verify=True, scratch_bytes=1000, memory=memory, submit=submit)
+    return placed[0]
+
+
+def digests() -> list[int]:
+    found, position = [], 0
+    for length in LENGTHS:
+        found.append(xxhash.xxh3_64_intdigest(CONTENT[position : position + length]))
+        position += length
+    return found
+
+
+@pytest.mark.parametrize("step_bytes", [None, 1, 7, 31, 89, 1000])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_every_extent_is_verified_however_a_store_tells_how_far_it_has_come(
+    step_bytes: int | None, is_direct: bool
+) -> None:
+    into = memoryview(bytearray(90)) if is_direct else None
+    assert read_all(CONTENT, step_bytes=step_bytes, into=into) == CONTENT[10:]
+    for position in range(10, 100):
+        damaged = bytearray(CONTENT)
+        damaged[position] ^= 1
+        with pytest.raises(CheckpointCorruptError, match="damaged") as caught:
+            read_all(bytes(damaged), step_bytes=step_bytes, into=into)
+        assert caught.value.kind == "checksum"
