@@ -12,7 +12,8 @@ import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.deepspeed import flat_optimizer, is_engine
-from bytecheckpoint.adapters.megatron import MegatronEntry, is_megatron_module, refuse_inside
+from bytecheckpoint.adapters.megatron import MegatronEntry
+from bytecheckpoint.adapters.megatron_modules import is_megatron_module, refuse_inside
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
