@@ -469,7 +469,7 @@ def test_flat_shards_of_any_length_are_parts_of_a_parameter(seed: int) -> None:
     for start, end in itertools.pairwise(cuts):
         entry = MegatronEntry("model", [model])
         held = parameter.detach().view(-1)[start:end].clone()
-        entry.link([Optimized(parameter, held, start, is_master=True)])
+        entry.link([Optimized(parameter, held, start, "copy")])
         for shard in entry.collect().shards:
             place = tuple(slice(at, at + length) for at, length in zip(*shard.region, strict=True))
             assert whole[place].eq(0).all()

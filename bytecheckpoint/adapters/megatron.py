@@ -5,14 +5,16 @@ FQNs are Megatron's keys below the name that the state uses, so layers of one ki
 layer (`decoder.layers.mlp.linear_fc1.weight`), or one for each layer where Megatron names them so. Equal regions of
 several ranks are replicas whatever their `replica_id` is. What megatron_shards.py says of the objects holds here.
 
-A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds.
+A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds. One of
+which ranks step a share each is saved by shares: elsewhere it may be as it was before the last step.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -38,8 +40,9 @@ class Optimized(NamedTuple):
     """What the optimizer has in its param_groups: flat or in the parameter's shape, contiguous."""
     start: int
     """The first element of the flattened parameter that it is."""
-    is_master: bool
-    """It is a copy in a higher precision, and no view of the parameter."""
+    kept_as: Literal["itself", "share", "copy"]
+    """The parameter itself; a view of what this rank steps of it, outside of which it may be out of date; or a copy in
+    higher precision."""
 
 
 class MegatronEntry:
@@ -61,12 +64,14 @@ class MegatronEntry:
         self._in_optimizer: dict[int, list[NamedPart]] = {}
         self._masters: dict[object, list[HeldPart]] = {}
         """By the place of a parameter: what this rank has of its more precise copy."""
+        self._shares: dict[object, list[HeldPart]] = {}
+        """By the place of a parameter: what this rank steps of it."""
         self._pieces_of: dict[object, list[Piece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_place(piece.source), []).append(piece)
         # What is no run of its parameter's memory is left out: only an optimizer that has it says so.
         in_runs = [piece.source for piece in self._pieces if piece.span is not None]
-        self.link(Optimized(source, source, 0, is_master=False) for source in in_runs)
+        self.link(Optimized(source, source, 0, "itself") for source in in_runs)
         self.link(_whole_masters(self._pieces))
 
     def _add(self, tree: Any, chunk: torch.nn.Module | None) -> None:
@@ -88,8 +93,9 @@ class MegatronEntry:
             parts = [self._part(piece, of_parameter) for piece in self._pieces_of.get(place, ())]
             if parts:
                 self._in_optimizer[id(of_parameter.held)] = parts
-            if parts and of_parameter.is_master:
-                self._masters[place] = [HeldPart(name, part, of_parameter.held) for name, part in parts]
+            if parts and of_parameter.kept_as != "itself":
+                of_kind = self._masters if of_parameter.kept_as == "copy" else self._shares
+                of_kind[place] = [HeldPart(name, part, of_parameter.held) for name, part in parts]
 
     def _part(self, piece: Piece, optimized: Optimized) -> NamedPart:
         part = piece.part(optimized.start, optimized.held.numel())
@@ -129,22 +135,19 @@ class MegatronEntry:
         return Contents(list(shards.values()), names, plain)
 
     def _saved(self) -> Iterator[LocalShard]:
+        held = {**self._shares, **self._masters}
         for piece in self._pieces:
-            if _place(piece.source) not in self._masters:
+            if _place(piece.source) not in held:
                 yield piece.shard(join_fqn(self.fqn, piece.key))
-        for name, part, memory in self._held_masters():
+        for name, part, memory in chain.from_iterable(held.values()):
             yield from part.shards(join_fqn(self.fqn, name), memory)
-
-    def _held_masters(self) -> Iterator[HeldPart]:
-        for held in self._masters.values():
-            yield from held
 
     def _loaded(self) -> Iterator[tuple[LocalShard, int | None, bool]]:
         """What a load fills, the axis along which it is padded, and whether a more precise copy exists."""
         for piece in self._pieces:
             is_rounded = _place(piece.source) in self._masters
             yield piece.shard(join_fqn(self.fqn, piece.key)), piece.padded_axis, is_rounded
-        for name, part, memory in self._held_masters():
+        for name, part, memory in chain.from_iterable(self._masters.values()):
             for shard in part.shards(join_fqn(self.fqn, name), memory):
                 yield shard, part.padded_axis, False
 
@@ -232,7 +235,7 @@ def _whole_masters(pieces: Iterable[Piece]) -> Iterator[Optimized]:
         main = getattr(source, "main_param", None)
         is_sharded = getattr(source, "main_param_sharded", False)
         if isinstance(main, torch.Tensor) and not is_sharded and main.shape == source.shape:
-            yield Optimized(source, main, 0, is_master=True)
+            yield Optimized(source, main, 0, "copy")
 
 
 def _stored_shape(shard: LocalShard, stored: Stored) -> tuple[int, ...] | None:

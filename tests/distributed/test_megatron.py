@@ -310,6 +310,27 @@ def test_flat_buffers_are_laid_out_as_megatron_does(
     assert found == owned
 
 
+def save_before_the_gather(rank: int, world_size: int, kind: str, path: str) -> None:
+    """After a step, while parameters are up to date only in what the rank itself steps, or in its copy of that."""
+    built = build(GRIDS["dp3"]._replace(rank=rank), KINDS[kind])
+    stepped = [(held, held.clone()) for _, _, held, _, _ in held_by(built)]
+    with torch.no_grad():
+        for chunk in built.chunks:
+            for parameter, _ in chunk.trained():
+                parameter.fill_(-7)
+        for held, value in stepped:
+            held.copy_(value)
+    bcp.save(path, built.state)
+
+
+@pytest.mark.parametrize("kind", ["fp32_distributed", "bf16_distributed"])
+def test_parameters_are_saved_by_the_ranks_that_step_them(workers: WorkerPool, tmp_path: Path, kind: str) -> None:
+    path = str(tmp_path / "checkpoint")
+    workers.run(save_before_the_gather, kind, path, world_size=3)
+    (wrong,) = workers.run(load_each, "single", kind, {"dp3": path}, world_size=1, process_group=False)
+    assert wrong == {"dp3": []}
+
+
 def save_odd(rank: int, world_size: int, path: str, case: str) -> str:
     """What the save of two parts that contradict one another raises."""
     data = torch.full((3, 2), float(rank))
