@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
 
 ONE = Grid(1, 1, 1)
+HALF = [Spec("a.weight", (4, 3), dtype=torch.bfloat16)]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, first: int = 0) -> Tensor:
@@ -162,6 +164,43 @@ def test_a_method_that_a_wrapper_has_inherited_changes_no_key(tmp_path: Path) ->
     bcp.save(tmp_path, {"model": OfBase(Core(2.0))})
     assert list(bcp.open(tmp_path)) == ["model.weight"]
     bcp.load(tmp_path, {"model": Core(0.0)})
+
+
+ALIKE = [Spec("w", (4, 3)), Spec("scale", (), dtype=torch.bfloat16)]
+
+
+def in_a_dict(first: nn.Module, second: nn.Module) -> Any:
+    return {"student": first.sharded_state_dict(), "teacher": second.sharded_state_dict()}
+
+
+def in_a_list(first: nn.Module, second: nn.Module) -> Any:
+    return [first, second]
+
+
+@pytest.mark.parametrize("together", [in_a_dict, in_a_list])
+@pytest.mark.parametrize("specs", [ALIKE[:1], ALIKE[1:], HALF])
+def test_two_models_of_one_name_are_refused(tmp_path: Path, together: Any, specs: list[Spec]) -> None:
+    models = [Model(specs, ONE, source) for source in (counting, zeros)]
+    with pytest.raises(bcp.CheckpointSaveError, match=rf"^model\.{specs[0].key} is the name of two tensors") as caught:
+        bcp.save(tmp_path / "different", {"model": together(*models)})
+    assert caught.value.kind == "unsupported_value"
+    bcp.save(tmp_path / "tied", {"model": together(models[0], models[0])})
+    nan = [Model(specs, ONE, lambda *given: counting(*given).mul(math.nan)) for _ in range(2)]
+    bcp.save(tmp_path / "equal", {"model": together(*nan)})
+    assert bcp.open(tmp_path / "equal")[f"model.{specs[0].key}"][...].isnan().all()
+
+
+def test_copies_of_one_name_that_optimizers_keep_are_refused(tmp_path: Path) -> None:
+    states = [trained(Float16Optimizer, source) for source in (counting, zeros)]
+    with pytest.raises(bcp.CheckpointSaveError, match="the name of two tensors"):
+        bcp.save(tmp_path, {"model": [state["model"] for state in states]})
+
+
+def test_two_objects_of_one_name_are_refused(tmp_path: Path) -> None:
+    first, equal, other = (Holder({"scale": torch.full((2,), value)}) for value in (1.0, 1.0, 2.0))
+    bcp.save(tmp_path / "equal", {"model": [first, equal]})
+    with pytest.raises(bcp.CheckpointSaveError, match=r"layers\.extra/shard_1_4 is the name of two objects"):
+        bcp.save(tmp_path / "different", {"model": [first, other]})
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
@@ -313,9 +352,6 @@ def test_only_rows_are_padding(tmp_path: Path) -> None:
 
 def adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
-
-
-HALF = [Spec("a.weight", (4, 3), dtype=torch.bfloat16)]
 
 
 def trained(optimizer_class: Any, source: Any = counting, specs: list[Spec] = HALF) -> dict[str, Any]:

@@ -20,11 +20,12 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import HeldPart, NamedPart
 from bytecheckpoint.adapters.megatron_modules import unwrapped
-from bytecheckpoint.adapters.megatron_shards import Copied, Piece, find_in
+from bytecheckpoint.adapters.megatron_shards import Copied, Piece, bits_of, find_in
 from bytecheckpoint.adapters.padding import as_stored, beyond
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
 from bytecheckpoint.adapters.stored import Contents, Expectation, Scope, Stored, not_stored
 from bytecheckpoint.adapters.tensors import LocalShard, unsupported
+from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region
 
 _EXTRA_STATE = "_extra_state"
@@ -124,13 +125,17 @@ class MegatronEntry:
     def collect(self) -> Contents:
         shards: dict[tuple[str, Region], LocalShard] = {}
         for shard in self._saved():
-            shards.setdefault((shard.fqn, shard.region), shard)
+            first = shards.setdefault((shard.fqn, shard.region), shard)
+            if first is not shard and not _holds_same(first, shard):
+                raise _two_of_one_name(shard.fqn, "tensors")
         plain: dict[str, tuple[Scope, bytes]] = {}
         names = {fqn for fqn, _ in shards}
         for item in self._objects:
             if item.sharded.data is not None and _is_main(item.sharded.replica_id):
                 value = _as_plain(item.sharded.data)
-                plain[item.fqn] = "shared", encode_plain(value, item.fqn, keep_in_tree)
+                encoded = encode_plain(value, item.fqn, keep_in_tree)
+                if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
+                    raise _two_of_one_name(item.fqn, "objects")
                 names.update(leaves(value, item.fqn))
         return Contents(list(shards.values()), names, plain)
 
@@ -227,6 +232,19 @@ def _place(tensor: torch.Tensor) -> object:
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
+    """Whether two shards of one region are tied, or equal to the bit."""
+    a, b = shard.tensor, other.tensor
+    if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
+        return False
+    is_one_memory = a.is_meta or (a.device, a.data_ptr(), a.stride()) == (b.device, b.data_ptr(), b.stride())
+    return is_one_memory or torch.equal(bits_of(a), bits_of(b).to(a.device))
+
+
+def _two_of_one_name(fqn: str, what: str) -> CheckpointSaveError:
+    return unsupported(fqn, f"the name of two {what}", "give each model a top-level name of its own in the state")
 
 
 def _whole_masters(pieces: Iterable[Piece]) -> Iterator[Optimized]:
