@@ -97,6 +97,14 @@ def test_a_module_that_hides_one_of_megatron_is_refused(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": hiding}, "ddp")
 
 
+def test_a_stage_that_hides_one_of_megatron_is_refused(tmp_path: Path) -> None:
+    model = Model([Spec("a", (2,))], ONE, counting)
+    for modules in ([nn.Sequential(model)], [model, nn.Linear(2, 2)]):
+        stages = [SimpleNamespace(submod=module, stage_index=index) for index, module in enumerate(modules)]
+        with pytest.raises(bcp.CheckpointSaveError, match="holds Megatron's Model"):
+            bcp.save(tmp_path, {"model": stages})
+
+
 def with_head() -> nn.Module:
     model = Wrapper(Model([Spec("a", (2,))], ONE, counting))
     model.head = nn.Parameter(torch.ones(2))

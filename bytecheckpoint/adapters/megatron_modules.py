@@ -36,12 +36,12 @@ def is_megatron_module(value: object) -> bool:
     return isinstance(value, torch.nn.Module) and callable(getattr(unwrapped(value), "sharded_state_dict", None))
 
 
-def refuse_inside(fqn: str, module: object) -> None:
+def refuse_inside(fqn: str, module: torch.nn.Module) -> None:
     """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of tensors that
     ranks hold under one name would be taken for replicas.
     """
-    children = module.modules() if isinstance(module, torch.nn.Module) else ()
-    kinds = [kind for kind in dict.fromkeys(map(type, children)) if hasattr(kind, "sharded_state_dict")]
+    all_kinds = dict.fromkeys(map(type, torch.nn.Module.modules(module)))
+    kinds = [kind for kind in all_kinds if hasattr(kind, "sharded_state_dict")]
     if kinds:
         what = f"a {type(module).__name__} without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
         advice = "pass the modules inside, or give it that method; where Megatron splits no tensor, pass framework="

@@ -18,7 +18,7 @@ from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, i
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.pipelines import stages_of
+from bytecheckpoint.adapters.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
@@ -237,17 +237,12 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
 
 
 def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    if framework in {"auto", "megatron"}:
-        if all(map(is_megatron_module, items)) and not any(map(is_engine, items)):
-            return MegatronEntry(fqn, items)
-        for item in items:
-            refuse_inside(fqn, item)
-        if is_megatron_optimizer(value):
-            return MegatronOptimizerEntry(fqn, value)
     stages = stages_of(value)
     if stages:
-        return ModuleEntry(fqn, stages)
+        return _entry_of_modules(fqn, stages, framework)
+    if is_megatron_optimizer(value) and framework in {"auto", "megatron"}:
+        return MegatronOptimizerEntry(fqn, value)
+    items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
         return _Optimizers(fqn, items)
     if isinstance(value, RankLocal):
@@ -255,3 +250,13 @@ def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
     if isinstance(value, RngState):
         return RankLocalEntry(fqn, RankLocal(value, missing="keep"))
     return StatefulEntry(fqn, value)
+
+
+def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> Entry:
+    modules = [stage.module for stage in stages]
+    if framework in {"auto", "megatron"}:
+        if all(map(is_megatron_module, modules)) and not any(map(is_engine, modules)):
+            return MegatronEntry(fqn, modules)
+        for module in modules:
+            refuse_inside(fqn, module)
+    return ModuleEntry(fqn, stages)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -329,6 +330,29 @@ def test_parameters_are_saved_by_the_ranks_that_step_them(workers: WorkerPool, t
     workers.run(save_before_the_gather, kind, path, world_size=3)
     (wrong,) = workers.run(load_each, "single", kind, {"dp3": path}, world_size=1, process_group=False)
     assert wrong == {"dp3": []}
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "stage": lambda stage: stage,
+    "stages": lambda stage: [stage],
+    "schedule": lambda stage: SimpleNamespace(step=print, _stage=stage),
+}
+
+
+def save_stage(rank: int, world_size: int, path: str, form: str, framework: str) -> None:
+    model = Model([Spec("w", (6, 4), tp_axis=0)], Grid(2, 1, 1, rank), partial(source, ""))
+    bcp.save(path, {"model": FORMS[form](SimpleNamespace(submod=model, stage_index=0))}, framework)
+
+
+@pytest.mark.parametrize("framework", ["auto", "megatron"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_of_megatron_inside_a_stage_is_one(
+    workers: WorkerPool, tmp_path: Path, form: str, framework: str
+) -> None:
+    workers.run(save_stage, str(tmp_path), form, framework, world_size=2)
+    stored = bcp.open(tmp_path)
+    assert list(stored) == ["model.w"]
+    assert torch.equal(stored["model.w"][...], source("", "w", (6, 4), torch.float32))
 
 
 def save_odd(rank: int, world_size: int, path: str, case: str) -> str:
