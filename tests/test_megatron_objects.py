@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_like import (
+    ChainedOptimizer,
     DistributedOptimizer,
     Float16Optimizer,
     GradScaler,
@@ -450,6 +451,16 @@ def test_a_grad_scaler_comes_from_megatron_and_others_do_without(tmp_path: Path)
     state = of_megatron(2.0)
     bcp.load(tmp_path / "megatron", state)
     assert state["optimizer"].grad_scaler.scale.item() == 1024
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp", "deepspeed"])
+def test_an_optimizer_of_megatron_is_not_reduced_to_its_state_dict(tmp_path: Path, framework: str) -> None:
+    state = trained(DistributedOptimizer)
+    state["optimizer"].state_dict = lambda: {"param_groups": [{"lr": 0.1}]}
+    for optimizer in (state["optimizer"], ChainedOptimizer([state["optimizer"]])):
+        with pytest.raises(bcp.CheckpointSaveError, match='framework="auto" or "megatron"') as caught:
+            bcp.save(tmp_path, state | {"optimizer": optimizer}, framework)
+        assert caught.value.kind == "unsupported_value"
 
 
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:

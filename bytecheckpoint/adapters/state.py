@@ -240,8 +240,8 @@ def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
     stages = stages_of(value)
     if stages:
         return _entry_of_modules(fqn, stages, framework)
-    if is_megatron_optimizer(value) and framework in {"auto", "megatron"}:
-        return MegatronOptimizerEntry(fqn, value)
+    if is_megatron_optimizer(value):
+        return _entry_of_megatron_optimizer(fqn, value, framework)
     items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
         return _Optimizers(fqn, items)
@@ -250,6 +250,14 @@ def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
     if isinstance(value, RngState):
         return RankLocalEntry(fqn, RankLocal(value, missing="keep"))
     return StatefulEntry(fqn, value)
+
+
+def _entry_of_megatron_optimizer(fqn: str, value: Any, framework: str) -> Entry:
+    if framework not in {"auto", "megatron"}:
+        what = f"Megatron's {type(value).__name__} with framework={framework!r}, which could save no more than its "
+        what += "state_dict(), where moments and fp32 copies are missing"
+        raise unsupported(fqn, what, 'pass framework="auto" or "megatron"')
+    return MegatronOptimizerEntry(fqn, value)
 
 
 def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> Entry:
