@@ -190,7 +190,7 @@ class Holder:
         return {} if self.tensor is None else {"tensor": self.tensor, "n": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["tensor"]
+        self.given = state.get("tensor")
 
 
 @pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["stateful", "rank local"])
@@ -572,6 +572,20 @@ def test_a_subclass_to_be_built_is_left_out_where_a_part_is_excluded(tmp_path: P
     bcp.load(tmp_path, {"it": empty, "object": holder}, exclude="*.scale")
     assert empty.keys() == {"z"}
     assert holder.given is None
+
+
+@pytest.mark.parametrize("part", ["scale", "@subclass"])
+def test_a_subclass_of_a_rank_stays_where_a_part_is_excluded(tmp_path: Path, part: str) -> None:
+    bcp.save(tmp_path, {"it": bcp.RankLocal({"w": int8(1), "z": 1})})
+    own, target = int8(2), bcp.RankLocal({"w": int8(2), "z": 0})
+    before = target.value["w"]
+    bcp.load(tmp_path, {"it": target}, exclude=f"it.w.{part}")
+    assert target.value["w"] is before
+    assert same(before, own)
+    assert target.value["z"] == 1
+    target = bcp.RankLocal(None)
+    bcp.load(tmp_path, {"it": target}, exclude=f"it.w.{part}")
+    assert target.value == {"z": 1}
 
 
 class Mm(NamedTuple):
