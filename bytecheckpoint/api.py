@@ -16,8 +16,9 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 
+from bytecheckpoint.adapters.key_maps import KeyMap
 from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, finish_all, optimizers_in
-from bytecheckpoint.adapters.stored import KeyMap, Stored
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.aftermath import telling
 from bytecheckpoint.agreement import Target, agree, check_same, propose, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
