@@ -175,6 +175,53 @@ def test_a_method_that_a_wrapper_has_inherited_changes_no_key(tmp_path: Path) ->
     bcp.load(tmp_path, {"model": Core(0.0)})
 
 
+class MegatronModule(nn.Module):
+    """Has the name of Megatron's."""
+
+    sharded_state_dict = BaseModule.sharded_state_dict
+
+
+class DataParallel(MegatronModule):
+    """As Megatron's, which calls its flat memory its buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.buffers = [object()]
+
+
+def test_a_wrapper_of_megatron_may_hold_a_module_of_another_base(tmp_path: Path) -> None:
+    model = Model([*HALF, Spec("positions", (3,), kind="buffer")], ONE, counting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    state = {"model": DataParallel(model), "optimizer": optimizer}
+    options = bcp.SaveOptions(snapshot="lazy")
+    bcp.save(tmp_path, state, async_save=True, options=options).result()
+    assert sorted(bcp.open(tmp_path)) == ["model.a.weight", "model.positions"]
+    bcp.load(tmp_path, {"model": Model(model.specs.values(), ONE, zeros)})
+
+
+class Bare(nn.Module):
+    """Which only its wrapper describes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("positions", torch.ones(2))
+
+
+class OfBare(DataParallel):
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {name: sharded(name, own) for name, own in self.module.state_dict(keep_vars=True).items()}
+
+
+def test_a_wrapper_that_is_asked_itself_may_call_anything_its_buffers(tmp_path: Path) -> None:
+    model = OfBare(Bare())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    options = bcp.SaveOptions(snapshot="lazy")
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer}, async_save=True, options=options).result()
+    assert sorted(bcp.open(tmp_path)) == ["model.positions", "model.weight"]
+
+
 ALIKE = [Spec("w", (4, 3)), Spec("scale", (), dtype=torch.bfloat16)]
 
 

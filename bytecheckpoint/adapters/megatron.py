@@ -120,7 +120,7 @@ class MegatronEntry:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         for chunk in self._chunks:
-            yield from chunk.buffers()
+            yield from torch.nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name
 
     def collect(self) -> Contents:
         shards: dict[tuple[str, Region], LocalShard] = {}

@@ -6,6 +6,9 @@ import torch
 
 from bytecheckpoint.adapters.tensors import unsupported
 
+_BASE_CLASS = "MegatronModule"
+"""Megatron's DistributedDataParallel is derived of it, whatever module it wraps."""
+
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside wrappers, which have one child, call it `module`, and hold and say nothing of their own."""
@@ -25,11 +28,13 @@ def _has_own_state(module: torch.nn.Module) -> bool:
 
 
 def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
-    """Whether a wrapper says itself what of it is saved. A method that the child has inherited too, as Megatron's base
-    class gives it, only adds to the keys that there is a wrapper.
+    """Whether a wrapper says itself what of it is saved. A method that it has of Megatron's base class, or that the
+    child has inherited too, only adds to the keys that there is a wrapper.
     """
     definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)
-    return definer is not None and not isinstance(child, definer)
+    if definer is None or isinstance(child, definer):
+        return False
+    return definer.__name__ != _BASE_CLASS or not is_megatron_module(child)
 
 
 def is_megatron_module(value: object) -> bool:
