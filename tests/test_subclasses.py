@@ -222,10 +222,6 @@ def as_module(tensor: Any) -> Any:
     return {"it": model}
 
 
-def as_optimizer(tensor: Any) -> Any:
-    return {"it": model_and_optimizer(0, tensor)["optimizer"], "model": None}
-
-
 def as_tree(tensor: Any) -> Any:
     return {"it": {"weight": tensor, "bias": torch.zeros(6)}}
 
@@ -265,7 +261,8 @@ def test_what_differs_is_an_error_before_anything_is_changed(tmp_path: Path, pla
 
 def test_optimizer_state_that_differs_is_an_error(tmp_path: Path) -> None:
     bcp.save(tmp_path, model_and_optimizer(1, int8(1)))
-    for own in (int8(2, block=2), corrected(2), torch.zeros(6, 8)):
+    of_another_recipe = int8(2, recipe=Recipe(Rounding.DOWN))
+    for own in (int8(2, block=2), of_another_recipe, corrected(2), torch.zeros(6, 8)):
         target = model_and_optimizer(2, own)
         with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.exp_avg") as error:
             bcp.load(tmp_path, target)
