@@ -17,33 +17,17 @@ import torch
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState, differing_error
 from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
-from bytecheckpoint.adapters.one_values import holds_more, is_number, is_one, put_one_value
 from bytecheckpoint.adapters.parameter_names import (
     NamesParameters,
     OptimizedParameters,
     ParameterNames,
     name_parameters,
 )
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, keep_in_tree, leaves, with_leaves
-from bytecheckpoint.adapters.stored import (
-    Contents,
-    Expectation,
-    Problem,
-    Stored,
-    not_stored,
-    placeholder,
-)
+from bytecheckpoint.adapters.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
-from bytecheckpoint.adapters.stored_subclasses import SubclassState
-from bytecheckpoint.adapters.subclasses import restored
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, unsupported
-from bytecheckpoint.adapters.whole_state import (
-    becomes_number,
-    check_has_state,
-    collect_state,
-    kept_elsewhere,
-    new_state,
-)
+from bytecheckpoint.adapters.whole_state import WholeState, check_has_state, collect_state, kept_elsewhere
 
 
 class OptimizerEntry:
@@ -124,11 +108,9 @@ class OptimizerEntry:
             for parameter, names in self._named(optimizer):
                 if found.is_excluded(names):
                     continue
-                expectation.problems.extend(self._problems(parameter, names, found))
-                of_subclasses = self._subclasses(optimizer, parameter, names, found).problems()
-                expectation.problems.extend(self._conflict(names, key, why) for key, why in of_subclasses)
-                if found.fits(names, tuple(parameter.shape)):
-                    expectation.shards.extend(self._state_shards(optimizer, parameter, names, found))
+                of_parameter = self._whole_state(optimizer, parameter, names, found).expect()
+                expectation.shards.extend(of_parameter.shards)
+                expectation.problems.extend(of_parameter.problems)
             for flat in self._flat_states(optimizer):
                 of_flat = flat.expect(found)
                 expectation.shards.extend(of_flat.shards)
@@ -138,59 +120,13 @@ class OptimizerEntry:
                 expectation.problems.extend(self._hyperparameters(parameters, found, stored)[1])
         return expectation
 
-    def _problems(self, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer) -> Iterator[Problem]:
-        """What keeps a parameter from having its state."""
-        if found.group(names) is None:
-            yield not_stored(f"{self.fqn}.groups.{names.name}")
-        if found.fits(names, tuple(parameter.shape)):
-            return
-        for fqn, tensor in found.tensors(names).values():
-            if tensor.shape:
-                shape = list(found.parameter_shape(names) or ())
-                text = f"{fqn}: of a parameter of shape {shape} in the checkpoint, {list(parameter.shape)} in the state"
-                yield Problem("shape", fqn, text)
-
-    def _state_shards(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
-    ) -> list[LocalShard]:
-        """Where the state of one parameter goes, and what the optimizer has that the checkpoint lacks."""
-        subclasses = self._subclasses(optimizer, parameter, names, found)
-        states, plain = found.tensors(names), found.plain(names)
-        shards = LocalShards()
-        for key, (fqn, tensor) in states.items():
-            own = subclasses.own.get(key)
-            target = own if isinstance(own, torch.Tensor) else self._created.get(fqn)
-            if not subclasses.takes(key):
-                continue
-            if not isinstance(target, torch.Tensor):
-                is_nested = "." in key
-                new = subclasses.new_part(key, tensor, torch.device("meta")) if is_nested else None
-                target = new_state(optimizer, parameter, key, tensor, "meta") if new is None else new
-            shards.add(fqn, target)
-        for key, value in subclasses.own.items():
-            is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
-            is_own = isinstance(value, torch.Tensor) and key not in states and not is_plain
-            if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
-                shards.add(f"{self.fqn}.state.{names.name}.{key}", value)
-        return shards.found
-
     def prepare(self, stored: Stored) -> None:
         self._is_prepared = True
         found = self._find(stored)
         if found is None:
             return
-        for optimizer, parameter, names in self._loadable(found):
-            subclasses = self._subclasses(optimizer, parameter, names, found)
-            for key, (fqn, tensor) in found.tensors(names).items():
-                is_there = key in subclasses.own if "." in key else isinstance(subclasses.own.get(key), torch.Tensor)
-                if is_there or not subclasses.takes(key):
-                    continue
-                if "." in key:
-                    self._created[fqn] = subclasses.new_part(key, tensor, None)
-                elif becomes_number(subclasses.own.get(key), tensor):
-                    self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
-                else:
-                    optimizer.state[parameter][key] = new_state(optimizer, parameter, key, tensor, None)
+        for state in self._loadable(found):
+            state.prepare()
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
                 flat.prepare(found)
@@ -204,22 +140,8 @@ class OptimizerEntry:
             return
         if found.has_subclasses and not self._is_prepared:  # a rank that holds nothing has nothing to read for them
             self.prepare(stored)
-        for optimizer, parameter, names in self._loadable(found):
-            subclasses = self._subclasses(optimizer, parameter, names, found)
-            for key, (fqn, value) in found.plain(names).items():
-                if not subclasses.lacks(key):
-                    continue
-                refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
-                new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
-                if is_number(value) and holds_more(subclasses.own.get(key)):
-                    continue  # that was refused, and strict=False leaves it out
-                if is_number(value):
-                    put_one_value(optimizer, parameter, key, value)
-                    continue
-                optimizer.state[parameter][key] = restored(with_leaves(value, fqn, new), fqn, like=parameter)
-            for key, (fqn, tensor) in found.tensors(names).items():
-                if becomes_number(subclasses.own.get(key), tensor):
-                    put_one_value(optimizer, parameter, key, self._created[fqn])
+        for state in self._loadable(found):
+            state.finish(stored)
         differing: list[str] = []
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
@@ -231,24 +153,17 @@ class OptimizerEntry:
         if differing:
             raise differing_error(differing)
 
-    def _subclasses(
+    def _whole_state(
         self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
-    ) -> SubclassState:
-        live = optimizer.state.get(parameter, {})
-        if not found.has_subclasses:
-            return SubclassState(parameter, live, {}, {})
-        return SubclassState(parameter, live, found.tensors(names), found.plain(names))
+    ) -> WholeState:
+        return WholeState(self.fqn, optimizer, parameter, names=names, found=found, created=self._created)
 
-    def _conflict(self, names: ParameterNames, key: str, why: str) -> Problem:
-        fqn = f"{self.fqn}.state.{names.name}.{key}"
-        return Problem("conflict", fqn, f"{fqn}: {why}")
-
-    def _loadable(self, found: StoredOptimizer) -> Iterator[tuple[torch.optim.Optimizer, torch.Tensor, ParameterNames]]:
-        """The parameters whose state is loaded."""
+    def _loadable(self, found: StoredOptimizer) -> Iterator[WholeState]:
+        """Of the parameters whose state is loaded."""
         for optimizer in self.optimizers:
             for parameter, names in self._named(optimizer):
                 if not found.is_excluded(names) and found.fits(names, tuple(parameter.shape)):
-                    yield optimizer, parameter, names
+                    yield self._whole_state(optimizer, parameter, names, found)
 
     def _find(self, stored: Stored) -> StoredOptimizer | None:
         if self._found is None:

@@ -4,18 +4,27 @@ that are whole, and trees of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from math import prod
 from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.one_values import HOST_SCALARS, is_number, scalar_device
-from bytecheckpoint.adapters.parameter_names import check_state_key
+from bytecheckpoint.adapters.one_values import (
+    HOST_SCALARS,
+    holds_more,
+    is_number,
+    is_one,
+    put_one_value,
+    scalar_device,
+)
+from bytecheckpoint.adapters.parameter_names import ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import TensorRef, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stored import StoredTensor
-from bytecheckpoint.adapters.subclasses import is_subclass, parts_of
-from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, torch_dtype, unsupported
+from bytecheckpoint.adapters.stored import Expectation, Problem, Stored, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
+from bytecheckpoint.adapters.stored_subclasses import SubclassState
+from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
 
@@ -53,6 +62,111 @@ def collect_state(prefix: str, state: Mapping[str, Any], shards: LocalShards, fq
             shards.add(leaf, found[leaf])
         plain[key] = with_leaves(_copied(value, fqn), fqn, refs)
     return plain
+
+
+class WholeState:
+    """The state that an optimizer keeps for one parameter, in one load."""
+
+    def __init__(
+        self,
+        fqn: str,
+        optimizer: torch.optim.Optimizer,
+        parameter: torch.Tensor,
+        *,
+        names: ParameterNames,
+        found: StoredOptimizer,
+        created: MutableMapping[str, torch.Tensor],
+    ) -> None:
+        self._fqn = fqn
+        self._optimizer = optimizer
+        self._parameter = parameter
+        self._names = names
+        self._found = found
+        self._tensors = found.tensors(names)
+        self._created = created
+        """By FQN: tensors that a load makes anew and that no state holds before it ends."""
+        live = optimizer.state.get(parameter, {})
+        if found.has_subclasses:
+            self._subclasses = SubclassState(parameter, live, self._tensors, found.plain(names))
+        else:
+            self._subclasses = SubclassState(parameter, live, {}, {})
+
+    def expect(self) -> Expectation:
+        """Where the state goes, and what the optimizer has that the checkpoint lacks."""
+        problems = list(self._misfits())
+        for key, why in self._subclasses.problems():
+            fqn = self._state_fqn(key)
+            problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
+        fits = self._found.fits(self._names, tuple(self._parameter.shape))
+        return Expectation(self._shards() if fits else [], set(), problems)
+
+    def _misfits(self) -> Iterator[Problem]:
+        """What keeps the parameter from having its state."""
+        found, names, shape = self._found, self._names, tuple(self._parameter.shape)
+        if found.group(names) is None:
+            yield not_stored(f"{self._fqn}.groups.{names.name}")
+        if found.fits(names, shape):
+            return
+        for fqn, tensor in self._tensors.values():
+            if tensor.shape:
+                stored_as = list(found.parameter_shape(names) or ())
+                text = f"{fqn}: of a parameter of shape {stored_as} in the checkpoint, {list(shape)} in the state"
+                yield Problem("shape", fqn, text)
+
+    def _shards(self) -> list[LocalShard]:
+        subclasses, plain = self._subclasses, self._found.plain(self._names)
+        shards = LocalShards()
+        for key, (fqn, tensor) in self._tensors.items():
+            own = subclasses.own.get(key)
+            target = own if isinstance(own, torch.Tensor) else self._created.get(fqn)
+            if not subclasses.takes(key):
+                continue
+            if not isinstance(target, torch.Tensor):
+                is_nested = "." in key
+                new = subclasses.new_part(key, tensor, torch.device("meta")) if is_nested else None
+                target = new_state(self._optimizer, self._parameter, key, tensor, "meta") if new is None else new
+            shards.add(fqn, target)
+        for key, value in subclasses.own.items():
+            is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
+            is_own = isinstance(value, torch.Tensor) and key not in self._tensors and not is_plain
+            if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
+                shards.add(self._state_fqn(key), value)
+        return shards.found
+
+    def prepare(self) -> None:
+        """Makes the tensors that the state lacks."""
+        optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
+        for key, (fqn, tensor) in self._tensors.items():
+            is_there = key in subclasses.own if "." in key else isinstance(subclasses.own.get(key), torch.Tensor)
+            if is_there or not subclasses.takes(key):
+                continue
+            if "." in key:
+                self._created[fqn] = subclasses.new_part(key, tensor, None)
+            elif becomes_number(subclasses.own.get(key), tensor):
+                self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
+            else:
+                optimizer.state[parameter][key] = new_state(optimizer, parameter, key, tensor, None)
+
+    def finish(self, stored: Stored) -> None:
+        """Puts in place what is no tensor, or made of several."""
+        optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
+        for key, (fqn, value) in self._found.plain(self._names).items():
+            if not subclasses.lacks(key):
+                continue
+            refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
+            new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
+            if is_number(value) and holds_more(subclasses.own.get(key)):
+                continue  # that was refused, and strict=False leaves it out
+            if is_number(value):
+                put_one_value(optimizer, parameter, key, value)
+                continue
+            optimizer.state[parameter][key] = restored(with_leaves(value, fqn, new), fqn, like=parameter)
+        for key, (fqn, tensor) in self._tensors.items():
+            if becomes_number(subclasses.own.get(key), tensor):
+                put_one_value(optimizer, parameter, key, self._created[fqn])
+
+    def _state_fqn(self, key: str) -> str:
+        return f"{self._fqn}.state.{self._names.name}.{key}"
 
 
 def becomes_number(own: Any, stored: StoredTensor) -> bool:
