@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import deepspeed_like
 import pytest
 import torch
-import torch.distributed as dist
 from megatron_like import ShardedTensor, sharded
 from torch import Tensor, nn
 
@@ -52,14 +51,6 @@ def train(state: Mapping[str, Any]) -> None:
 def steps(state: Mapping[str, Any]) -> list[Any]:
     optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])
     return [of_one["step"] for of_one in optimizer.state.values()]
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def partitioned(num_steps: int, make: Callable[..., torch.optim.Optimizer] = Steps) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.hyperparameters import same_value
 from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
-from bytecheckpoint.adapters.padding import as_stored, beyond
+from bytecheckpoint.adapters.padding import as_stored, beyond, same_but_for_padding
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import leaves
 from bytecheckpoint.adapters.stored import Expectation, Problem, StoredTensor, not_stored, placeholder
@@ -82,12 +82,16 @@ class FlatState:
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
     def expect(self, found: StoredOptimizer) -> Expectation:
-        shards, problems = LocalShards(), []
+        shards = LocalShards()
+        problems: list[Problem] = []
         padding: list[LocalShard] = []
         are_one: dict[str, set[bool]] = {}
-        for names, part in self._taken(found):
+        for names, part in self._not_excluded(found):
             if found.group(names) is None:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
+            if not _fits(names, part, found):
+                problems += found.misfits(names, part.shape)
+        for names, part in self._taken(found):
             states = found.tensors(names)
             for key, (fqn, tensor) in states.items():
                 if "." in key:
@@ -165,9 +169,10 @@ class FlatState:
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
         """The parameters whose state is loaded."""
-        for names, part in self._parts:
-            if not found.is_excluded(names):
-                yield names, part
+        return ((names, part) for names, part in self._not_excluded(found) if _fits(names, part, found))
+
+    def _not_excluded(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
+        return ((names, part) for names, part in self._parts if not found.is_excluded(names))
 
     def _state_fqn(self, names: ParameterNames, key: str) -> str:
         fqn = f"{self._fqn}.state.{names.name}.{key}"
@@ -179,6 +184,10 @@ def _stored_as(names: ParameterNames, part: FlatPart, found: StoredOptimizer) ->
     """The shape of the parameter when its state was saved, as far as the checkpoint tells."""
     shape = found.parameter_shape(names)
     return part.shape if shape is None else shape
+
+
+def _fits(names: ParameterNames, part: FlatPart, found: StoredOptimizer) -> bool:
+    return same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found))
 
 
 def _is_one_value(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:

@@ -4,7 +4,7 @@ that are whole, and trees of others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from math import prod
 from typing import Any
 
@@ -93,25 +93,15 @@ class WholeState:
 
     def expect(self) -> Expectation:
         """Where the state goes, and what the optimizer has that the checkpoint lacks."""
-        problems = list(self._misfits())
+        found, names, shape = self._found, self._names, tuple(self._parameter.shape)
+        fits = found.fits(names, shape)
+        problems = [] if fits else list(found.misfits(names, shape))
+        if found.group(names) is None:
+            problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
         for key, why in self._subclasses.problems():
             fqn = self._state_fqn(key)
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
-        fits = self._found.fits(self._names, tuple(self._parameter.shape))
         return Expectation(self._shards() if fits else [], set(), problems)
-
-    def _misfits(self) -> Iterator[Problem]:
-        """What keeps the parameter from having its state."""
-        found, names, shape = self._found, self._names, tuple(self._parameter.shape)
-        if found.group(names) is None:
-            yield not_stored(f"{self._fqn}.groups.{names.name}")
-        if found.fits(names, shape):
-            return
-        for fqn, tensor in self._tensors.values():
-            if tensor.shape:
-                stored_as = list(found.parameter_shape(names) or ())
-                text = f"{fqn}: of a parameter of shape {stored_as} in the checkpoint, {list(shape)} in the state"
-                yield Problem("shape", fqn, text)
 
     def _shards(self) -> list[LocalShard]:
         subclasses, plain = self._subclasses, self._found.plain(self._names)
