@@ -82,9 +82,8 @@ class OptimizerEntry:
         }
         if elsewhere:
             tree["elsewhere"] = elsewhere
-        for each in self.wrapped:
-            tree["facts"] = tree.get("facts", {}) | each.facts()
-
+        if self.wrapped:
+            tree["facts"] = self._facts()
         all_fqns = set(fqns)
         if len(all_fqns) < len(fqns):
             fqn = next(fqn for fqn, number in Counter(fqns).items() if number > 1)
@@ -92,6 +91,17 @@ class OptimizerEntry:
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
         all_fqns.update(shard.fqn for shard in shards.found[num_whole:])
         return Contents(shards.found, all_fqns, {self.fqn: ("shared", encoded)})
+
+    def _facts(self) -> dict[str, Any]:
+        """Those of all wrapped optimizers, which a list of them has once."""
+        facts: dict[str, Any] = {}
+        for key, value in chain.from_iterable(each.facts().items() for each in self.wrapped):
+            fqn = f"{self.fqn}.facts.{key}"
+            first = facts.setdefault(key, value)
+            if encode_plain(first, fqn, keep_in_tree) != encode_plain(value, fqn, keep_in_tree):
+                what = f"{value} for one optimizer of a list, and {first} for another"
+                raise unsupported(fqn, what, "give each optimizer a name of its own in the state")
+        return facts
 
     def expect(self, stored: Stored) -> Expectation:
         padding: list[LocalShard] = []
