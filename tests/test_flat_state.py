@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from training import same_value
+from training import Tied, same_value
 
 import bytecheckpoint as bcp
 
@@ -98,3 +98,14 @@ def test_a_parameter_that_is_refused_has_no_say_in_what_a_buffer_has_one_of(tmp_
     assert state["step"] == 7
     assert torch.equal(state["exp_avg"][:9], moments["exp_avg"].flatten())
     assert torch.equal(state["exp_avg"][9:], before[9:])
+
+
+def test_flat_weights_that_are_no_longer_tied_share_nothing_of_their_state(tmp_path: Path) -> None:
+    model, untied = Tied(), apart(Tied(is_tied=False))
+    optimizer, restored = (torch.optim.Optimizer(each.parameters(), {"lr": 0.1}) for each in (model, untied))
+    optimizer.state[model.embedding.weight]["seen"] = [1, 2]
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": untied, "optimizer": restored})
+    first, second = (state["seen"] for state in restored.state.values() if "seen" in state)
+    assert first == second == [1, 2]
+    assert first is not second

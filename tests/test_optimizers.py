@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import low_bit
 import numpy as np
 import pytest
 import torch
@@ -132,6 +133,17 @@ def test_state_follows_the_parameter_into_other_groups(tmp_path: Path, groups: A
     assert rates_by_name(model, optimizer) == rates_by_name(other, restored)
 
 
+def test_groups_that_were_one_share_no_hyperparameters(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    bcp.save(tmp_path, {"model": model, "optimizer": Optimizer(model.parameters(), {"milestones": [1, 2]})})
+    groups = [{"params": other[0].parameters()}, {"params": [*other[1].parameters(), *other[3].parameters()]}]
+    restored = Optimizer(groups, {"milestones": [0]})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    first, second = (group["milestones"] for group in restored.param_groups)
+    assert first == second == [1, 2]
+    assert first is not second
+
+
 def test_a_group_of_parameters_with_different_hyperparameters_is_a_conflict(tmp_path: Path) -> None:
     model, other = mlp(0), mlp(1)
     bcp.save(tmp_path, {"model": model, "optimizer": grouped(model, REGROUPED["same"])})
@@ -223,6 +235,26 @@ def test_state_of_weights_that_are_tied_on_one_side_only(tmp_path: Path, is_tied
     if is_tied:
         assert same_value(dict(expected), dict(restored.state[other.head.weight]))
         assert found["exp_avg"].data_ptr() != restored.state[other.head.weight]["exp_avg"].data_ptr()
+
+
+def test_weights_that_are_no_longer_tied_share_nothing_of_their_state(tmp_path: Path) -> None:
+    model, other = Tied(), Tied(is_tied=False)
+    optimizer, restored = (Optimizer(each.parameters(), {"lr": 0.1}) for each in (model, other))
+    saved = optimizer.state[model.embedding.weight]
+    saved |= {"past": [torch.ones(6, 4), torch.zeros(2)], "seen": {"at": [1, 2]}, "low": low_bit.int8(0)}
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    states = [restored.state[weight] for weight in (other.embedding.weight, other.head.weight)]
+    for state in states:
+        assert same_value(state["past"], saved["past"])
+        assert state["seen"] == saved["seen"]
+        assert low_bit.same(state["low"], saved["low"])
+    first, second = states
+    assert first["past"] is not second["past"]
+    assert first["seen"] is not second["seen"]
+    assert first["seen"]["at"] is not second["seen"]["at"]
+    tensors = [[*state["past"], *low_bit.parts(state["low"]).values()] for state in states]
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(*tensors, strict=True))
 
 
 def test_an_optimizer_of_named_parameters_needs_no_model(tmp_path: Path) -> None:

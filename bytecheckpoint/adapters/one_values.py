@@ -4,6 +4,7 @@ tensors without dimensions, others as numbers. Either is loaded as the other.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import MutableMapping
 from typing import Any, TypeGuard
 
@@ -40,6 +41,9 @@ def scalar_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
 def put_one_value(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> None:
     """Puts a loaded value in place: what is a tensor stays that tensor, and what is a number stays one. A state that
     lacks it gets a tensor of its own, where the optimizer keeps one.
+
+    Never the value itself: other parts of the parameter, and what was tied to it, get the same, and steps change state
+    in place.
     """
     state: MutableMapping[str, Any] = optimizer.state[parameter]
     own = state.get(key)
@@ -48,12 +52,11 @@ def put_one_value(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key
     elif isinstance(own, torch.Tensor) and is_number(value):
         own.fill_(value)
     elif isinstance(value, torch.Tensor):
-        # Cloned, because what another part of the parameter is in has the same value, and steps count in place.
         state[key] = _number(value, like=own) if is_number(own) else value.clone()
     elif is_number(value) and own is None and key in HOST_SCALARS and _keeps_tensors(optimizer):
         state[key] = torch.tensor(float(value), dtype=torch.float32, device=scalar_device(optimizer, parameter))
     else:
-        state[key] = value
+        state[key] = copy.deepcopy(value)
 
 
 def _number(value: torch.Tensor, *, like: float) -> int | float:

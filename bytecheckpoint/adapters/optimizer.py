@@ -27,7 +27,13 @@ from bytecheckpoint.adapters.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, unsupported
-from bytecheckpoint.adapters.whole_state import WholeState, check_has_state, collect_state, kept_elsewhere
+from bytecheckpoint.adapters.whole_state import (
+    CreatedTensors,
+    WholeState,
+    check_has_state,
+    collect_state,
+    kept_elsewhere,
+)
 
 
 class OptimizerEntry:
@@ -40,9 +46,9 @@ class OptimizerEntry:
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
         self._optimized = OptimizedParameters({}, {})
         """What lies in each tensor of the param_groups."""
-        self._created: dict[str, Any] = {}
-        """Tensors that a load makes anew: those in lists of a parameter's state, and what becomes a number. And what
-        flat memory has one of."""
+        self._created: CreatedTensors = {}
+        self._one_values: dict[str, Any] = {}
+        """What flat memory has one of, by FQN."""
         self._found: StoredOptimizer | None = None
         """What the one load that this entry is made for has found."""
         self._is_prepared = False
@@ -60,7 +66,7 @@ class OptimizerEntry:
 
     def collect(self) -> Contents:
         shards = LocalShards()
-        self._created.clear()
+        self._one_values.clear()
         fqns: list[str] = []
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
@@ -220,4 +226,4 @@ class OptimizerEntry:
             for parameter in parameters:
                 optimized = flat.get(id(parameter), ())
                 if any(of_parameter.part.numel for of_parameter in optimized):
-                    yield FlatState(self.fqn, optimizer, parameter, optimized=optimized, one_values=self._created)
+                    yield FlatState(self.fqn, optimizer, parameter, optimized=optimized, one_values=self._one_values)

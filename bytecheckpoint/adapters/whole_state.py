@@ -4,6 +4,7 @@ that are whole, and trees of others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, MutableMapping
 from math import prod
 from typing import Any
@@ -64,6 +65,11 @@ def collect_state(prefix: str, state: Mapping[str, Any], shards: LocalShards, fq
     return plain
 
 
+CreatedTensors = MutableMapping[tuple[int, str], torch.Tensor]
+"""Tensors that a load makes anew and that no state holds before it ends: those in lists, and what becomes a number. By
+the parameter's id, because two that are no longer tied have one FQN, and by FQN."""
+
+
 class WholeState:
     """The state that an optimizer keeps for one parameter, in one load."""
 
@@ -75,7 +81,7 @@ class WholeState:
         *,
         names: ParameterNames,
         found: StoredOptimizer,
-        created: MutableMapping[str, torch.Tensor],
+        created: CreatedTensors,
     ) -> None:
         self._fqn = fqn
         self._optimizer = optimizer
@@ -84,7 +90,6 @@ class WholeState:
         self._found = found
         self._tensors = found.tensors(names)
         self._created = created
-        """By FQN: tensors that a load makes anew and that no state holds before it ends."""
         live = optimizer.state.get(parameter, {})
         if found.has_subclasses:
             self._subclasses = SubclassState(parameter, live, self._tensors, found.plain(names))
@@ -108,7 +113,7 @@ class WholeState:
         shards = LocalShards()
         for key, (fqn, tensor) in self._tensors.items():
             own = subclasses.own.get(key)
-            target = own if isinstance(own, torch.Tensor) else self._created.get(fqn)
+            target = own if isinstance(own, torch.Tensor) else self._created.get((id(self._parameter), fqn))
             if not subclasses.takes(key):
                 continue
             if not isinstance(target, torch.Tensor):
@@ -131,9 +136,9 @@ class WholeState:
             if is_there or not subclasses.takes(key):
                 continue
             if "." in key:
-                self._created[fqn] = subclasses.new_part(key, tensor, None)
+                self._created[id(parameter), fqn] = subclasses.new_part(key, tensor, None)
             elif becomes_number(subclasses.own.get(key), tensor):
-                self._created[fqn] = torch.empty_like(placeholder(tensor), device="cpu")
+                self._created[id(parameter), fqn] = torch.empty_like(placeholder(tensor), device="cpu")
             else:
                 optimizer.state[parameter][key] = new_state(optimizer, parameter, key, tensor, None)
 
@@ -144,16 +149,17 @@ class WholeState:
             if not subclasses.lacks(key):
                 continue
             refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
-            new = {leaf: self._created[stored.rename(ref.fqn)] for leaf, ref in refs.items()}
+            new = {leaf: self._created[id(parameter), stored.rename(ref.fqn)] for leaf, ref in refs.items()}
             if is_number(value) and holds_more(subclasses.own.get(key)):
                 continue  # that was refused, and strict=False leaves it out
             if is_number(value):
                 put_one_value(optimizer, parameter, key, value)
                 continue
-            optimizer.state[parameter][key] = restored(with_leaves(value, fqn, new), fqn, like=parameter)
+            filled = with_leaves(copy.deepcopy(value), fqn, new)  # another parameter may have been tied to this one
+            optimizer.state[parameter][key] = restored(filled, fqn, like=parameter)
         for key, (fqn, tensor) in self._tensors.items():
             if becomes_number(subclasses.own.get(key), tensor):
-                put_one_value(optimizer, parameter, key, self._created[fqn])
+                put_one_value(optimizer, parameter, key, self._created[id(parameter), fqn])
 
     def _state_fqn(self, key: str) -> str:
         return f"{self._fqn}.state.{self._names.name}.{key}"
