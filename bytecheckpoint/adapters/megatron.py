@@ -11,7 +11,7 @@ A parameter of which an optimizer keeps a more precise copy is saved as that cop
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -205,7 +205,7 @@ class MegatronEntry:
                 expectation.problems.append(not_stored(item.fqn))
         return expectation
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         """Nothing: Megatron's models have their memory."""
 
     def finish(self, stored: Stored) -> None:

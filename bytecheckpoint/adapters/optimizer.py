@@ -8,7 +8,7 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -136,7 +136,7 @@ class OptimizerEntry:
                 expectation.problems.extend(self._hyperparameters(parameters, found, stored)[1])
         return expectation
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         self._is_prepared = True
         found = self._find(stored)
         if found is None:
@@ -155,7 +155,7 @@ class OptimizerEntry:
         if found is None:
             return
         if found.has_subclasses and not self._is_prepared:  # a rank that holds nothing has nothing to read for them
-            self.prepare(stored)
+            self.prepare(stored, ())
         for state in self._loadable(found):
             state.finish(stored)
         differing: list[str] = []

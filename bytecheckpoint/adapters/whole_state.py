@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.meta_modules import home_of
 from bytecheckpoint.adapters.one_values import (
     HOST_SCALARS,
     holds_more,
@@ -117,9 +118,7 @@ class WholeState:
             if not subclasses.takes(key):
                 continue
             if not isinstance(target, torch.Tensor):
-                is_nested = "." in key
-                new = subclasses.new_part(key, tensor, torch.device("meta")) if is_nested else None
-                target = new_state(self._optimizer, self._parameter, key, tensor, "meta") if new is None else new
+                target = self._new(key, tensor, torch.device("meta"))
             shards.add(fqn, target)
         for key, value in subclasses.own.items():
             is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
@@ -127,6 +126,11 @@ class WholeState:
             if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
                 shards.add(self._state_fqn(key), value)
         return shards.found
+
+    def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
+        if "." in key:
+            return self._subclasses.new_part(key, stored, device)
+        return new_state(self._optimizer, self._parameter, key, stored, device)
 
     def prepare(self) -> None:
         """Makes the tensors that the state lacks."""
@@ -136,11 +140,11 @@ class WholeState:
             if is_there or not subclasses.takes(key):
                 continue
             if "." in key:
-                self._created[id(parameter), fqn] = subclasses.new_part(key, tensor, None)
+                self._created[id(parameter), fqn] = self._new(key, tensor, None)
             elif becomes_number(subclasses.own.get(key), tensor):
                 self._created[id(parameter), fqn] = torch.empty_like(placeholder(tensor), device="cpu")
             else:
-                optimizer.state[parameter][key] = new_state(optimizer, parameter, key, tensor, None)
+                optimizer.state[parameter][key] = self._new(key, tensor, None)
 
     def finish(self, stored: Stored) -> None:
         """Puts in place what is no tensor, or made of several."""
@@ -171,20 +175,26 @@ def becomes_number(own: Any, stored: StoredTensor) -> bool:
 
 
 def new_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, stored: StoredTensor, device: str | None
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    key: str,
+    stored: StoredTensor,
+    device: torch.device | None,
 ) -> torch.Tensor:
     """A state tensor that lies like its parameter where it has its shape, and is whole otherwise.
 
-    On `device`, or where the optimizer itself would have made it.
+    On `device`, or where the optimizer itself would have made it; also for a parameter on the meta device that is left
+    there.
     """
     dtype = torch_dtype(stored.dtype)
     is_scalar = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
+    if device is None and is_scalar:
+        device = scalar_device(optimizer, parameter)
+    elif device is None and parameter.is_meta:
+        device = home_of(parameter)
     if stored.shape == tuple(parameter.shape) and not is_scalar:
         return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
-    if device is None:
-        home = scalar_device(optimizer, parameter) if is_scalar else parameter.device
-        return torch.empty(stored.shape, dtype=dtype, device=home)
-    return torch.empty(stored.shape, dtype=dtype, device=device)
+    return torch.empty(stored.shape, dtype=dtype, device=parameter.device if device is None else device)
 
 
 def _copied(value: Any, fqn: str) -> Any:
