@@ -406,6 +406,26 @@ def test_a_parameter_of_two_modules_is_found_through_either(tmp_path: Path, name
     assert same_optimizer(optimizer, again)
 
 
+def critics(seed: int, num_steps: int) -> dict[str, Any]:
+    """A model with a critic in it, another critic beside it, and an optimizer for each."""
+    torch.manual_seed(seed)
+    model, critic = nn.ModuleDict({"critic": nn.Linear(4, 3)}), nn.Linear(4, 2)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.1 + seed) for module in (model, critic)]
+    for module, optimizer in zip((model["critic"], critic), optimizers, strict=True):
+        train(module, [optimizer], num_steps, seed)
+    return {"model": model, "critic": critic, "of_model": optimizers[0], "of_critic": optimizers[1]}
+
+
+@pytest.mark.parametrize("names", [("model", "critic"), ("critic", "model"), ("critic",), ("model",)], ids="+".join)
+def test_a_module_may_be_called_as_a_part_of_the_model_is(tmp_path: Path, names: tuple[str, ...]) -> None:
+    saved, loaded = critics(0, 2), critics(1, 0)
+    bcp.save(tmp_path, saved)
+    bcp.load(tmp_path, {key: loaded[key] for name in names for key in (name, f"of_{name}")})
+    for name in names:
+        assert same_module(saved[name], loaded[name])
+        assert same_optimizer(saved[f"of_{name}"], loaded[f"of_{name}"])
+
+
 def test_two_parameters_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
     model, encoder = nn.ModuleDict({"encoder": nn.Linear(2, 2)}), nn.Linear(2, 2)
     state = {"model": model, "encoder": encoder, "optimizer": adam_over(model, encoder)}

@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState, differing_error
 from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
 from bytecheckpoint.adapters.parameter_names import (
+    MODEL,
     NamesParameters,
     OptimizedParameters,
     ParameterNames,
@@ -46,6 +47,8 @@ class OptimizerEntry:
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
         self._optimized = OptimizedParameters({}, {})
         """What lies in each tensor of the param_groups."""
+        self._has_model = False
+        """Whether there is a `model`, which may have the names of other modules in it."""
         self._created: CreatedTensors = {}
         self._one_values: dict[str, Any] = {}
         """What flat memory has one of, by FQN."""
@@ -63,6 +66,7 @@ class OptimizerEntry:
             if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
                 raise kept_elsewhere(self.fqn, optimizer)
         self._optimized = name_parameters(self.fqn, self._parameters(), modules)
+        self._has_model = any(module.fqn == MODEL for module in modules)
 
     def collect(self) -> Contents:
         shards = LocalShards()
@@ -88,6 +92,9 @@ class OptimizerEntry:
         }
         if elsewhere:
             tree["elsewhere"] = elsewhere
+        outside = [names.name for names in self._optimized.all_names() if self._has_model and names.is_outside_model]
+        if outside:
+            tree["outside_model"] = dict.fromkeys(outside)  # a dict, because dicts of ranks are united
         if self.wrapped:
             tree["facts"] = self._facts()
         all_fqns = set(fqns)

@@ -74,7 +74,8 @@ class StoredOptimizer:
     def _source(self, name: str) -> str:
         """The checkpoint FQN of the parameter that was saved under this name."""
         in_model = join_fqn(MODEL, name)
-        return in_model if in_model in self._stored.saved else name
+        is_in_model = in_model in self._stored.saved and name not in self._tree.get("outside_model", ())
+        return in_model if is_in_model else name
 
     def _state_fqns(self, name: str) -> list[str]:
         """What a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in its
