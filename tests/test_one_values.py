@@ -157,6 +157,20 @@ def test_one_value_is_no_tensor_like_the_parameters(tmp_path: Path, layout: Any,
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_like_the_parameters_is_no_one_value(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, of_norms(training, lambda parameter: torch.ones_like(parameter).detach()))
+    loaded = of_norms(layout, lambda _: torch.tensor(2.0))
+    shapes = r"optimizer\.state\.weight\.norm: shape \[2, 3\] in the checkpoint, \[\] in the state"
+    with pytest.raises(bcp.CheckpointMismatchError, match=shapes):
+        bcp.load(tmp_path, loaded)
+    report = bcp.load(tmp_path, loaded, strict=False)
+    assert report.num_tensors == 2
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    assert all(torch.equal(state["norm"], torch.tensor(2.0)) for state in optimizer.state.values())
+
+
+@pytest.mark.usefixtures("group")
 def test_all_but_the_values_that_differ_is_loaded(tmp_path: Path) -> None:
     saved = training(3) | {"epoch": 7}
     saved["optimizer"].state[saved["model"].bias]["step"] = 9

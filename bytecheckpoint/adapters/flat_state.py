@@ -100,6 +100,10 @@ class FlatState:
                 elif _is_one_value(tensor, _stored_as(names, part, found), key):
                     are_one.setdefault(key, set()).add(True)
                     shards.add(fqn, self._one_values.get(fqn, placeholder(tensor)))
+                elif not self._can_lie(key):
+                    own = list(self._state[key].shape)
+                    text = f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {own} in the state, for a flat buffer"
+                    problems.append(Problem("shape", fqn, text))
                 else:
                     are_one.setdefault(key, set()).add(False)
                     targets = part.shards(fqn, self._target(key, tensor))
@@ -129,9 +133,14 @@ class FlatState:
                     )
                     yield Problem("shape", fqn, text)
 
+    def _can_lie(self, key: str) -> bool:
+        """Whether this memory keeps no tensor of another shape than its own, as one value for all has."""
+        own = self._state.get(key)
+        return not isinstance(own, torch.Tensor) or own.shape == self._memory.shape
+
     def _target(self, key: str, stored: StoredTensor) -> torch.Tensor:
         own = self._state.get(key)
-        if isinstance(own, torch.Tensor) and own.shape == self._memory.shape:
+        if isinstance(own, torch.Tensor):
             return own
         return torch.empty(self._memory.shape, dtype=torch_dtype(stored.dtype), device="meta")
 
