@@ -100,6 +100,20 @@ def test_a_parameter_that_is_refused_has_no_say_in_what_a_buffer_has_one_of(tmp_
     assert torch.equal(state["exp_avg"][9:], before[9:])
 
 
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("layout", [apart, together])
+def test_tensors_in_lists_have_no_place_in_flat_state(tmp_path: Path, layout: Any, num_steps: int) -> None:
+    saved = trained(plain, num_steps=1)
+    saved["optimizer"].state[saved["model"].head.weight]["past"] = [torch.ones(4, 3), torch.tensor(2.0)]
+    bcp.save(tmp_path, saved)
+    loaded = trained(layout, num_steps=num_steps)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"state\.head\.weight\.past\.0: a tensor inside a list"):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, strict=False)
+    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in states(loaded))
+    assert all(state["step"] == 1 for state in states(loaded))
+
+
 def test_flat_weights_that_are_no_longer_tied_share_nothing_of_their_state(tmp_path: Path) -> None:
     model, untied = Tied(), apart(Tied(is_tied=False))
     optimizer, restored = (torch.optim.Optimizer(each.parameters(), {"lr": 0.1}) for each in (model, untied))

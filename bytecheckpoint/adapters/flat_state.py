@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.hyperparameters import same_value
 from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
 from bytecheckpoint.adapters.padding import as_stored, beyond, same_but_for_padding
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
-from bytecheckpoint.adapters.plain_data import leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, leaves
 from bytecheckpoint.adapters.stored import Expectation, Problem, StoredTensor, not_stored, placeholder
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
@@ -146,7 +146,7 @@ class FlatState:
 
     def prepare(self, found: StoredOptimizer) -> None:
         for names, part in self._taken(found):
-            for key, (fqn, tensor) in found.tensors(names).items():
+            for key, (fqn, tensor) in _whole_tensors(names, found).items():
                 if _is_one_value(tensor, _stored_as(names, part, found), key):
                     device = scalar_device(self._optimizer, self._memory)
                     self._one_values[fqn] = torch.empty_like(placeholder(tensor), device=device)
@@ -162,10 +162,15 @@ class FlatState:
         for names, part in self._taken(found):
             of_parameter: dict[str, tuple[str, Any]] = {
                 key: (fqn, self._one_values[fqn])
-                for key, (fqn, tensor) in found.tensors(names).items()
+                for key, (fqn, tensor) in _whole_tensors(names, found).items()
                 if _is_one_value(tensor, _stored_as(names, part, found), key)
             }
-            of_parameter |= found.plain(names)
+            # Trees of tensors were refused, and strict=False leaves them out.
+            of_parameter |= {
+                key: (fqn, value)
+                for key, (fqn, value) in found.plain(names).items()
+                if not _holds(TensorRef, value, fqn)
+            }
             for key, (fqn, value) in of_parameter.items():
                 first_fqn, first = values.setdefault(key, (fqn, value))
                 if key not in differing and not same_value(first, value):
@@ -189,6 +194,11 @@ class FlatState:
         return fqn
 
 
+def _whole_tensors(names: ParameterNames, found: StoredOptimizer) -> dict[str, tuple[str, StoredTensor]]:
+    """Those of a parameter's state by key, without tensors inside lists, which were refused."""
+    return {key: of_key for key, of_key in found.tensors(names).items() if "." not in key}
+
+
 def _stored_as(names: ParameterNames, part: FlatPart, found: StoredOptimizer) -> tuple[int, ...]:
     """The shape of the parameter when its state was saved, as far as the checkpoint tells."""
     shape = found.parameter_shape(names)
@@ -205,8 +215,12 @@ def _is_one_value(stored: StoredTensor, shape: tuple[int, ...], key: str) -> boo
 
 
 def _refuse_inside(fqn: str, value: Any) -> None:
-    if any(isinstance(leaf, torch.Tensor) for leaf in leaves(value, fqn).values()):
+    if _holds(torch.Tensor, value, fqn):
         raise _refused(fqn, f"a {type(value).__name__} of tensors in the optimizer state of flat parameters")
+
+
+def _holds(kind: type[torch.Tensor | TensorRef], value: Any, fqn: str) -> bool:
+    return any(isinstance(leaf, kind) for leaf in leaves(value, fqn).values())
 
 
 def _refused(fqn: str, what: str) -> Exception:
