@@ -95,6 +95,28 @@ def test_tied_weights(tmp_path: Path, is_tied_there: bool, is_tied_here: bool) -
     assert Tied(is_tied=False).load_state_dict(mlp_state)
 
 
+@pytest.mark.parametrize("num_outputs", [6, 5], ids=["same shape", "other shape"])
+@pytest.mark.parametrize("is_tied_first", [True, False])
+def test_a_stage_may_not_use_the_name_of_a_tied_weight_for_another(
+    tmp_path: Path, num_outputs: int, is_tied_first: bool
+) -> None:
+    tied, other = Tied(), nn.ModuleDict({"head": nn.Linear(4, num_outputs, bias=False)})
+    stages = [tied, other] if is_tied_first else [other, tied]
+    with pytest.raises(bcp.CheckpointSaveError, match=r"model\.head\.weight is the name of two tensors"):
+        bcp.save(tmp_path, {"model": stages})
+
+
+@pytest.mark.parametrize("is_tied_first", [True, False])
+def test_a_stage_may_have_a_tied_weight_under_one_of_its_names(tmp_path: Path, is_tied_first: bool) -> None:
+    tied, other = Tied(), nn.ModuleDict({"head": nn.Linear(4, 6, bias=False)})
+    other["head"].weight = tied.head.weight
+    stages = [tied, other] if is_tied_first else [other, tied]
+    bcp.save(tmp_path, {"model": stages})
+    checkpoint = bcp.open(tmp_path)
+    assert torch.equal(checkpoint["model.head.weight"][...], tied.embedding.weight)
+    assert torch.equal(checkpoint["model.embedding.weight"][...], tied.embedding.weight)
+
+
 def test_tensors_that_share_memory_in_part_are_each_saved(tmp_path: Path) -> None:
     memory = torch.arange(12.0)
     source, target = nn.Module(), nn.Module()
