@@ -131,7 +131,7 @@ def test_a_parameter_without_dimensions_has_scalars_of_its_own(tmp_path: Path, n
 def test_scalars_are_made_where_the_group_says(is_capturable: bool) -> None:
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     optimizer = torch.optim.AdamW([{"params": [parameter], "capturable": is_capturable}])
-    assert scalar_device(optimizer, parameter).type == ("meta" if is_capturable else "cpu")
+    assert scalar_device(optimizer.param_groups[0], parameter).type == ("meta" if is_capturable else "cpu")
 
 
 def of_norms(layout: Callable[..., dict[str, Any]], value: Callable[[Tensor], Tensor]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -538,3 +538,35 @@ def test_schedulers_go_on_where_they_stopped(tmp_path: Path, build: Any, make_ra
     bcp.load(tmp_path, target)
     expected = schedule(source["optimizer"], source["scheduler"], 8)
     assert schedule(target["optimizer"], target["scheduler"], 8) == expected
+
+
+class Counted(list[nn.Parameter]):
+    """Counts how often somebody goes through it."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+def num_walks_of_a_load(path: Path, num_parameters: int) -> int:
+    def training(num_steps: int) -> dict[str, Any]:
+        model = nn.ParameterList([torch.ones(2)] * num_parameters)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(num_steps):
+            torch.stack(list(model.parameters())).sum().backward()
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    bcp.save(path, training(1))
+    loaded = training(0)
+    [group] = loaded["optimizer"].param_groups
+    group["params"] = Counted(group["params"])
+    bcp.load(path, loaded)
+    assert all(loaded["optimizer"].state[parameter]["step"] == 1 for parameter in loaded["model"].parameters())
+    return group["params"].num_walks
+
+
+def test_a_load_goes_through_a_group_as_often_however_many_parameters_it_has(tmp_path: Path) -> None:
+    assert num_walks_of_a_load(tmp_path / "few", 3) == num_walks_of_a_load(tmp_path / "many", 30)

@@ -32,12 +32,14 @@ class FlatState:
         optimizer: torch.optim.Optimizer,
         memory: torch.Tensor,
         *,
+        group: Mapping[str, Any],
         optimized: Sequence[OptimizedParameter],
         one_values: MutableMapping[str, Any],
     ) -> None:
         self._fqn = fqn
         self._optimizer = optimizer
         self._memory = memory
+        self._group = group
         # A rank that has nothing of a parameter has nothing to say of it either.
         self._parts = [(each.names, each.part) for each in optimized if each.part.numel]
         self._one_values = one_values
@@ -148,7 +150,7 @@ class FlatState:
         for names, part in self._taken(found):
             for key, (fqn, tensor) in _whole_tensors(names, found).items():
                 if _is_one_value(tensor, _stored_as(names, part, found), key):
-                    device = scalar_device(self._optimizer, self._memory)
+                    device = scalar_device(self._group, self._memory)
                     self._one_values[fqn] = torch.empty_like(placeholder(tensor), device=device)
                 elif not isinstance(self._state.get(key), torch.Tensor):
                     # Zeros, because the padding is stored nowhere and no step is to meet what lay there before.
@@ -178,7 +180,7 @@ class FlatState:
         for key, (_, value) in values.items():
             own = self._state.get(key)
             if key not in differing and not holds_more(own):  # that was refused, and strict=False leaves it out
-                put_one_value(self._optimizer, self._memory, key, value)
+                put_one_value(self._optimizer, self._memory, key, value, group=self._group)
         return list(differing.values())
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:

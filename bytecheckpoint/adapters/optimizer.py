@@ -75,7 +75,7 @@ class OptimizerEntry:
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
             check_has_state(self.fqn, optimizer)
-            for parameter, names in self._named(optimizer):
+            for _, parameter, names in self._named(optimizer):
                 state = optimizer.state.get(parameter)
                 plain = collect_state(f"{self.fqn}.state.{names.name}.", state, shards, fqns) if state else None
                 if plain:
@@ -128,10 +128,8 @@ class OptimizerEntry:
         for names in self._optimized.all_names():
             expectation.claims.update(found.claims(names))
         for optimizer in self.optimizers:
-            for parameter, names in self._named(optimizer):
-                if found.is_excluded(names):
-                    continue
-                of_parameter = self._whole_state(optimizer, parameter, names, found).expect()
+            for state in self._whole_states(optimizer, found):
+                of_parameter = state.expect()
                 expectation.shards.extend(of_parameter.shards)
                 expectation.problems.extend(of_parameter.problems)
             for flat in self._flat_states(optimizer):
@@ -176,17 +174,17 @@ class OptimizerEntry:
         if differing:
             raise differing_error(differing)
 
-    def _whole_state(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, names: ParameterNames, found: StoredOptimizer
-    ) -> WholeState:
-        return WholeState(self.fqn, optimizer, parameter, names=names, found=found, created=self._created)
+    def _whole_states(self, optimizer: torch.optim.Optimizer, found: StoredOptimizer) -> Iterator[WholeState]:
+        for group, parameter, names in self._named(optimizer):
+            if not found.is_excluded(names):
+                yield WholeState(
+                    self.fqn, optimizer, parameter, group=group, names=names, found=found, created=self._created
+                )
 
     def _loadable(self, found: StoredOptimizer) -> Iterator[WholeState]:
         """Of the parameters whose state is loaded."""
         for optimizer in self.optimizers:
-            for parameter, names in self._named(optimizer):
-                if not found.is_excluded(names) and found.fits(names, tuple(parameter.shape)):
-                    yield self._whole_state(optimizer, parameter, names, found)
+            yield from (state for state in self._whole_states(optimizer, found) if state.fits)
 
     def _find(self, stored: Stored) -> StoredOptimizer | None:
         if self._found is None:
@@ -218,19 +216,21 @@ class OptimizerEntry:
                 is_of_them = len(names) == len(parameters)  # a wrapper puts other parameters in their place
                 yield from zip(parameters, names if is_of_them else [None] * len(parameters), strict=True)
 
-    def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, ParameterNames]]:
-        """The parameters that are no flat memory."""
+    def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor, ParameterNames]]:
+        """The parameters that are no flat memory, each with its group."""
         whole = self._optimized.whole
-        for _, parameters in self._param_groups(optimizer):
+        for group, parameters in self._param_groups(optimizer):
             for parameter in parameters if whole else ():
                 names = whole.get(id(parameter))
                 if names is not None:
-                    yield parameter, names
+                    yield group, parameter, names
 
     def _flat_states(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatState]:
         flat = self._optimized.flat
-        for _, parameters in self._param_groups(optimizer) if flat else ():
-            for parameter in parameters:
-                optimized = flat.get(id(parameter), ())
+        for group, parameters in self._param_groups(optimizer) if flat else ():
+            for memory in parameters:
+                optimized = flat.get(id(memory), ())
                 if any(of_parameter.part.numel for of_parameter in optimized):
-                    yield FlatState(self.fqn, optimizer, parameter, optimized=optimized, one_values=self._one_values)
+                    yield FlatState(
+                        self.fqn, optimizer, memory, group=group, optimized=optimized, one_values=self._one_values
+                    )

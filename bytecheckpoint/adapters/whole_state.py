@@ -80,6 +80,7 @@ class WholeState:
         optimizer: torch.optim.Optimizer,
         parameter: torch.Tensor,
         *,
+        group: Mapping[str, Any],
         names: ParameterNames,
         found: StoredOptimizer,
         created: CreatedTensors,
@@ -87,6 +88,7 @@ class WholeState:
         self._fqn = fqn
         self._optimizer = optimizer
         self._parameter = parameter
+        self._group = group
         self._names = names
         self._found = found
         self._tensors = found.tensors(names)
@@ -97,17 +99,21 @@ class WholeState:
         else:
             self._subclasses = SubclassState(parameter, live, {}, {})
 
+    @property
+    def fits(self) -> bool:
+        """Whether the parameter had its shape when its state was saved, as far as the checkpoint tells."""
+        return self._found.fits(self._names, tuple(self._parameter.shape))
+
     def expect(self) -> Expectation:
         """Where the state goes, and what the optimizer has that the checkpoint lacks."""
-        found, names, shape = self._found, self._names, tuple(self._parameter.shape)
-        fits = found.fits(names, shape)
-        problems = [] if fits else list(found.misfits(names, shape))
+        found, names = self._found, self._names
+        problems = [] if self.fits else list(found.misfits(names, tuple(self._parameter.shape)))
         if found.group(names) is None:
             problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
         for key, why in self._subclasses.problems():
             fqn = self._state_fqn(key)
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
-        return Expectation(self._shards() if fits else [], set(), problems)
+        return Expectation(self._shards() if self.fits else [], set(), problems)
 
     def _shards(self) -> list[LocalShard]:
         subclasses, plain = self._subclasses, self._found.plain(self._names)
@@ -130,7 +136,7 @@ class WholeState:
     def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         if "." in key:
             return self._subclasses.new_part(key, stored, device)
-        return new_state(self._optimizer, self._parameter, key, stored, device)
+        return new_state(self._parameter, key, stored, device, group=self._group)
 
     def prepare(self) -> None:
         """Makes the tensors that the state lacks."""
@@ -157,13 +163,14 @@ class WholeState:
             if is_number(value) and holds_more(subclasses.own.get(key)):
                 continue  # that was refused, and strict=False leaves it out
             if is_number(value):
-                put_one_value(optimizer, parameter, key, value)
+                put_one_value(optimizer, parameter, key, value, group=self._group)
                 continue
             filled = with_leaves(copy.deepcopy(value), fqn, new)  # another parameter may have been tied to this one
             optimizer.state[parameter][key] = restored(filled, fqn, like=parameter)
         for key, (fqn, tensor) in self._tensors.items():
             if becomes_number(subclasses.own.get(key), tensor):
-                put_one_value(optimizer, parameter, key, self._created[id(parameter), fqn])
+                value = self._created[id(parameter), fqn]
+                put_one_value(optimizer, parameter, key, value, group=self._group)
 
     def _state_fqn(self, key: str) -> str:
         return f"{self._fqn}.state.{self._names.name}.{key}"
@@ -175,11 +182,12 @@ def becomes_number(own: Any, stored: StoredTensor) -> bool:
 
 
 def new_state(
-    optimizer: torch.optim.Optimizer,
     parameter: torch.Tensor,
     key: str,
     stored: StoredTensor,
     device: torch.device | None,
+    *,
+    group: Mapping[str, Any],
 ) -> torch.Tensor:
     """A state tensor that lies like its parameter where it has its shape, and is whole otherwise.
 
@@ -189,7 +197,7 @@ def new_state(
     dtype = torch_dtype(stored.dtype)
     is_scalar = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
     if device is None and is_scalar:
-        device = scalar_device(optimizer, parameter)
+        device = scalar_device(group, parameter)
     elif device is None and parameter.is_meta:
         device = home_of(parameter)
     if stored.shape == tuple(parameter.shape) and not is_scalar:
