@@ -134,6 +134,23 @@ def test_scalars_are_made_where_the_group_says(is_capturable: bool) -> None:
     assert scalar_device(optimizer.param_groups[0], parameter).type == ("meta" if is_capturable else "cpu")
 
 
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_that_the_checkpoint_lacks_is_missed(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, training(0))
+    loaded = layout(0)
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["step"] = 5
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.step: not in the checkpoint"):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, exclude="optimizer.state.*.step")
+    report = bcp.load(tmp_path, loaded, strict=False)
+    assert sorted(report.missing) == ["optimizer.state.bias.step", "optimizer.state.weight.step"]
+    assert set(steps(loaded)) == {5}
+
+
 def of_norms(layout: Callable[..., dict[str, Any]], value: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     state = layout(0)
     optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])

@@ -111,14 +111,16 @@ class FlatState:
                     targets = part.shards(fqn, self._target(key, tensor))
                     shards.found += [as_stored(target, part.padded_axis, tensor.shape) for target in targets]
                     padding += chain.from_iterable(beyond(each, part.padded_axis, tensor.shape) for each in targets)
-            numbers = {key for key, (_, value) in found.plain(names).items() if is_number(value)}
+            plain = found.plain(names)
             for key, value in self._state.items():
-                is_number_there = key in numbers and is_one(value)
+                is_number_there = key in plain and is_number(plain[key][1]) and is_one(value)
                 if key not in states and isinstance(value, torch.Tensor) and not is_number_there:
                     fqn = self._state_fqn(names, key)
                     is_flat = value.shape == self._memory.shape
                     shards.found += part.shards(fqn, value) if is_flat else []
                     problems += [] if is_flat else [not_stored(fqn)]
+                elif is_number(value) and key not in states and key not in plain:
+                    problems.append(not_stored(self._state_fqn(names, key)))
         problems += chain.from_iterable(self._clashes(key, of_key, found) for key, of_key in are_one.items())
         return Expectation(shards.found, set(), problems, padding=padding)
 

@@ -113,10 +113,17 @@ class WholeState:
         for key, why in self._subclasses.problems():
             fqn = self._state_fqn(key)
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
-        return Expectation(self._shards() if self.fits else [], set(), problems)
+        if not self.fits:
+            return Expectation([], set(), problems)
+        plain = found.plain(names)
+        lacking = (key for key, own in self._subclasses.own.items() if is_number(own))
+        problems += [
+            not_stored(self._state_fqn(key)) for key in lacking if key not in plain and key not in self._tensors
+        ]
+        return Expectation(self._shards(plain), set(), problems)
 
-    def _shards(self) -> list[LocalShard]:
-        subclasses, plain = self._subclasses, self._found.plain(self._names)
+    def _shards(self, plain: Mapping[str, tuple[str, Any]]) -> list[LocalShard]:
+        subclasses = self._subclasses
         shards = LocalShards()
         for key, (fqn, tensor) in self._tensors.items():
             own = subclasses.own.get(key)
