@@ -1,5 +1,5 @@
-"""Optimizer state from checkpoints that do not hold quite what flat memory needs: what fits is loaded, the rest is
-refused by name and left as it was. Next to it, parameters that are kept apart, of which the same is true.
+"""Flat memory and checkpoints that do not hold quite what its optimizer state needs: what fits is loaded, the rest is
+refused by name and left as it was. And flat parameters that are tied, or were.
 """
 
 from __future__ import annotations
@@ -123,3 +123,24 @@ def test_flat_weights_that_are_no_longer_tied_share_nothing_of_their_state(tmp_p
     first, second = (state["seen"] for state in restored.state.values() if "seen" in state)
     assert first == second == [1, 2]
     assert first is not second
+
+
+def only_head() -> nn.Module:
+    return nn.ModuleDict({"head": nn.Linear(4, 6, bias=False)})
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        lambda: [apart(Tied()), only_head()],
+        lambda: [together(Tied()), only_head()],
+        lambda: [Tied(), apart(only_head())],
+        lambda: [apart(Tied()), apart(only_head())],
+    ],
+    ids=["tied and flat", "tied in a buffer", "other one flat", "both flat"],
+)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_stage_may_not_use_the_name_of_a_flat_tied_weight(tmp_path: Path, stages: Any, is_reversed: bool) -> None:
+    model = stages()[::-1] if is_reversed else stages()
+    with pytest.raises(bcp.CheckpointSaveError, match=r"model\.head\.weight is the name of two tensors"):
+        bcp.save(tmp_path, {"model": model})

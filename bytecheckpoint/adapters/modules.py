@@ -38,7 +38,7 @@ from bytecheckpoint.adapters.stored import (
 from bytecheckpoint.adapters.stored_subclasses import Refusals, refusals
 from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards
-from bytecheckpoint.adapters.ties import untied
+from bytecheckpoint.adapters.ties import untied, with_flat_ties
 from bytecheckpoint.adapters.tree_target import TreeTarget, keep_for_rank
 
 
@@ -232,7 +232,7 @@ class ModuleEntry:
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
         flat: list[tuple[str, HeldPart]] = []
-        flat_aliases: dict[str, str] = {}
+        flat_ties: list[tuple[str, str]] = []
         facts: dict[str, Any] = {}
         known: dict[int, tuple[str, dict[str, Any]]] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
@@ -241,7 +241,7 @@ class ModuleEntry:
             starts.append(len(found))
             if part.flat is not None:
                 flat += [(prefix + held.name, held) for held in part.flat.held]
-                flat_aliases |= {prefix + alias: prefix + name for alias, name in part.flat.aliases.items()}
+                flat_ties += [(prefix + alias, prefix + name) for alias, name in part.flat.aliases.items()]
             plain_tensors = part.plain_tensors()
             if plain_tensors is not None:
                 found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
@@ -274,7 +274,9 @@ class ModuleEntry:
             if part.stage is not None and part.flat is not None:
                 stages |= dict.fromkeys((prefix + held.name for held in part.flat.held), part.stage)
         tensors, aliases = untied(found)
-        return _Held(tensors, aliases | flat_aliases, extra, flat, facts, stages)
+        if flat:
+            aliases = with_flat_ties(tensors, aliases, [fqn for fqn, _ in flat], flat_ties)
+        return _Held(tensors, aliases, extra, flat, facts, stages)
 
 
 def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,21 @@ def untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, to
         else:
             aliases[fqn] = owner
     return tensors, aliases
+
+
+def with_flat_ties(
+    tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
+) -> dict[str, str]:
+    """The aliases of all tensors: `aliases` are those of `tensors`, and `ties` those of `flat` parameters, by FQN."""
+    names = {*tensors, *flat}
+    found = dict(aliases)
+    for alias, fqn in ties:
+        if found.setdefault(alias, fqn) != fqn:
+            raise _two_of_one_name(alias, alias)
+    for alias in found:
+        if alias in names:
+            raise _two_of_one_name(alias, alias)
+    return found
 
 
 def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
