@@ -151,7 +151,7 @@ def test_a_number_that_the_checkpoint_lacks_is_missed(tmp_path: Path, layout: An
     assert set(steps(loaded)) == {5}
 
 
-def of_norms(layout: Callable[..., dict[str, Any]], value: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def of_norms(layout: Callable[..., dict[str, Any]], value: Callable[[Tensor], Any]) -> dict[str, Any]:
     state = layout(0)
     optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])
     for group in optimizer.param_groups:
@@ -185,6 +185,22 @@ def test_a_tensor_like_the_parameters_is_no_one_value(tmp_path: Path, layout: An
     assert report.num_tensors == 2
     optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
     assert all(torch.equal(state["norm"], torch.tensor(2.0)) for state in optimizer.state.values())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("own", [torch.zeros_like, lambda _: torch.tensor(2.0)], ids=["like the parameter", "one"])
+@pytest.mark.parametrize("stored", [None, [1, 2], "much"], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_stays_where_the_checkpoint_has_plain_data(tmp_path: Path, layout: Any, stored: Any, own: Any) -> None:
+    bcp.save(tmp_path, of_norms(training, lambda _: stored))
+    loaded = of_norms(layout, lambda parameter: own(parameter).detach())
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    before = [state["norm"].clone() for state in optimizer.state.values()]
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.norm: "):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, strict=False)
+    after = [state["norm"] for state in optimizer.state.values()]
+    assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.usefixtures("group")

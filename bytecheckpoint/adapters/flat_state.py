@@ -13,7 +13,15 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.hyperparameters import same_value
-from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
+from bytecheckpoint.adapters.one_values import (
+    HOST_SCALARS,
+    can_take,
+    holds_more,
+    is_number,
+    is_one,
+    put_one_value,
+    scalar_device,
+)
 from bytecheckpoint.adapters.padding import as_stored, beyond, same_but_for_padding
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import TensorRef, leaves
@@ -180,8 +188,7 @@ class FlatState:
                 if key not in differing and not same_value(first, value):
                     differing[key] = f"{fqn} is {value} in the checkpoint and {first_fqn} is {first}"
         for key, (_, value) in values.items():
-            own = self._state.get(key)
-            if key not in differing and not holds_more(own):  # that was refused, and strict=False leaves it out
+            if key not in differing and can_take(self._state.get(key), value):
                 put_one_value(self._optimizer, self._memory, key, value, group=self._group)
         return list(differing.values())
 

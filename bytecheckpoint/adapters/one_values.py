@@ -30,6 +30,13 @@ def holds_more(own: Any) -> bool:
     return isinstance(own, torch.Tensor) and own.numel() != 1
 
 
+def can_take(own: Any, value: Any) -> bool:
+    """Whether a loaded value has a place where the optimizer has this: one value in a tensor of one, anything in what
+    is no tensor. The rest was refused, and strict=False leaves it out.
+    """
+    return not isinstance(own, torch.Tensor) or (is_one(value) and own.numel() == 1)
+
+
 def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
     """Where an optimizer itself would have made its scalars for what this group of its param_groups has."""
     is_on_device = group.get("capturable") or group.get("fused")

@@ -14,7 +14,7 @@ import torch
 from bytecheckpoint.adapters.meta_modules import home_of
 from bytecheckpoint.adapters.one_values import (
     HOST_SCALARS,
-    holds_more,
+    can_take,
     is_number,
     is_one,
     put_one_value,
@@ -167,8 +167,8 @@ class WholeState:
                 continue
             refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
             new = {leaf: self._created[id(parameter), stored.rename(ref.fqn)] for leaf, ref in refs.items()}
-            if is_number(value) and holds_more(subclasses.own.get(key)):
-                continue  # that was refused, and strict=False leaves it out
+            if not can_take(subclasses.own.get(key), value):
+                continue
             if is_number(value):
                 put_one_value(optimizer, parameter, key, value, group=self._group)
                 continue
