@@ -302,8 +302,9 @@ def load(
         # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(shard.tensor.is_meta for shard in match.shards):
             source.changes.make_memory()
+            refused = {problem.fqn for problem in match.problems}
             for entry in entries:
-                entry.prepare(stored)
+                entry.prepare(stored, refused)
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         traffic = read_together(ranks, source, fetches, match)

@@ -12,7 +12,7 @@ which ranks step a share each is saved by shares: elsewhere it may be as it was 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -173,7 +173,7 @@ class MegatronEntry:
                 expectation.problems.append(not_stored(item.fqn))
         return expectation
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         """Nothing: Megatron's models have their memory."""
 
     def finish(self, stored: Stored) -> None:

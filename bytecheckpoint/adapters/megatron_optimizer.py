@@ -15,7 +15,7 @@ optimizer's param_groups are; the model of the same state says where in which gl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -69,8 +69,8 @@ class MegatronOptimizerEntry:
     def expect(self, stored: Stored) -> Expectation:
         return self._inner.expect(stored)
 
-    def prepare(self, stored: Stored) -> None:
-        self._inner.prepare(stored)
+    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+        self._inner.prepare(stored, refused)
 
     def finish(self, stored: Stored) -> None:
         self._inner.finish(stored)

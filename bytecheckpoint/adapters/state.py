@@ -4,7 +4,7 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -46,8 +46,10 @@ class Entry(Protocol):
     def expect(self, stored: Stored) -> Expectation:
         """What to load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
-    def prepare(self, stored: Stored) -> None:
-        """Creates that memory. Called once, after every check has passed on every rank."""
+    def prepare(self, stored: Stored, refused: Collection[str], /) -> None:
+        """Creates that memory, but for what is `refused`, by FQN. Called once, after every check has passed on every
+        rank.
+        """
 
     def finish(self, stored: Stored) -> None:
         """Puts plain data in place, once the tensors are loaded."""

@@ -6,7 +6,7 @@ any of it yet. Tensors that the object shows are loaded in place, others are cre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -131,7 +131,7 @@ class StatefulEntry:
             problems += [problem for problem in refused.problems if around(problem.fqn, {name})]
         return problems
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         if self._found is not None:
             self._target.prepare(self._found.tree, self._found.fqn, self._current, stored)
 
@@ -203,7 +203,7 @@ class RankLocalEntry:
             self._target.problems(found.tree, found.fqn, stored),
         )
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         if self._found is not None:
             self._target.prepare(self._found.tree, self._found.fqn, {}, stored)
 
