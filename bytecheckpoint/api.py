@@ -16,8 +16,9 @@ from typing import Any, Literal
 import msgspec
 import torch.distributed as dist
 
+from bytecheckpoint.adapters.key_maps import KeyMap
 from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, finish_all, optimizers_in
-from bytecheckpoint.adapters.stored import KeyMap, Stored
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.aftermath import telling
 from bytecheckpoint.agreement import Target, agree, check_same, propose, wish_of
 from bytecheckpoint.checkpoint import Checkpoint
@@ -301,8 +302,9 @@ def load(
         # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(shard.tensor.is_meta for shard in match.shards):
             source.changes.make_memory()
+            refused = {problem.fqn for problem in match.problems}
             for entry in entries:
-                entry.prepare(stored)
+                entry.prepare(stored, refused)
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         traffic = read_together(ranks, source, fetches, match)

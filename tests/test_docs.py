@@ -8,12 +8,17 @@ import contextlib
 import io
 import re
 import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Placement
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from training import mlp, same_module
 
 import bytecheckpoint as bcp
@@ -66,9 +71,32 @@ def fresh() -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"wte": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5)})
 
 
-def test_the_placement_says_which_rows_a_rank_holds() -> None:
+def documented_placement() -> Any:
     (block,) = blocks_of(ROOT / "docs" / "placements.md")
-    cyclic = run(block, {"Placement": Placement})["Cyclic"]()
+    names = {"Placement": Placement, "dataclass": dataclass, "__name__": __name__}
+    return run(block, names)["Cyclic"]()
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_the_placement_is_saved_and_loaded(tmp_path: Path, mesh: DeviceMesh) -> None:
+    def placed(value: torch.Tensor) -> DTensor:
+        spec = DTensorSpec(mesh, (documented_placement(),), TensorMeta(value.shape, value.stride(), value.dtype))
+        return DTensor(value, spec, requires_grad=False)
+
+    bcp.save(tmp_path / "checkpoint", {"w": placed(torch.ones(4, 3))})
+    loaded = torch.zeros(4, 3)
+    bcp.load(tmp_path / "checkpoint", {"w": placed(loaded)})
+    assert loaded.all()
+
+
+def test_the_placement_says_which_rows_a_rank_holds() -> None:
+    cyclic = documented_placement()
     parts = [cyclic.checkpoint_regions((8, 5), 3, index) for index in range(3)]
     assert [offsets[0] for offsets, _ in parts[1]] == [1, 4, 7]
     assert find_tiling_fault((8, 5), [Region(*region) for of_rank in parts for region in of_rank]) is None

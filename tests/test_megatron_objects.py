@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_like import (
+    ChainedOptimizer,
     DistributedOptimizer,
     Float16Optimizer,
     GradScaler,
@@ -31,6 +33,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
 
 ONE = Grid(1, 1, 1)
+HALF = [Spec("a.weight", (4, 3), dtype=torch.bfloat16)]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, first: int = 0) -> Tensor:
@@ -93,6 +96,14 @@ def test_a_module_that_hides_one_of_megatron_is_refused(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match="that holds Megatron's Model"):
         bcp.save(tmp_path, {"model": hiding})
     bcp.save(tmp_path, {"model": hiding}, "ddp")
+
+
+def test_a_stage_that_hides_one_of_megatron_is_refused(tmp_path: Path) -> None:
+    model = Model([Spec("a", (2,))], ONE, counting)
+    for modules in ([nn.Sequential(model)], [model, nn.Linear(2, 2)]):
+        stages = [SimpleNamespace(submod=module, stage_index=index) for index, module in enumerate(modules)]
+        with pytest.raises(bcp.CheckpointSaveError, match="holds Megatron's Model"):
+            bcp.save(tmp_path, {"model": stages})
 
 
 def with_head() -> nn.Module:
@@ -162,6 +173,90 @@ def test_a_method_that_a_wrapper_has_inherited_changes_no_key(tmp_path: Path) ->
     bcp.save(tmp_path, {"model": OfBase(Core(2.0))})
     assert list(bcp.open(tmp_path)) == ["model.weight"]
     bcp.load(tmp_path, {"model": Core(0.0)})
+
+
+class MegatronModule(nn.Module):
+    """Has the name of Megatron's."""
+
+    sharded_state_dict = BaseModule.sharded_state_dict
+
+
+class DataParallel(MegatronModule):
+    """As Megatron's, which calls its flat memory its buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.buffers = [object()]
+
+
+def test_a_wrapper_of_megatron_may_hold_a_module_of_another_base(tmp_path: Path) -> None:
+    model = Model([*HALF, Spec("positions", (3,), kind="buffer")], ONE, counting)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    state = {"model": DataParallel(model), "optimizer": optimizer}
+    options = bcp.SaveOptions(snapshot="lazy")
+    bcp.save(tmp_path, state, async_save=True, options=options).result()
+    assert sorted(bcp.open(tmp_path)) == ["model.a.weight", "model.positions"]
+    bcp.load(tmp_path, {"model": Model(model.specs.values(), ONE, zeros)})
+
+
+class Bare(nn.Module):
+    """Which only its wrapper describes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("positions", torch.ones(2))
+
+
+class OfBare(DataParallel):
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {name: sharded(name, own) for name, own in self.module.state_dict(keep_vars=True).items()}
+
+
+def test_a_wrapper_that_is_asked_itself_may_call_anything_its_buffers(tmp_path: Path) -> None:
+    model = OfBare(Bare())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    options = bcp.SaveOptions(snapshot="lazy")
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer}, async_save=True, options=options).result()
+    assert sorted(bcp.open(tmp_path)) == ["model.positions", "model.weight"]
+
+
+ALIKE = [Spec("w", (4, 3)), Spec("scale", (), dtype=torch.bfloat16)]
+
+
+def in_a_dict(first: nn.Module, second: nn.Module) -> Any:
+    return {"student": first.sharded_state_dict(), "teacher": second.sharded_state_dict()}
+
+
+def in_a_list(first: nn.Module, second: nn.Module) -> Any:
+    return [first, second]
+
+
+@pytest.mark.parametrize("together", [in_a_dict, in_a_list])
+@pytest.mark.parametrize("specs", [ALIKE[:1], ALIKE[1:], HALF])
+def test_two_models_of_one_name_are_refused(tmp_path: Path, together: Any, specs: list[Spec]) -> None:
+    models = [Model(specs, ONE, source) for source in (counting, zeros)]
+    with pytest.raises(bcp.CheckpointSaveError, match=rf"^model\.{specs[0].key} is the name of two tensors") as caught:
+        bcp.save(tmp_path / "different", {"model": together(*models)})
+    assert caught.value.kind == "unsupported_value"
+    bcp.save(tmp_path / "tied", {"model": together(models[0], models[0])})
+    nan = [Model(specs, ONE, lambda *given: counting(*given).mul(math.nan)) for _ in range(2)]
+    bcp.save(tmp_path / "equal", {"model": together(*nan)})
+    assert bcp.open(tmp_path / "equal")[f"model.{specs[0].key}"][...].isnan().all()
+
+
+def test_copies_of_one_name_that_optimizers_keep_are_refused(tmp_path: Path) -> None:
+    states = [trained(Float16Optimizer, source) for source in (counting, zeros)]
+    with pytest.raises(bcp.CheckpointSaveError, match="the name of two tensors"):
+        bcp.save(tmp_path, {"model": [state["model"] for state in states]})
+
+
+def test_two_objects_of_one_name_are_refused(tmp_path: Path) -> None:
+    first, equal, other = (Holder({"scale": torch.full((2,), value)}) for value in (1.0, 1.0, 2.0))
+    bcp.save(tmp_path / "equal", {"model": [first, equal]})
+    with pytest.raises(bcp.CheckpointSaveError, match=r"layers\.extra/shard_1_4 is the name of two objects"):
+        bcp.save(tmp_path / "different", {"model": [first, other]})
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
@@ -315,9 +410,6 @@ def adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-HALF = [Spec("a.weight", (4, 3), dtype=torch.bfloat16)]
-
-
 def trained(optimizer_class: Any, source: Any = counting, specs: list[Spec] = HALF) -> dict[str, Any]:
     model = Model(specs, ONE, source)
     parameters = [parameter for parameter, _ in model.trained()]
@@ -408,6 +500,16 @@ def test_a_grad_scaler_comes_from_megatron_and_others_do_without(tmp_path: Path)
     assert state["optimizer"].grad_scaler.scale.item() == 1024
 
 
+@pytest.mark.parametrize("framework", ["ddp", "fsdp", "deepspeed"])
+def test_an_optimizer_of_megatron_is_not_reduced_to_its_state_dict(tmp_path: Path, framework: str) -> None:
+    state = trained(DistributedOptimizer)
+    state["optimizer"].state_dict = lambda: {"param_groups": [{"lr": 0.1}]}
+    for optimizer in (state["optimizer"], ChainedOptimizer([state["optimizer"]])):
+        with pytest.raises(bcp.CheckpointSaveError, match='framework="auto" or "megatron"') as caught:
+            bcp.save(tmp_path, state | {"optimizer": optimizer}, framework)
+        assert caught.value.kind == "unsupported_value"
+
+
 def test_an_optimizer_needs_its_model(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match="that no module of the state has"):
         bcp.save(tmp_path, {"optimizer": trained(DistributedOptimizer)["optimizer"]})
@@ -469,7 +571,7 @@ def test_flat_shards_of_any_length_are_parts_of_a_parameter(seed: int) -> None:
     for start, end in itertools.pairwise(cuts):
         entry = MegatronEntry("model", [model])
         held = parameter.detach().view(-1)[start:end].clone()
-        entry.link([Optimized(parameter, held, start, is_master=True)])
+        entry.link([Optimized(parameter, held, start, "copy")])
         for shard in entry.collect().shards:
             place = tuple(slice(at, at + length) for at, length in zip(*shard.region, strict=True))
             assert whole[place].eq(0).all()

@@ -95,6 +95,28 @@ def test_tied_weights(tmp_path: Path, is_tied_there: bool, is_tied_here: bool) -
     assert Tied(is_tied=False).load_state_dict(mlp_state)
 
 
+@pytest.mark.parametrize("num_outputs", [6, 5], ids=["same shape", "other shape"])
+@pytest.mark.parametrize("is_tied_first", [True, False])
+def test_a_stage_may_not_use_the_name_of_a_tied_weight_for_another(
+    tmp_path: Path, num_outputs: int, is_tied_first: bool
+) -> None:
+    tied, other = Tied(), nn.ModuleDict({"head": nn.Linear(4, num_outputs, bias=False)})
+    stages = [tied, other] if is_tied_first else [other, tied]
+    with pytest.raises(bcp.CheckpointSaveError, match=r"model\.head\.weight is the name of two tensors"):
+        bcp.save(tmp_path, {"model": stages})
+
+
+@pytest.mark.parametrize("is_tied_first", [True, False])
+def test_a_stage_may_have_a_tied_weight_under_one_of_its_names(tmp_path: Path, is_tied_first: bool) -> None:
+    tied, other = Tied(), nn.ModuleDict({"head": nn.Linear(4, 6, bias=False)})
+    other["head"].weight = tied.head.weight
+    stages = [tied, other] if is_tied_first else [other, tied]
+    bcp.save(tmp_path, {"model": stages})
+    checkpoint = bcp.open(tmp_path)
+    assert torch.equal(checkpoint["model.head.weight"][...], tied.embedding.weight)
+    assert torch.equal(checkpoint["model.embedding.weight"][...], tied.embedding.weight)
+
+
 def test_tensors_that_share_memory_in_part_are_each_saved(tmp_path: Path) -> None:
     memory = torch.arange(12.0)
     source, target = nn.Module(), nn.Module()
@@ -411,3 +433,29 @@ def test_meta_parameters_that_were_not_loaded_are_no_memory_full_of_noise(tmp_pa
     bcp.load(tmp_path, {"model": target}, strict=False)
     assert not target[0].weight.is_meta
     assert target[1].weight.is_meta
+
+
+def test_meta_parameters_of_another_dtype_stay_on_the_meta_device_without_cast(tmp_path: Path) -> None:
+    source, target = mlp(0), on_meta(lambda: mlp(1).bfloat16())
+    target[3] = on_meta(lambda: nn.Linear(8, 3))
+    optimizer, restored = torch.optim.Adam(source.parameters()), torch.optim.Adam(target.parameters())
+    train(source, [optimizer], 1)
+    bcp.save(tmp_path, {"model": source, "optimizer": optimizer})
+    report = bcp.load(tmp_path, {"model": target, "optimizer": restored}, strict=False)
+    assert any(text.startswith("model.0.weight: dtype") for text in report.mismatched)
+    assert target[0].weight.is_meta
+    assert torch.equal(target[3].weight, source[3].weight)
+    for own, loaded in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(optimizer.state[own]["exp_avg"], restored.state[loaded]["exp_avg"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_meta_parameters_get_memory_only_for_what_fills_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Under the first of their names there may be something else in the checkpoint than under the second."""
+    source, target = Tied(is_tied=False), on_meta(Tied)
+    source.embedding.weight = nn.Parameter(source.embedding.weight.to(dtype))
+    bcp.save(tmp_path, {"model": source})
+    bcp.load(tmp_path, {"model": target}, strict=False)
+    assert target.embedding.weight.is_meta == (dtype != torch.float32)
+    assert target.head.weight is target.embedding.weight
+    assert torch.equal(target.body.weight, source.body.weight)

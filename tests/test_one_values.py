@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import deepspeed_like
 import pytest
 import torch
-import torch.distributed as dist
 from megatron_like import ShardedTensor, sharded
 from torch import Tensor, nn
 
@@ -52,14 +51,6 @@ def train(state: Mapping[str, Any]) -> None:
 def steps(state: Mapping[str, Any]) -> list[Any]:
     optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])
     return [of_one["step"] for of_one in optimizer.state.values()]
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def partitioned(num_steps: int, make: Callable[..., torch.optim.Optimizer] = Steps) -> dict[str, Any]:
@@ -140,10 +131,27 @@ def test_a_parameter_without_dimensions_has_scalars_of_its_own(tmp_path: Path, n
 def test_scalars_are_made_where_the_group_says(is_capturable: bool) -> None:
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     optimizer = torch.optim.AdamW([{"params": [parameter], "capturable": is_capturable}])
-    assert scalar_device(optimizer, parameter).type == ("meta" if is_capturable else "cpu")
+    assert scalar_device(optimizer.param_groups[0], parameter).type == ("meta" if is_capturable else "cpu")
 
 
-def of_norms(layout: Callable[..., dict[str, Any]], value: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_that_the_checkpoint_lacks_is_missed(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, training(0))
+    loaded = layout(0)
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["step"] = 5
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.step: not in the checkpoint"):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, exclude="optimizer.state.*.step")
+    report = bcp.load(tmp_path, loaded, strict=False)
+    assert sorted(report.missing) == ["optimizer.state.bias.step", "optimizer.state.weight.step"]
+    assert set(steps(loaded)) == {5}
+
+
+def of_norms(layout: Callable[..., dict[str, Any]], value: Callable[[Tensor], Any]) -> dict[str, Any]:
     state = layout(0)
     optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])
     for group in optimizer.param_groups:
@@ -163,6 +171,36 @@ def test_one_value_is_no_tensor_like_the_parameters(tmp_path: Path, layout: Any,
     bcp.load(tmp_path, loaded, strict=False)
     optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
     assert all(state["norm"].eq(1).all() for state in optimizer.state.values())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_like_the_parameters_is_no_one_value(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, of_norms(training, lambda parameter: torch.ones_like(parameter).detach()))
+    loaded = of_norms(layout, lambda _: torch.tensor(2.0))
+    shapes = r"optimizer\.state\.weight\.norm: shape \[2, 3\] in the checkpoint, \[\] in the state"
+    with pytest.raises(bcp.CheckpointMismatchError, match=shapes):
+        bcp.load(tmp_path, loaded)
+    report = bcp.load(tmp_path, loaded, strict=False)
+    assert report.num_tensors == 2
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    assert all(torch.equal(state["norm"], torch.tensor(2.0)) for state in optimizer.state.values())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("own", [torch.zeros_like, lambda _: torch.tensor(2.0)], ids=["like the parameter", "one"])
+@pytest.mark.parametrize("stored", [None, [1, 2], "much"], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_stays_where_the_checkpoint_has_plain_data(tmp_path: Path, layout: Any, stored: Any, own: Any) -> None:
+    bcp.save(tmp_path, of_norms(training, lambda _: stored))
+    loaded = of_norms(layout, lambda parameter: own(parameter).detach())
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    before = [state["norm"].clone() for state in optimizer.state.values()]
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.norm: "):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, strict=False)
+    after = [state["norm"] for state in optimizer.state.values()]
+    assert all(map(torch.equal, before, after))
 
 
 @pytest.mark.usefixtures("group")

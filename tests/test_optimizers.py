@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import low_bit
 import numpy as np
 import pytest
 import torch
@@ -132,6 +133,17 @@ def test_state_follows_the_parameter_into_other_groups(tmp_path: Path, groups: A
     assert rates_by_name(model, optimizer) == rates_by_name(other, restored)
 
 
+def test_groups_that_were_one_share_no_hyperparameters(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    bcp.save(tmp_path, {"model": model, "optimizer": Optimizer(model.parameters(), {"milestones": [1, 2]})})
+    groups = [{"params": other[0].parameters()}, {"params": [*other[1].parameters(), *other[3].parameters()]}]
+    restored = Optimizer(groups, {"milestones": [0]})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    first, second = (group["milestones"] for group in restored.param_groups)
+    assert first == second == [1, 2]
+    assert first is not second
+
+
 def test_a_group_of_parameters_with_different_hyperparameters_is_a_conflict(tmp_path: Path) -> None:
     model, other = mlp(0), mlp(1)
     bcp.save(tmp_path, {"model": model, "optimizer": grouped(model, REGROUPED["same"])})
@@ -223,6 +235,26 @@ def test_state_of_weights_that_are_tied_on_one_side_only(tmp_path: Path, is_tied
     if is_tied:
         assert same_value(dict(expected), dict(restored.state[other.head.weight]))
         assert found["exp_avg"].data_ptr() != restored.state[other.head.weight]["exp_avg"].data_ptr()
+
+
+def test_weights_that_are_no_longer_tied_share_nothing_of_their_state(tmp_path: Path) -> None:
+    model, other = Tied(), Tied(is_tied=False)
+    optimizer, restored = (Optimizer(each.parameters(), {"lr": 0.1}) for each in (model, other))
+    saved = optimizer.state[model.embedding.weight]
+    saved |= {"past": [torch.ones(6, 4), torch.zeros(2)], "seen": {"at": [1, 2]}, "low": low_bit.int8(0)}
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    states = [restored.state[weight] for weight in (other.embedding.weight, other.head.weight)]
+    for state in states:
+        assert same_value(state["past"], saved["past"])
+        assert state["seen"] == saved["seen"]
+        assert low_bit.same(state["low"], saved["low"])
+    first, second = states
+    assert first["past"] is not second["past"]
+    assert first["seen"] is not second["seen"]
+    assert first["seen"]["at"] is not second["seen"]["at"]
+    tensors = [[*state["past"], *low_bit.parts(state["low"]).values()] for state in states]
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(*tensors, strict=True))
 
 
 def test_an_optimizer_of_named_parameters_needs_no_model(tmp_path: Path) -> None:
@@ -374,6 +406,26 @@ def test_a_parameter_of_two_modules_is_found_through_either(tmp_path: Path, name
     assert same_optimizer(optimizer, again)
 
 
+def critics(seed: int, num_steps: int) -> dict[str, Any]:
+    """A model with a critic in it, another critic beside it, and an optimizer for each."""
+    torch.manual_seed(seed)
+    model, critic = nn.ModuleDict({"critic": nn.Linear(4, 3)}), nn.Linear(4, 2)
+    optimizers = [torch.optim.Adam(module.parameters(), lr=0.1 + seed) for module in (model, critic)]
+    for module, optimizer in zip((model["critic"], critic), optimizers, strict=True):
+        train(module, [optimizer], num_steps, seed)
+    return {"model": model, "critic": critic, "of_model": optimizers[0], "of_critic": optimizers[1]}
+
+
+@pytest.mark.parametrize("names", [("model", "critic"), ("critic", "model"), ("critic",), ("model",)], ids="+".join)
+def test_a_module_may_be_called_as_a_part_of_the_model_is(tmp_path: Path, names: tuple[str, ...]) -> None:
+    saved, loaded = critics(0, 2), critics(1, 0)
+    bcp.save(tmp_path, saved)
+    bcp.load(tmp_path, {key: loaded[key] for name in names for key in (name, f"of_{name}")})
+    for name in names:
+        assert same_module(saved[name], loaded[name])
+        assert same_optimizer(saved[f"of_{name}"], loaded[f"of_{name}"])
+
+
 def test_two_parameters_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
     model, encoder = nn.ModuleDict({"encoder": nn.Linear(2, 2)}), nn.Linear(2, 2)
     state = {"model": model, "encoder": encoder, "optimizer": adam_over(model, encoder)}
@@ -486,3 +538,35 @@ def test_schedulers_go_on_where_they_stopped(tmp_path: Path, build: Any, make_ra
     bcp.load(tmp_path, target)
     expected = schedule(source["optimizer"], source["scheduler"], 8)
     assert schedule(target["optimizer"], target["scheduler"], 8) == expected
+
+
+class Counted(list[nn.Parameter]):
+    """Counts how often somebody goes through it."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+def num_walks_of_a_load(path: Path, num_parameters: int) -> int:
+    def training(num_steps: int) -> dict[str, Any]:
+        model = nn.ParameterList([torch.ones(2)] * num_parameters)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(num_steps):
+            torch.stack(list(model.parameters())).sum().backward()
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    bcp.save(path, training(1))
+    loaded = training(0)
+    [group] = loaded["optimizer"].param_groups
+    group["params"] = Counted(group["params"])
+    bcp.load(path, loaded)
+    assert all(loaded["optimizer"].state[parameter]["step"] == 1 for parameter in loaded["model"].parameters())
+    return group["params"].num_walks
+
+
+def test_a_load_goes_through_a_group_as_often_however_many_parameters_it_has(tmp_path: Path) -> None:
+    assert num_walks_of_a_load(tmp_path / "few", 3) == num_walks_of_a_load(tmp_path / "many", 30)

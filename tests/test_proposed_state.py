@@ -109,7 +109,10 @@ def test_what_the_ranks_agree_on_after_a_failure_fails_as_well(is_right: bool) -
     state = ProposedState(staged([File(1, held(False))], memory))
     state.fail(ValueError("no"))
     state.settle(None if is_right else staged([File(2, held(False))], memory))
-    state.wait()
+    waiting = threading.Thread(target=state.wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    assert not waiting.is_alive(), "the one that was settled on does not know of the failure"
     with pytest.raises(ValueError, match="no"), state.content(0, 0, 1):
         pass
     with pytest.raises(ValueError, match="no"):

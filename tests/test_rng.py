@@ -57,6 +57,17 @@ def test_a_save_draws_nothing(tmp_path: Path) -> None:
     assert drawn() == expected
 
 
+def test_a_generator_that_is_excluded_draws_on(tmp_path: Path) -> None:
+    seed(5)
+    bcp.save(tmp_path, {"rng": bcp.RngState()})
+    saved = drawn()
+    seed(6)
+    own = drawn()
+    seed(6)
+    bcp.load(tmp_path, {"rng": bcp.RngState()}, exclude="rng.numpy*")
+    assert drawn() == [*saved[:2], *own[2:4], *saved[4:]]
+
+
 def test_the_generators_stand_anywhere_in_the_state(tmp_path: Path) -> None:
     seed(5)
     bcp.save(tmp_path, {"loop": {"step": 3, "rng": bcp.RngState()}})

@@ -48,6 +48,40 @@ def test_an_object_gets_its_state_back(tmp_path: Path, state: dict[str, Any], is
     assert target.num_loads == 1
 
 
+LEFT_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "data": ({"a": 1, "b": 2}, {"a": 10, "b": 20}, {"a": 10, "b": 2}),
+    "data that is not there": ({"a": 1, "b": 2}, {"b": 20}, {"b": 2}),
+    "tensors": ({"a": torch.ones(3), "b": 2}, {"a": torch.full((3,), 7.0)}, {"a": torch.full((3,), 7.0), "b": 2}),
+    "tensors that are not there": ({"a": torch.ones(3), "b": 2}, {}, {"b": 2}),
+    "inside a dict": ({"a": {"c": 1, "d": [torch.ones(1)]}, "b": 2}, {"a": {"c": 10}}, {"a": {"c": 10}, "b": 2}),
+    "a dict that is not there": ({"a": {"c": 1, "d": torch.ones(1)}, "b": 2}, {"b": 20}, {"b": 2}),
+    "none": ({"a": 1, "b": None}, {"a": None, "b": 20}, {"a": None, "b": None}),
+}
+"""What was saved, what an object has before, and what it has when all but its `a` is loaded."""
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+@pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["shared", "rank_local"])
+def test_what_is_excluded_stays_or_is_not_there_at_all(tmp_path: Path, case: str, wrap: Any) -> None:
+    saved, before, expected = LEFT_OUT[case]
+    bcp.save(tmp_path, {"x": wrap(Counter(**saved))})
+    target = Counter(**copy.deepcopy(before))
+    bcp.load(tmp_path, {"x": wrap(target)}, exclude=["x.a", "x.a.*"])
+    assert repr(target.state) == repr(expected)
+
+
+def test_what_is_excluded_of_a_value_of_a_rank_stays(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"x": bcp.RankLocal({"a": 1, "list": [torch.ones(2), torch.ones(2)], "b": (torch.ones(1), 5)})})
+    own = [torch.zeros(2), torch.zeros(2)]
+    target = bcp.RankLocal({"a": 10, "list": own, "b": ()})
+    bcp.load(tmp_path, {"x": target}, exclude=["x.a", "x.list.1", "x.b.0"])
+    assert repr(target.value) == repr({"a": 10, "list": [torch.ones(2), torch.zeros(2)], "b": (None, 5)})
+    assert target.value["list"][1] is own[1]
+    target = bcp.RankLocal(None)
+    bcp.load(tmp_path, {"x": target}, include="x.list.0")
+    assert repr(target.value) == repr({"list": [torch.ones(2)]})
+
+
 def test_tensors_that_an_object_shows_are_filled_in_place(tmp_path: Path) -> None:
     shown = torch.zeros(3, 2).t()
     bcp.save(tmp_path, {"object": Counter(a=torch.ones(2, 3), b=torch.ones(2))})

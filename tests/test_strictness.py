@@ -409,6 +409,36 @@ def test_key_map_swaps_names(tmp_path: Path) -> None:
     assert (state["s"]["a"].item(), state["s"]["b"].item(), state["s"]["x"], state["s"]["y"]) == (0.0, 1.0, 2, 1)
 
 
+class Counter:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize(("source", "target"), [("a", "z"), ("z", "a")], ids=["forwards", "backwards"])
+def test_key_map_onto_a_name_whose_own_entry_is_excluded(tmp_path: Path, source: str, target: str) -> None:
+    def state(count: int) -> dict[str, Any]:
+        """Each kind of entry."""
+        return {
+            "counter": Counter(count),
+            "rank": bcp.RankLocal({"k": count}),
+            "data": {"k": count, "t": torch.full((2,), float(count))},
+        }
+
+    bcp.save(tmp_path, {source: state(1), target: state(2)})
+    for data in (state(0)["data"], {}):
+        loaded = {target: state(0) | {"data": data}}
+        report = bcp.load(tmp_path, loaded, key_map=[(rf"^{source}\b", target)], exclude=f"{target}.*")
+        assert (loaded[target]["counter"].count, loaded[target]["rank"].value) == (1, {"k": 1})
+        assert same_value(data, state(1)["data"])
+        assert list(report.skipped) == []
+
+
 @pytest.mark.parametrize("value", [torch.ones(1), 1], ids=["tensors", "data"])
 def test_key_map_that_gives_one_name_to_two_is_refused(tmp_path: Path, value: Any) -> None:
     bcp.save(tmp_path, {"s": {"a": value, "b": value}})

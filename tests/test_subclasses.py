@@ -190,7 +190,7 @@ class Holder:
         return {} if self.tensor is None else {"tensor": self.tensor, "n": 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["tensor"]
+        self.given = state.get("tensor")
 
 
 @pytest.mark.parametrize("wrap", [lambda value: value, bcp.RankLocal], ids=["stateful", "rank local"])
@@ -220,10 +220,6 @@ def as_module(tensor: Any) -> Any:
     model.weight = nn.Parameter(tensor, requires_grad=False)
     nn.init.zeros_(model.bias)
     return {"it": model}
-
-
-def as_optimizer(tensor: Any) -> Any:
-    return {"it": model_and_optimizer(0, tensor)["optimizer"], "model": None}
 
 
 def as_tree(tensor: Any) -> Any:
@@ -265,7 +261,8 @@ def test_what_differs_is_an_error_before_anything_is_changed(tmp_path: Path, pla
 
 def test_optimizer_state_that_differs_is_an_error(tmp_path: Path) -> None:
     bcp.save(tmp_path, model_and_optimizer(1, int8(1)))
-    for own in (int8(2, block=2), corrected(2), torch.zeros(6, 8)):
+    of_another_recipe = int8(2, recipe=Recipe(Rounding.DOWN))
+    for own in (int8(2, block=2), of_another_recipe, corrected(2), torch.zeros(6, 8)):
         target = model_and_optimizer(2, own)
         with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.exp_avg") as error:
             bcp.load(tmp_path, target)
@@ -572,6 +569,20 @@ def test_a_subclass_to_be_built_is_left_out_where_a_part_is_excluded(tmp_path: P
     bcp.load(tmp_path, {"it": empty, "object": holder}, exclude="*.scale")
     assert empty.keys() == {"z"}
     assert holder.given is None
+
+
+@pytest.mark.parametrize("part", ["scale", "@subclass"])
+def test_a_subclass_of_a_rank_stays_where_a_part_is_excluded(tmp_path: Path, part: str) -> None:
+    bcp.save(tmp_path, {"it": bcp.RankLocal({"w": int8(1), "z": 1})})
+    own, target = int8(2), bcp.RankLocal({"w": int8(2), "z": 0})
+    before = target.value["w"]
+    bcp.load(tmp_path, {"it": target}, exclude=f"it.w.{part}")
+    assert target.value["w"] is before
+    assert same(before, own)
+    assert target.value["z"] == 1
+    target = bcp.RankLocal(None)
+    bcp.load(tmp_path, {"it": target}, exclude=f"it.w.{part}")
+    assert target.value == {"z": 1}
 
 
 class Mm(NamedTuple):

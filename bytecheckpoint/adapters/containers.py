@@ -89,7 +89,7 @@ class PlainEntry:
             expectation.problems.extend(_problems(fqn, value, stored))
         return True
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         for fqn, value in leaves(self._value, self.fqn).items():
             adopted = _adopted(value, fqn, stored)
             if adopted is not None:

@@ -13,10 +13,18 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.hyperparameters import same_value
-from bytecheckpoint.adapters.one_values import HOST_SCALARS, holds_more, is_number, is_one, put_one_value, scalar_device
-from bytecheckpoint.adapters.padding import as_stored, beyond
+from bytecheckpoint.adapters.one_values import (
+    HOST_SCALARS,
+    can_take,
+    holds_more,
+    is_number,
+    is_one,
+    put_one_value,
+    scalar_device,
+)
+from bytecheckpoint.adapters.padding import as_stored, beyond, same_but_for_padding
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
-from bytecheckpoint.adapters.plain_data import leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, leaves
 from bytecheckpoint.adapters.stored import Expectation, Problem, StoredTensor, not_stored, placeholder
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
@@ -32,12 +40,14 @@ class FlatState:
         optimizer: torch.optim.Optimizer,
         memory: torch.Tensor,
         *,
+        group: Mapping[str, Any],
         optimized: Sequence[OptimizedParameter],
         one_values: MutableMapping[str, Any],
     ) -> None:
         self._fqn = fqn
         self._optimizer = optimizer
         self._memory = memory
+        self._group = group
         # A rank that has nothing of a parameter has nothing to say of it either.
         self._parts = [(each.names, each.part) for each in optimized if each.part.numel]
         self._one_values = one_values
@@ -82,12 +92,16 @@ class FlatState:
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
     def expect(self, found: StoredOptimizer) -> Expectation:
-        shards, problems = LocalShards(), []
+        shards = LocalShards()
+        problems: list[Problem] = []
         padding: list[LocalShard] = []
         are_one: dict[str, set[bool]] = {}
-        for names, part in self._taken(found):
+        for names, part in self._not_excluded(found):
             if found.group(names) is None:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
+            if not _fits(names, part, found):
+                problems += found.misfits(names, part.shape)
+        for names, part in self._taken(found):
             states = found.tensors(names)
             for key, (fqn, tensor) in states.items():
                 if "." in key:
@@ -96,19 +110,25 @@ class FlatState:
                 elif _is_one_value(tensor, _stored_as(names, part, found), key):
                     are_one.setdefault(key, set()).add(True)
                     shards.add(fqn, self._one_values.get(fqn, placeholder(tensor)))
+                elif not self._can_lie(key):
+                    own = list(self._state[key].shape)
+                    text = f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {own} in the state, for a flat buffer"
+                    problems.append(Problem("shape", fqn, text))
                 else:
                     are_one.setdefault(key, set()).add(False)
                     targets = part.shards(fqn, self._target(key, tensor))
                     shards.found += [as_stored(target, part.padded_axis, tensor.shape) for target in targets]
                     padding += chain.from_iterable(beyond(each, part.padded_axis, tensor.shape) for each in targets)
-            numbers = {key for key, (_, value) in found.plain(names).items() if is_number(value)}
+            plain = found.plain(names)
             for key, value in self._state.items():
-                is_number_there = key in numbers and is_one(value)
+                is_number_there = key in plain and is_number(plain[key][1]) and is_one(value)
                 if key not in states and isinstance(value, torch.Tensor) and not is_number_there:
                     fqn = self._state_fqn(names, key)
                     is_flat = value.shape == self._memory.shape
                     shards.found += part.shards(fqn, value) if is_flat else []
                     problems += [] if is_flat else [not_stored(fqn)]
+                elif is_number(value) and key not in states and key not in plain:
+                    problems.append(not_stored(self._state_fqn(names, key)))
         problems += chain.from_iterable(self._clashes(key, of_key, found) for key, of_key in are_one.items())
         return Expectation(shards.found, set(), problems, padding=padding)
 
@@ -125,17 +145,22 @@ class FlatState:
                     )
                     yield Problem("shape", fqn, text)
 
+    def _can_lie(self, key: str) -> bool:
+        """Whether this memory keeps no tensor of another shape than its own, as one value for all has."""
+        own = self._state.get(key)
+        return not isinstance(own, torch.Tensor) or own.shape == self._memory.shape
+
     def _target(self, key: str, stored: StoredTensor) -> torch.Tensor:
         own = self._state.get(key)
-        if isinstance(own, torch.Tensor) and own.shape == self._memory.shape:
+        if isinstance(own, torch.Tensor):
             return own
         return torch.empty(self._memory.shape, dtype=torch_dtype(stored.dtype), device="meta")
 
     def prepare(self, found: StoredOptimizer) -> None:
         for names, part in self._taken(found):
-            for key, (fqn, tensor) in found.tensors(names).items():
+            for key, (fqn, tensor) in _whole_tensors(names, found).items():
                 if _is_one_value(tensor, _stored_as(names, part, found), key):
-                    device = scalar_device(self._optimizer, self._memory)
+                    device = scalar_device(self._group, self._memory)
                     self._one_values[fqn] = torch.empty_like(placeholder(tensor), device=device)
                 elif not isinstance(self._state.get(key), torch.Tensor):
                     # Zeros, because the padding is stored nowhere and no step is to meet what lay there before.
@@ -149,30 +174,40 @@ class FlatState:
         for names, part in self._taken(found):
             of_parameter: dict[str, tuple[str, Any]] = {
                 key: (fqn, self._one_values[fqn])
-                for key, (fqn, tensor) in found.tensors(names).items()
+                for key, (fqn, tensor) in _whole_tensors(names, found).items()
                 if _is_one_value(tensor, _stored_as(names, part, found), key)
             }
-            of_parameter |= found.plain(names)
+            # Trees of tensors were refused, and strict=False leaves them out.
+            of_parameter |= {
+                key: (fqn, value)
+                for key, (fqn, value) in found.plain(names).items()
+                if not _holds(TensorRef, value, fqn)
+            }
             for key, (fqn, value) in of_parameter.items():
                 first_fqn, first = values.setdefault(key, (fqn, value))
                 if key not in differing and not same_value(first, value):
                     differing[key] = f"{fqn} is {value} in the checkpoint and {first_fqn} is {first}"
         for key, (_, value) in values.items():
-            own = self._state.get(key)
-            if key not in differing and not holds_more(own):  # that was refused, and strict=False leaves it out
-                put_one_value(self._optimizer, self._memory, key, value)
+            if key not in differing and can_take(self._state.get(key), value):
+                put_one_value(self._optimizer, self._memory, key, value, group=self._group)
         return list(differing.values())
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
         """The parameters whose state is loaded."""
-        for names, part in self._parts:
-            if not found.is_excluded(names):
-                yield names, part
+        return ((names, part) for names, part in self._not_excluded(found) if _fits(names, part, found))
+
+    def _not_excluded(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
+        return ((names, part) for names, part in self._parts if not found.is_excluded(names))
 
     def _state_fqn(self, names: ParameterNames, key: str) -> str:
         fqn = f"{self._fqn}.state.{names.name}.{key}"
         check_state_key(fqn, key)
         return fqn
+
+
+def _whole_tensors(names: ParameterNames, found: StoredOptimizer) -> dict[str, tuple[str, StoredTensor]]:
+    """Those of a parameter's state by key, without tensors inside lists, which were refused."""
+    return {key: of_key for key, of_key in found.tensors(names).items() if "." not in key}
 
 
 def _stored_as(names: ParameterNames, part: FlatPart, found: StoredOptimizer) -> tuple[int, ...]:
@@ -181,14 +216,22 @@ def _stored_as(names: ParameterNames, part: FlatPart, found: StoredOptimizer) ->
     return part.shape if shape is None else shape
 
 
+def _fits(names: ParameterNames, part: FlatPart, found: StoredOptimizer) -> bool:
+    return same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found))
+
+
 def _is_one_value(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:
     """Whether what is stored of the state of a parameter of this shape is one value, and no tensor like it."""
     return prod(stored.shape) == 1 and (stored.shape != shape or key in HOST_SCALARS)
 
 
 def _refuse_inside(fqn: str, value: Any) -> None:
-    if any(isinstance(leaf, torch.Tensor) for leaf in leaves(value, fqn).values()):
+    if _holds(torch.Tensor, value, fqn):
         raise _refused(fqn, f"a {type(value).__name__} of tensors in the optimizer state of flat parameters")
+
+
+def _holds(kind: type[torch.Tensor | TensorRef], value: Any, fqn: str) -> bool:
+    return any(isinstance(leaf, kind) for leaf in leaves(value, fqn).values())
 
 
 def _refused(fqn: str, what: str) -> Exception:

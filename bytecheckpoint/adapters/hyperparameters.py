@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,13 +63,16 @@ def agreed(
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Keeps a tensor the tensor that it is (captured graphs hold it) and a number a number."""
+    """Keeps a tensor the tensor that it is (captured graphs hold it) and a number a number. What is put in is the
+    group's own: others may get the same.
+    """
     for key, value in values.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
             own.copy_(torch.as_tensor(value))
         else:
-            group[key] = value.item() if isinstance(value, torch.Tensor) and isinstance(own, int | float) else value
+            is_number = isinstance(value, torch.Tensor) and isinstance(own, int | float)
+            group[key] = value.item() if is_number else copy.deepcopy(value)
 
 
 def _has_same(group: StoredGroup, other: StoredGroup, key: str) -> bool:

@@ -5,23 +5,27 @@ FQNs are Megatron's keys below the name that the state uses, so layers of one ki
 layer (`decoder.layers.mlp.linear_fc1.weight`), or one for each layer where Megatron names them so. Equal regions of
 several ranks are replicas whatever their `replica_id` is. What megatron_shards.py says of the objects holds here.
 
-A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds.
+A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds. One of
+which ranks step a share each is saved by shares: elsewhere it may be as it was before the last step.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from bytecheckpoint.adapters.flat_parts import HeldPart, NamedPart
-from bytecheckpoint.adapters.megatron_shards import Copied, Piece, find_in
+from bytecheckpoint.adapters.megatron_modules import unwrapped
+from bytecheckpoint.adapters.megatron_shards import Copied, Piece, bits_of, find_in
 from bytecheckpoint.adapters.padding import as_stored, beyond
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
 from bytecheckpoint.adapters.stored import Contents, Expectation, Scope, Stored, not_stored
 from bytecheckpoint.adapters.tensors import LocalShard, unsupported
+from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region
 
 _EXTRA_STATE = "_extra_state"
@@ -37,49 +41,9 @@ class Optimized(NamedTuple):
     """What the optimizer has in its param_groups: flat or in the parameter's shape, contiguous."""
     start: int
     """The first element of the flattened parameter that it is."""
-    is_master: bool
-    """It is a copy in a higher precision, and no view of the parameter."""
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside wrappers, which have one child, call it `module`, and hold and say nothing of their own."""
-    while module._modules.keys() == {"module"} and not _has_own_state(module):
-        child = module._modules["module"]
-        if child is None or _has_own_method(module, child):
-            break
-        module = child
-    return module
-
-
-def _has_own_state(module: torch.nn.Module) -> bool:
-    # Megatron's DistributedDataParallel has lists called `buffers`, so its methods cannot be asked.
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    return has_extra or any(tensor is not None for tensor in tensors)
-
-
-def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
-    """Whether a wrapper says itself what of it is saved. A method that the child has inherited too, as Megatron's base
-    class gives it, only adds to the keys that there is a wrapper.
-    """
-    definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)
-    return definer is not None and not isinstance(child, definer)
-
-
-def is_megatron_module(value: object) -> bool:
-    return isinstance(value, torch.nn.Module) and callable(getattr(unwrapped(value), "sharded_state_dict", None))
-
-
-def refuse_inside(fqn: str, module: object) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of tensors that
-    ranks hold under one name would be taken for replicas.
-    """
-    children = module.modules() if isinstance(module, torch.nn.Module) else ()
-    kinds = [kind for kind in dict.fromkeys(map(type, children)) if hasattr(kind, "sharded_state_dict")]
-    if kinds:
-        what = f"a {type(module).__name__} without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
-        advice = "pass the modules inside, or give it that method; where Megatron splits no tensor, pass framework="
-        raise unsupported(fqn, what, f'{advice}"ddp" (or "deepspeed")')
+    kept_as: Literal["itself", "share", "copy"]
+    """The parameter itself; a view of what this rank steps of it, outside of which it may be out of date; or a copy in
+    higher precision."""
 
 
 class MegatronEntry:
@@ -101,12 +65,14 @@ class MegatronEntry:
         self._in_optimizer: dict[int, list[NamedPart]] = {}
         self._masters: dict[object, list[HeldPart]] = {}
         """By the place of a parameter: what this rank has of its more precise copy."""
+        self._shares: dict[object, list[HeldPart]] = {}
+        """By the place of a parameter: what this rank steps of it."""
         self._pieces_of: dict[object, list[Piece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_place(piece.source), []).append(piece)
         # What is no run of its parameter's memory is left out: only an optimizer that has it says so.
         in_runs = [piece.source for piece in self._pieces if piece.span is not None]
-        self.link(Optimized(source, source, 0, is_master=False) for source in in_runs)
+        self.link(Optimized(source, source, 0, "itself") for source in in_runs)
         self.link(_whole_masters(self._pieces))
 
     def _add(self, tree: Any, chunk: torch.nn.Module | None) -> None:
@@ -128,8 +94,9 @@ class MegatronEntry:
             parts = [self._part(piece, of_parameter) for piece in self._pieces_of.get(place, ())]
             if parts:
                 self._in_optimizer[id(of_parameter.held)] = parts
-            if parts and of_parameter.is_master:
-                self._masters[place] = [HeldPart(name, part, of_parameter.held) for name, part in parts]
+            if parts and of_parameter.kept_as != "itself":
+                of_kind = self._masters if of_parameter.kept_as == "copy" else self._shares
+                of_kind[place] = [HeldPart(name, part, of_parameter.held) for name, part in parts]
 
     def _part(self, piece: Piece, optimized: Optimized) -> NamedPart:
         part = piece.part(optimized.start, optimized.held.numel())
@@ -153,38 +120,39 @@ class MegatronEntry:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         for chunk in self._chunks:
-            yield from chunk.buffers()
+            yield from torch.nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name
 
     def collect(self) -> Contents:
         shards: dict[tuple[str, Region], LocalShard] = {}
         for shard in self._saved():
-            shards.setdefault((shard.fqn, shard.region), shard)
+            first = shards.setdefault((shard.fqn, shard.region), shard)
+            if first is not shard and not _holds_same(first, shard):
+                raise _two_of_one_name(shard.fqn, "tensors")
         plain: dict[str, tuple[Scope, bytes]] = {}
         names = {fqn for fqn, _ in shards}
         for item in self._objects:
             if item.sharded.data is not None and _is_main(item.sharded.replica_id):
                 value = _as_plain(item.sharded.data)
-                plain[item.fqn] = "shared", encode_plain(value, item.fqn, keep_in_tree)
+                encoded = encode_plain(value, item.fqn, keep_in_tree)
+                if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
+                    raise _two_of_one_name(item.fqn, "objects")
                 names.update(leaves(value, item.fqn))
         return Contents(list(shards.values()), names, plain)
 
     def _saved(self) -> Iterator[LocalShard]:
+        held = {**self._shares, **self._masters}
         for piece in self._pieces:
-            if _place(piece.source) not in self._masters:
+            if _place(piece.source) not in held:
                 yield piece.shard(join_fqn(self.fqn, piece.key))
-        for name, part, memory in self._held_masters():
+        for name, part, memory in chain.from_iterable(held.values()):
             yield from part.shards(join_fqn(self.fqn, name), memory)
-
-    def _held_masters(self) -> Iterator[HeldPart]:
-        for held in self._masters.values():
-            yield from held
 
     def _loaded(self) -> Iterator[tuple[LocalShard, int | None, bool]]:
         """What a load fills, the axis along which it is padded, and whether a more precise copy exists."""
         for piece in self._pieces:
             is_rounded = _place(piece.source) in self._masters
             yield piece.shard(join_fqn(self.fqn, piece.key)), piece.padded_axis, is_rounded
-        for name, part, memory in self._held_masters():
+        for name, part, memory in chain.from_iterable(self._masters.values()):
             for shard in part.shards(join_fqn(self.fqn, name), memory):
                 yield shard, part.padded_axis, False
 
@@ -205,7 +173,7 @@ class MegatronEntry:
                 expectation.problems.append(not_stored(item.fqn))
         return expectation
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         """Nothing: Megatron's models have their memory."""
 
     def finish(self, stored: Stored) -> None:
@@ -266,13 +234,26 @@ def _place(tensor: torch.Tensor) -> object:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
+def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
+    """Whether two shards of one region are tied, or equal to the bit."""
+    a, b = shard.tensor, other.tensor
+    if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
+        return False
+    is_one_memory = a.is_meta or (a.device, a.data_ptr(), a.stride()) == (b.device, b.data_ptr(), b.stride())
+    return is_one_memory or torch.equal(bits_of(a), bits_of(b).to(a.device))
+
+
+def _two_of_one_name(fqn: str, what: str) -> CheckpointSaveError:
+    return unsupported(fqn, f"the name of two {what}", "give each model a top-level name of its own in the state")
+
+
 def _whole_masters(pieces: Iterable[Piece]) -> Iterator[Optimized]:
     """Copies that parameters themselves know of and that are not cut into shards."""
     for source in {id(piece.source): piece.source for piece in pieces}.values():
         main = getattr(source, "main_param", None)
         is_sharded = getattr(source, "main_param_sharded", False)
         if isinstance(main, torch.Tensor) and not is_sharded and main.shape == source.shape:
-            yield Optimized(source, main, 0, is_master=True)
+            yield Optimized(source, main, 0, "copy")
 
 
 def _stored_shape(shard: LocalShard, stored: Stored) -> tuple[int, ...] | None:

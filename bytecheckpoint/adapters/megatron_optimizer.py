@@ -15,9 +15,9 @@ optimizer's param_groups are; the model of the same state says where in which gl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +28,6 @@ from bytecheckpoint.adapters.parameter_names import NamesParameters
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import unsupported
 
-_HALF = {torch.float16, torch.bfloat16}
 _SCALER = "megatron_grad_scaler"
 """Its name among the facts: torch's GradScaler, which DeepSpeed may have, says other things of itself."""
 
@@ -70,8 +69,8 @@ class MegatronOptimizerEntry:
     def expect(self, stored: Stored) -> Expectation:
         return self._inner.expect(stored)
 
-    def prepare(self, stored: Stored) -> None:
-        self._inner.prepare(stored)
+    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+        self._inner.prepare(stored, refused)
 
     def finish(self, stored: Stored) -> None:
         self._inner.finish(stored)
@@ -128,7 +127,7 @@ def _optimized(owner: Any) -> Iterator[Optimized]:
     for group in owner.optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in told:
-                yield Optimized(parameter, parameter, 0, is_master=False)
+                yield Optimized(parameter, parameter, 0, "itself")
 
 
 def _shards(owner: Any) -> Iterator[Optimized]:
@@ -138,19 +137,22 @@ def _shards(owner: Any) -> Iterator[Optimized]:
     here: set[int] = set()
     for parameter, copy in _pairs(owner.model_float16_groups, owner.shard_fp32_from_float16_groups):
         here.add(id(parameter))
-        yield Optimized(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, is_master=True)
+        yield Optimized(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, "copy")
     for parameter, view in _pairs(owner.model_fp32_groups, owner.shard_fp32_groups):
-        yield Optimized(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, is_master=False)
-    # Every rank must know that a parameter is saved as its fp32 copy, also who has nothing of that.
+        here.add(id(parameter))
+        # With overlap_param_gather the rest of the parameter is one step behind until the next forward pass.
+        yield Optimized(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, "share")
+    # Every rank must know that a parameter is saved as copies or shares, also who has nothing of those.
     for parameter in (parameter for buffer in owner.buffers for parameter in buffer.param_index_map):
-        if parameter.dtype in _HALF and id(parameter) not in here:
-            yield Optimized(parameter, torch.empty(0, dtype=torch.float32), 0, is_master=True)
+        if id(parameter) not in here:
+            kept_as: Literal["share", "copy"] = "share" if parameter.dtype is torch.float32 else "copy"
+            yield Optimized(parameter, torch.empty(0, dtype=torch.float32), 0, kept_as)
 
 
 def _copies(owner: Any) -> Iterator[Optimized]:
     """What a Float16OptimizerWithFloat16Params copies."""
     for parameter, copy in _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ())):
-        yield Optimized(parameter, copy, 0, is_master=True)
+        yield Optimized(parameter, copy, 0, "copy")
 
 
 def _pairs(parameters: Sequence[Sequence[Any]], held: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:

@@ -149,7 +149,7 @@ def _add_factory(fqn: str, factory: Any, found: Found) -> None:
     else:
         copied = Copied(data.detach(), lambda: factory.merge_fn(_with_data(built)))
         merged = copied.merged()
-        if merged.shape != data.shape or not torch.equal(_bits(merged.to(data.dtype)), _bits(data)):
+        if merged.shape != data.shape or not torch.equal(bits_of(merged.to(data.dtype)), bits_of(data)):
             raise _not_inverse(name, "its merge_fn does not give back what its build_fn took apart")
         found.copied.append(copied)
     found.pieces.extend(pieces)
@@ -195,7 +195,8 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     return is_same and tensor.dtype == of.dtype
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What tells equal tensors also where they hold NaN."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -11,6 +11,16 @@ from torch.distributed.tensor import DTensor
 from bytecheckpoint.adapters.subclasses import is_subclass, with_new_memory
 
 
+def home_of(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor is, or would get memory if it is on the meta device."""
+    if not tensor.is_meta:
+        return tensor.device
+    if isinstance(tensor, DTensor):
+        return torch.device(tensor.device_mesh.device_type)
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default
+
+
 def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
     """Gives memory to what is on the meta device and `wanted` (by id), keeping parameters the objects that they are.
 
@@ -23,10 +33,7 @@ def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> N
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) not in wanted:
             return tensor
-        default = torch.get_default_device()
-        device = torch.device("cpu") if default.type == "meta" else default
-        if isinstance(tensor, DTensor):
-            device = torch.device(tensor.device_mesh.device_type)
+        device = home_of(tensor)
         if is_subclass(tensor):
             return with_new_memory(tensor, lambda inner: torch.empty_like(inner, device=device))
         return torch.empty_like(tensor, device=device)

@@ -7,7 +7,7 @@ stored once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from bytecheckpoint.adapters.stored import (
 from bytecheckpoint.adapters.stored_subclasses import Refusals, refusals
 from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards
-from bytecheckpoint.adapters.ties import untied
+from bytecheckpoint.adapters.ties import untied, with_flat_ties
 from bytecheckpoint.adapters.tree_target import TreeTarget, keep_for_rank
 
 
@@ -142,9 +142,7 @@ class ModuleEntry:
 
     def expect(self, stored: Stored) -> Expectation:
         held = self._held()
-        other_names: dict[str, list[str]] = {}
-        for alias, fqn in held.aliases.items():
-            other_names.setdefault(fqn, []).append(alias)
+        other_names = _other_names(held.aliases)
         own = {**held.facts, **held.tensors} if held.facts else {}
         self._refused = refused = refusals(own, stored, held.aliases, other_names)
         problems = refused.problems
@@ -179,13 +177,21 @@ class ModuleEntry:
                 shards += copy.part.shards(name, copy.memory)
         return shards
 
-    def prepare(self, stored: Stored) -> None:
-        for fqn in self._read().extra:
+    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+        held = self._read()
+        other_names = _other_names(held.aliases)
+
+        def is_filled(fqn: str, tensor: torch.Tensor) -> bool:
+            name = _stored_name(held.aliases.get(fqn, fqn), other_names, stored)
+            found = stored.tensors.get(name)
+            return found is not None and found.shape == tuple(tensor.shape) and name not in refused
+
+        for fqn in held.extra:
             found = stored.entry_tree(fqn)
             if found is not None:
                 self._extra.prepare(found.tree, found.fqn, {}, stored)
         for part in self._parts:
-            materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, stored)})
+            materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, is_filled)})
 
     def finish(self, stored: Stored) -> None:
         for part in self._parts:
@@ -208,14 +214,14 @@ class ModuleEntry:
             if part.flat is not None:
                 part.flat.finish()
 
-    def _loadable(self, part: ModulePart, stored: Stored) -> Iterator[torch.Tensor]:
-        """The tensors that the checkpoint has, under one of their names, in the shape that the module has."""
+    def _loadable(self, part: ModulePart, is_filled: Callable[[str, torch.Tensor], bool]) -> Iterator[torch.Tensor]:
+        """The tensors that are filled, subclasses only as a whole."""
         for _, plain, tensor in part.state():
             fqn = join_fqn(self.fqn, plain)
-            if isinstance(tensor, torch.Tensor) and not self._refused.has(f"{fqn}."):
-                found = ((stored.tensors.get(name), part) for name, part in _tensors_of(fqn, tensor).items())
-                if all(record is not None and record.shape == tuple(part.shape) for record, part in found):
-                    yield tensor
+            if not isinstance(tensor, torch.Tensor) or self._refused.has(f"{fqn}."):
+                continue
+            if all(is_filled(name, each) for name, each in _tensors_of(fqn, tensor).items()):
+                yield tensor
 
     def _held(self) -> _Held:
         held, self._named = self._named or self._read(), None
@@ -226,7 +232,7 @@ class ModuleEntry:
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
         flat: list[tuple[str, HeldPart]] = []
-        flat_aliases: dict[str, str] = {}
+        flat_ties: list[tuple[str, str]] = []
         facts: dict[str, Any] = {}
         known: dict[int, tuple[str, dict[str, Any]]] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
@@ -235,7 +241,7 @@ class ModuleEntry:
             starts.append(len(found))
             if part.flat is not None:
                 flat += [(prefix + held.name, held) for held in part.flat.held]
-                flat_aliases |= {prefix + alias: prefix + name for alias, name in part.flat.aliases.items()}
+                flat_ties += [(prefix + alias, prefix + name) for alias, name in part.flat.aliases.items()]
             plain_tensors = part.plain_tensors()
             if plain_tensors is not None:
                 found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
@@ -268,7 +274,9 @@ class ModuleEntry:
             if part.stage is not None and part.flat is not None:
                 stages |= dict.fromkeys((prefix + held.name for held in part.flat.held), part.stage)
         tensors, aliases = untied(found)
-        return _Held(tensors, aliases | flat_aliases, extra, flat, facts, stages)
+        if flat:
+            aliases = with_flat_ties(tensors, aliases, [fqn for fqn, _ in flat], flat_ties)
+        return _Held(tensors, aliases, extra, flat, facts, stages)
 
 
 def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -276,6 +284,14 @@ def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     if not is_subclass(tensor):
         return {fqn: tensor}
     return {name: part for name, part in flat_parts(fqn, tensor).items() if not is_facts(name)}
+
+
+def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """FQN of a tensor -> those of the tensors that are tied to it."""
+    other_names: dict[str, list[str]] = {}
+    for alias, fqn in aliases.items():
+        other_names.setdefault(fqn, []).append(alias)
+    return other_names
 
 
 def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: Stored) -> str:

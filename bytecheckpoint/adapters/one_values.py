@@ -4,7 +4,8 @@ tensors without dimensions, others as numbers. Either is loaded as the other.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import copy
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeGuard
 
 import torch
@@ -29,17 +30,27 @@ def holds_more(own: Any) -> bool:
     return isinstance(own, torch.Tensor) and own.numel() != 1
 
 
-def scalar_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.device:
-    """Where the optimizer itself would have made its scalars for what it has as a parameter."""
-    groups = (group for group in optimizer.param_groups if any(own is parameter for own in group["params"]))
-    group = next(groups, optimizer.defaults)
+def can_take(own: Any, value: Any) -> bool:
+    """Whether a loaded value has a place where the optimizer has this: one value in a tensor of one, anything in what
+    is no tensor. The rest was refused, and strict=False leaves it out.
+    """
+    return not isinstance(own, torch.Tensor) or (is_one(value) and own.numel() == 1)
+
+
+def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
+    """Where an optimizer itself would have made its scalars for what this group of its param_groups has."""
     is_on_device = group.get("capturable") or group.get("fused")
     return parameter.device if is_on_device else torch.device("cpu")
 
 
-def put_one_value(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any) -> None:
+def put_one_value(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, *, group: Mapping[str, Any]
+) -> None:
     """Puts a loaded value in place: what is a tensor stays that tensor, and what is a number stays one. A state that
-    lacks it gets a tensor of its own, where the optimizer keeps one.
+    lacks it gets a tensor of its own, where the optimizer keeps one. The parameter is in this group.
+
+    Never the value itself: other parts of the parameter, and what was tied to it, get the same, and steps change state
+    in place.
     """
     state: MutableMapping[str, Any] = optimizer.state[parameter]
     own = state.get(key)
@@ -48,12 +59,11 @@ def put_one_value(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key
     elif isinstance(own, torch.Tensor) and is_number(value):
         own.fill_(value)
     elif isinstance(value, torch.Tensor):
-        # Cloned, because what another part of the parameter is in has the same value, and steps count in place.
         state[key] = _number(value, like=own) if is_number(own) else value.clone()
     elif is_number(value) and own is None and key in HOST_SCALARS and _keeps_tensors(optimizer):
-        state[key] = torch.tensor(float(value), dtype=torch.float32, device=scalar_device(optimizer, parameter))
+        state[key] = torch.tensor(float(value), dtype=torch.float32, device=scalar_device(group, parameter))
     else:
-        state[key] = value
+        state[key] = copy.deepcopy(value)
 
 
 def _number(value: torch.Tensor, *, like: float) -> int | float:

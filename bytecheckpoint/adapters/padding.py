@@ -43,6 +43,11 @@ def beyond(shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | No
     return [shard._replace(region=Region(tuple(offsets), tuple(lengths)), tensor=memory)]
 
 
+def same_but_for_padding(axis: int | None, shape: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the shapes are equal, or differ along this axis only."""
+    return tuple(shape) == tuple(other) or (axis is not None and _differ_along(axis, shape, other))
+
+
 def _differ_along(axis: int, shape: Sequence[int], other: Sequence[int]) -> bool:
     """Whether the shapes differ, and along this axis only."""
     if len(shape) != len(other):

@@ -45,6 +45,11 @@ class ParameterNames(NamedTuple):
     elsewhere: tuple[str, ...] = ()
     """Those of them that lie in other modules than the first that has it."""
 
+    @property
+    def is_outside_model(self) -> bool:
+        """Whether its name is the FQN that it has in a module, and that module is not `model`."""
+        return self.name == self.fqns[0] and join_fqn(MODEL, self.name) not in self.fqns
+
 
 class OptimizedParameter(NamedTuple):
     """A parameter of which an optimizer has a part, in flat memory."""

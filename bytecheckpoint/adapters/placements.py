@@ -61,7 +61,7 @@ def held_parts(fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes:
     if not _OF_TORCH.issuperset(type(axis.placement) for axis in mesh_axes):
         by_regions = [axis for axis in mesh_axes if _regions_of(axis.placement) is not None]
         if by_regions:
-            others = [axis for axis in mesh_axes if axis not in by_regions]
+            others = [axis for axis in mesh_axes if _regions_of(axis.placement) is None]
             return _parts_by_regions(fqn, shape, local, by_regions, others)
     local_shape = tuple(local.shape)
     parts = _parts(shape, local_shape, mesh_axes)

@@ -337,12 +337,14 @@ def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
 
 
 def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
-    """The tree with new leaves: dicts and lists are changed in place, tuples made anew. Leaves not in `new` stay, and
-    so do those of tensor subclasses, which are filled in place.
+    """The tree with new leaves, or new values for whole containers: dicts and lists are changed in place, tuples made
+    anew. Leaves not in `new` stay, and so do those of tensor subclasses, which are filled in place.
     """
+    if fqn in new:
+        return new[fqn]
     children = _children(value, fqn)
     if not children or isinstance(value, torch.Tensor):
-        return new.get(fqn, value)
+        return value
     prefix = f"{fqn}." if fqn else ""
     filled = [(key, with_leaves(item, f"{prefix}{key}", new)) for key, item in children]
     if type(value) is tuple:

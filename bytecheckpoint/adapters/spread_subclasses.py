@@ -21,7 +21,7 @@ def spread_like(
 ) -> DTensor | None:
     """A DTensor of this global shape whose parts are to those of `outer` as its lengths are to those of `outer`.
 
-    None where the lengths of the parts are not whole numbers.
+    None where the lengths of the parts are not whole numbers, and where blocks do not end where parts end.
     """
     sharded = set() if is_table else _sharded_dims(outer)
     if sharded is None or not _can_follow(len(shape), outer, sharded):
@@ -31,7 +31,7 @@ def spread_like(
         lengths, sharded = [0], set()
     for dim in sharded:
         lengths[dim], rest = divmod(shape[dim] * outer._local_tensor.shape[dim], max(outer.shape[dim], 1))
-        if rest:
+        if rest or not _ends_with_blocks(outer, dim, shape[dim]):
             return None
     local = torch.empty(lengths, dtype=dtype, device=device)
     return _as_dtensor(local, torch.Size(shape), outer, is_table=is_table)
@@ -54,7 +54,8 @@ def spread_as(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
         if any(local.shape[dim] == 0 for dim in sharded):
             return None
         ratios = {dim: divmod(inner.shape[dim] * outer.shape[dim], local.shape[dim]) for dim in sharded}
-        if not any(rest for _, rest in ratios.values()):
+        are_whole = not any(rest for _, rest in ratios.values())
+        if are_whole and all(_ends_with_blocks(outer, dim, length) for dim, (length, _) in ratios.items()):
             shape = [ratios[dim][0] if dim in sharded else length for dim, length in enumerate(inner.shape)]
     if shape is None:
         what = f"part of a DTensor, {list(inner.shape)} for {list(local.shape)} of {list(outer.shape)}"
@@ -73,6 +74,16 @@ def _sharded_dims(outer: DTensor) -> set[int] | None:
 def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
     """Whether a tensor of so many dimensions has those along which the outer one is cut."""
     return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
+
+
+def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
+    """Whether parts of the outer tensor end where blocks do, of which an inner tensor of this length has one element
+    each, or several: 6 rows with 4 scales are blocks of two rows and a short one, twice.
+    """
+    if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut
+        return True
+    shorter, longer = sorted((outer.shape[dim], length))
+    return not shorter or longer % shorter == 0
 
 
 def _as_dtensor(local: torch.Tensor, shape: torch.Size, outer: DTensor, *, is_table: bool) -> DTensor:

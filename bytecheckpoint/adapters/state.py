@@ -4,7 +4,7 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -12,12 +12,13 @@ import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.deepspeed import flat_optimizer, is_engine
-from bytecheckpoint.adapters.megatron import MegatronEntry, is_megatron_module, refuse_inside
+from bytecheckpoint.adapters.megatron import MegatronEntry
+from bytecheckpoint.adapters.megatron_modules import is_megatron_module, refuse_inside
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.pipelines import stages_of
+from bytecheckpoint.adapters.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
@@ -45,8 +46,10 @@ class Entry(Protocol):
     def expect(self, stored: Stored) -> Expectation:
         """What to load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
-    def prepare(self, stored: Stored) -> None:
-        """Creates that memory. Called once, after every check has passed on every rank."""
+    def prepare(self, stored: Stored, refused: Collection[str], /) -> None:
+        """Creates that memory, but for what is `refused`, by FQN. Called once, after every check has passed on every
+        rank.
+        """
 
     def finish(self, stored: Stored) -> None:
         """Puts plain data in place, once the tensors are loaded."""
@@ -236,17 +239,12 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
 
 
 def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
-    items = list(value) if isinstance(value, list | tuple) else [value]
-    if framework in {"auto", "megatron"}:
-        if all(map(is_megatron_module, items)) and not any(map(is_engine, items)):
-            return MegatronEntry(fqn, items)
-        for item in items:
-            refuse_inside(fqn, item)
-        if is_megatron_optimizer(value):
-            return MegatronOptimizerEntry(fqn, value)
     stages = stages_of(value)
     if stages:
-        return ModuleEntry(fqn, stages)
+        return _entry_of_modules(fqn, stages, framework)
+    if is_megatron_optimizer(value):
+        return _entry_of_megatron_optimizer(fqn, value, framework)
+    items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
         return _Optimizers(fqn, items)
     if isinstance(value, RankLocal):
@@ -254,3 +252,21 @@ def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
     if isinstance(value, RngState):
         return RankLocalEntry(fqn, RankLocal(value, missing="keep"))
     return StatefulEntry(fqn, value)
+
+
+def _entry_of_megatron_optimizer(fqn: str, value: Any, framework: str) -> Entry:
+    if framework not in {"auto", "megatron"}:
+        what = f"Megatron's {type(value).__name__} with framework={framework!r}, which could save no more than its "
+        what += "state_dict(), where moments and fp32 copies are missing"
+        raise unsupported(fqn, what, 'pass framework="auto" or "megatron"')
+    return MegatronOptimizerEntry(fqn, value)
+
+
+def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> Entry:
+    modules = [stage.module for stage in stages]
+    if framework in {"auto", "megatron"}:
+        if all(map(is_megatron_module, modules)) and not any(map(is_engine, modules)):
+            return MegatronEntry(fqn, modules)
+        for module in modules:
+            refuse_inside(fqn, module)
+    return ModuleEntry(fqn, stages)

@@ -6,7 +6,7 @@ any of it yet. Tensors that the object shows are loaded in place, others are cre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -131,7 +131,7 @@ class StatefulEntry:
             problems += [problem for problem in refused.problems if around(problem.fqn, {name})]
         return problems
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         if self._found is not None:
             self._target.prepare(self._found.tree, self._found.fqn, self._current, stored)
 
@@ -158,6 +158,8 @@ class RankLocalEntry:
         self._holder = value
         self._target = TreeTarget()
         self._found: StoredTree | None = None
+        self._current: dict[str, Any] = {}
+        """What of the value stays where something is left out."""
 
     def collect(self) -> Contents:
         shards = LocalShards()
@@ -168,11 +170,14 @@ class RankLocalEntry:
                 raise unsupported(fqn, f"a {type(tensor).__name__}, which is no value of one rank's own", advice)
             return keep_for_rank(shards, fqn, tensor)
 
-        value = self._holder.value
-        state = value.state_dict() if is_stateful(value) else value
+        state = self._state()
         plain = encode_plain(state, self.fqn, on_tensor)
         names = {self.fqn, *leaves(state, self.fqn), *(shard.fqn for shard in shards.found)}
         return Contents(shards.found, names, {self.fqn: ("rank", plain)})
+
+    def _state(self) -> Any:
+        value = self._holder.value
+        return value.state_dict() if is_stateful(value) else value
 
     def expect(self, stored: Stored) -> Expectation:
         found = stored.entry_tree(self.fqn)
@@ -189,20 +194,23 @@ class RankLocalEntry:
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
         self._found = found
+        if not all(map(stored.takes, values)) and not self._current:
+            state = self._state()
+            self._current, self._target.own = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         return Expectation(
             self._target.shards(found.tree, found.fqn, {}, stored),
             claims,
             self._target.problems(found.tree, found.fqn, stored),
         )
 
-    def prepare(self, stored: Stored) -> None:
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
         if self._found is not None:
             self._target.prepare(self._found.tree, self._found.fqn, {}, stored)
 
     def finish(self, stored: Stored) -> None:
         if self._found is None:
             return
-        value = self._target.filled(self._found.tree, self._found.fqn, {}, stored)
+        value = self._target.filled(self._found.tree, self._found.fqn, self._current, stored)
         if is_stateful(self._holder.value):
             self._holder.value.load_state_dict(value)
         else:

@@ -4,7 +4,6 @@ key_map, plain data decoded for one rank.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.key_maps import KeyMap, renamed_alike, renamer
 from bytecheckpoint.adapters.plain_data import (
     TensorRef,
     decode_plain,
@@ -21,11 +21,7 @@ from bytecheckpoint.adapters.plain_data import (
     leaves,
 )
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
-from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
-
-KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
-"""From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
 Scope = Literal["shared", "whole", "either", "rank"]
 """Plain data must be the same on all ranks wherever they have the same keys, or the same with all its keys; it may
@@ -105,7 +101,8 @@ class Stored:
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
         self._takes_all = include is None and not exclude
-        self._is_as_saved = self._takes_all and key_map is None
+        self._is_renamed = key_map is not None
+        self._is_as_saved = self._takes_all and not self._is_renamed
         self.rename = renamer(key_map)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
@@ -135,7 +132,7 @@ class Stored:
                 continue
             name = self.rename(fqn)
             if name in selected:
-                raise _renamed_alike(name, selected[name].fqn, fqn)
+                raise renamed_alike(name, selected[name].fqn, fqn)
             selected[name] = tensor
         return selected
 
@@ -174,7 +171,7 @@ class Stored:
         for fqn in filter(self.takes, self._tree_leaves):
             name = self.rename(fqn)
             if sources.setdefault(name, fqn) != fqn:
-                raise _renamed_alike(name, sources[name], fqn)
+                raise renamed_alike(name, sources[name], fqn)
         return {name: self._tree_leaves[fqn] for name, fqn in sources.items()}
 
     def entry_tree(self, fqn: str) -> StoredTree | None:
@@ -187,7 +184,7 @@ class Stored:
 
     @cached_property
     def _tree_names(self) -> dict[str, str]:
-        return {self.rename(fqn): fqn for fqn in self.trees}
+        return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, leaves(self.trees[fqn], fqn))))
 
     def subtree(self, fqn: str) -> tuple[str, Any] | None:
         """The part of the plain data whose leaves are at or below this state FQN: its checkpoint FQN, and the tree."""
@@ -201,7 +198,11 @@ class Stored:
     @cached_property
     def _sources(self) -> dict[str, str]:
         """State FQN -> checkpoint FQN of every leaf of plain data."""
-        return {self.rename(fqn): fqn for fqn in self._tree_leaves}
+        return self._by_new_name(self._tree_leaves, self.takes)
+
+    def _by_new_name(self, fqns: Iterable[str], is_taken: Callable[[str], bool]) -> dict[str, str]:
+        """Checkpoint FQNs by state FQN. Where two come to one name, exclude has left one of them out: not that one."""
+        return {self.rename(fqn): fqn for fqn in (fqns if self._is_as_saved else sorted(fqns, key=is_taken))}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
         """What this rank has no value for, where it is the value of this state FQN or one around it."""
@@ -230,18 +231,28 @@ class Stored:
 
     def skips(self, fqn: str) -> bool:
         """Whether include or exclude keep this state FQN from being loaded."""
-        return not self._takes_all and (fqn in self.skipped or (fqn not in self._known and not self.takes(fqn)))
+        if self._takes_all or fqn in self.skipped or fqn in self._known:
+            return not self._takes_all and fqn in self.skipped
+        # What is renamed into a container that they name themselves is loaded.
+        return not self.takes(fqn) and (not self._is_renamed or fqn not in self._known_roots)
 
     @cached_property
     def skipped(self) -> set[str]:
-        """State FQNs of all that include and exclude leave out."""
+        """State FQNs of all that include and exclude leave out, and nothing else is renamed to."""
         if self._takes_all:
             return set()
-        return {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
+        left_out = {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
+        return left_out - self._known
 
     @cached_property
     def _known(self) -> set[str]:
         return {*self.tensors, *self.plain}
+
+    @cached_property
+    def _known_roots(self) -> set[str]:
+        """What stands above anything known."""
+        parts = (fqn.split(".") for fqn in self._known)
+        return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
 
     @cached_property
     def own_names(self) -> list[str]:
@@ -275,14 +286,6 @@ def _named_by_content(manifest: Manifest) -> set[str]:
     trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
     found = (item for fqn, data in trees for item in leaves(decode_plain(data), fqn).items())
     return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
-
-
-def _renamed_alike(name: str, fqn: str, other: str) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"key_map gives {name} to both {fqn} and {other}; nothing was loaded. Make the new names differ, or leave one "
-        "out with exclude",
-        kind="conflict",
-    )
 
 
 class RankMissing(NamedTuple):
@@ -320,36 +323,6 @@ def _descend(tree: Any, path: str) -> Any:
 
 def _matches(fqn: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(fqn, glob) for glob in globs)
-
-
-def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
-    """A key_map in any of its forms as a function from checkpoint FQN to state FQN."""
-    if key_map is None:
-        return lambda fqn: fqn
-    if callable(key_map):
-        return key_map
-    if isinstance(key_map, Mapping):
-        names = dict(key_map)
-        return lambda fqn: names.get(fqn, fqn)
-    rules = list(key_map)
-
-    def rename(fqn: str) -> str:
-        for pattern, replacement in rules:
-            fqn = _substitute(pattern, replacement, fqn)
-        return fqn
-
-    return rename
-
-
-def _substitute(pattern: str, replacement: str, fqn: str) -> str:
-    try:
-        return re.sub(pattern, replacement, fqn)
-    except re.error as error:
-        raise CheckpointMismatchError(
-            f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing "
-            "was loaded",
-            kind="conflict",
-        ) from error
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from bytecheckpoint.adapters.parameter_names import MODEL, ParameterNames
 from bytecheckpoint.adapters.plain_data import join_fqn, leaves
-from bytecheckpoint.adapters.stored import Stored, StoredTensor, StoredTree
+from bytecheckpoint.adapters.stored import Problem, Stored, StoredTensor, StoredTree
 from bytecheckpoint.adapters.subclasses import is_facts
 
 
@@ -74,7 +74,8 @@ class StoredOptimizer:
     def _source(self, name: str) -> str:
         """The checkpoint FQN of the parameter that was saved under this name."""
         in_model = join_fqn(MODEL, name)
-        return in_model if in_model in self._stored.saved else name
+        is_in_model = in_model in self._stored.saved and name not in self._tree.get("outside_model", ())
+        return in_model if is_in_model else name
 
     def _state_fqns(self, name: str) -> list[str]:
         """What a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in its
@@ -141,6 +142,14 @@ class StoredOptimizer:
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
         """Whether a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
         return self.parameter_shape(names) in {None, shape}
+
+    def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
+        """Of each tensor in the state of a parameter that has this shape now, and had another one."""
+        for fqn, tensor in self.tensors(names).values():
+            if tensor.shape:
+                stored_as = list(self.parameter_shape(names) or ())
+                text = f"{fqn}: of a parameter of shape {stored_as} in the checkpoint, {list(shape)} in the state"
+                yield Problem("shape", fqn, text)
 
     def group(self, names: ParameterNames) -> StoredGroup | None:
         return next((self._groups[name] for name in self._names(names)), None)

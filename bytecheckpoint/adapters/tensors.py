@@ -100,7 +100,10 @@ class LocalShards:
         dense_dtype(fqn, local)
         # The spec has mesh and placements; many tensors share one, which is then found without comparing them.
         key = tensor._spec, tensor.dtype, tensor.shape, local.shape, local.is_contiguous()
-        layout = self._layouts.get(key)
+        try:
+            layout = self._layouts.get(key)
+        except (RuntimeError, TypeError) as error:
+            raise _uncomparable(fqn, tensor) from error
         if layout is None:
             layout = self._layouts[key] = _layout_of(fqn, tensor)
         memory = local.detach() if local.requires_grad or local._is_view() else local
@@ -164,6 +167,12 @@ def _layout_of(fqn: str, tensor: DTensor) -> _Layout:
             raise unsupported(fqn, f"a DTensor with a {kind} placement, {placement}", advice)
     mesh_axes = (*map(MeshAxis, tensor.placements, tensor.device_mesh.shape, coordinate),)
     return _Layout(dtype, shape, held_parts(fqn, shape, tensor._local_tensor, mesh_axes))
+
+
+def _uncomparable(fqn: str, tensor: DTensor) -> CheckpointSaveError:
+    kinds = ", ".join(type(placement).__name__ for placement in tensor.placements)
+    what = f"a DTensor with placements ({kinds}) of which one has no equality and hash of its own"
+    return unsupported(fqn, what, "make its class a frozen dataclass, or give it __eq__ and __hash__")
 
 
 def _of_sharded_tensor(fqn: str, tensor: ShardedTensor) -> list[LocalShard]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, unsupported
+from bytecheckpoint.errors import CheckpointSaveError
 
 
 def untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -22,18 +23,39 @@ def untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, to
     owners: dict[object, str] = {}
     for (name, fqn, tensor), memory in zip(found, _memories([tensor for _, _, tensor in found]), strict=True):
         if fqn in tensors and tensors[fqn] is not tensor:
-            raise unsupported(
-                fqn,
-                f"the name of two tensors, one of which the module calls {name!r}",
-                "give the stages of a pipeline the names that their layers have in the whole model, and "
-                "rename what differs from another name only by what a wrapper puts into it",
-            )
+            raise _two_of_one_name(fqn, name)
         owner = owners.setdefault(memory, fqn)
+        if aliases.get(fqn, owner) != owner:
+            raise _two_of_one_name(fqn, name)
         if owner == fqn:
             tensors[fqn] = tensor
         else:
             aliases[fqn] = owner
     return tensors, aliases
+
+
+def with_flat_ties(
+    tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
+) -> dict[str, str]:
+    """The aliases of all tensors: `aliases` are those of `tensors`, and `ties` those of `flat` parameters, by FQN."""
+    names = {*tensors, *flat}
+    found = dict(aliases)
+    for alias, fqn in ties:
+        if found.setdefault(alias, fqn) != fqn:
+            raise _two_of_one_name(alias, alias)
+    for alias in found:
+        if alias in names:
+            raise _two_of_one_name(alias, alias)
+    return found
+
+
+def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
+    return unsupported(
+        fqn,
+        f"the name of two tensors, one of which the module calls {name!r}",
+        "give the stages of a pipeline the names that their layers have in the whole model, and rename what differs "
+        "from another name only by what a wrapper puts into it",
+    )
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:

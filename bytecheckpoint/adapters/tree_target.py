@@ -41,6 +41,32 @@ def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | 
     return name
 
 
+_ABSENT = object()
+"""Stands for what a tree is not to have."""
+
+
+def _without_absent(tree: Any) -> Any:
+    """The tree, changed in place, without what is absent, and without containers that have nothing else. What is absent
+    before the last item of a list or tuple is None.
+    """
+    if isinstance(tree, dict) and tree:
+        for key, item in list(tree.items()):
+            tree[key] = _without_absent(item)
+            if tree[key] is _ABSENT:
+                del tree[key]
+        return tree if len(tree) else _ABSENT
+    if type(tree) not in (list, tuple) or not tree:
+        return tree
+    items = [_without_absent(item) for item in tree]
+    while items and items[-1] is _ABSENT:
+        items.pop()
+    items = [None if item is _ABSENT else item for item in items]
+    if type(tree) is list:
+        tree[:] = items
+        return tree or _ABSENT
+    return tuple(items) or _ABSENT
+
+
 class TreeTarget:
     """The tensors of a stored tree on their way to an object: the object's own where they fit, else new ones."""
 
@@ -50,6 +76,8 @@ class TreeTarget:
         """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
         self.kept: dict[str, torch.Tensor] = {}
         """Those of them that stay as they are."""
+        self.own: dict[str, torch.Tensor] = {}
+        """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
 
     def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
         """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
@@ -68,20 +96,25 @@ class TreeTarget:
                 self._new[name] = torch.empty_like(placeholder(found), device=device)
 
     def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> Any:
-        """The tree with tensors in place of references; what include and exclude leave out is as in `current`."""
-        new = {}
+        """The tree with tensors in place of references; what include and exclude leave out is as in `current`, and not
+        there at all where that lacks it. None where nothing is left.
+        """
         values = leaves(tree, fqn)
+        unbuildable = self._unbuildable(values, stored).keys()
+        left = self.left_out(tree, fqn, stored)
+        new: dict[str, Any] = {name: self.own.get(state_fqn(name, stored), _ABSENT) for name in left}
         for name, value in values.items():
             state_name = stored.rename(name)
-            if isinstance(value, TensorRef):
-                new[name] = self._new.get(state_name, current.get(state_name))
-            elif not stored.takes(name) or isinstance(value, RankMissing):
-                new[name] = current.get(state_name)
+            if isinstance(value, TensorRef) and state_name in self._new:
+                new[name] = self._new[state_name]
+            elif isinstance(value, TensorRef | RankMissing) or not stored.takes(name):
+                new[name] = current.get(state_name, _ABSENT)
         filled = with_leaves(tree, fqn, new)
-        if not any(map(is_facts, values)):
-            return filled
-        live = {**dict.fromkeys(self.left_out(tree, fqn, stored)), **self.live}
-        return restored(filled, fqn, live, left=self._unbuildable(values, stored).keys())
+        if any(value is _ABSENT for value in new.values()):
+            filled = _without_absent(filled)
+        if filled is _ABSENT or not any(map(is_facts, values)):
+            return None if filled is _ABSENT else filled
+        return restored(filled, fqn, self.live, left=unbuildable)
 
     def left_out(self, tree: Any, fqn: str, stored: Stored) -> set[str]:
         """The subclasses, by checkpoint FQN, that would have to be built without what include and exclude leave out."""

@@ -4,18 +4,29 @@ that are whole, and trees of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, MutableMapping
 from math import prod
 from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.one_values import HOST_SCALARS, is_number, scalar_device
-from bytecheckpoint.adapters.parameter_names import check_state_key
+from bytecheckpoint.adapters.meta_modules import home_of
+from bytecheckpoint.adapters.one_values import (
+    HOST_SCALARS,
+    can_take,
+    is_number,
+    is_one,
+    put_one_value,
+    scalar_device,
+)
+from bytecheckpoint.adapters.parameter_names import ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import TensorRef, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stored import StoredTensor
-from bytecheckpoint.adapters.subclasses import is_subclass, parts_of
-from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, torch_dtype, unsupported
+from bytecheckpoint.adapters.stored import Expectation, Problem, Stored, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
+from bytecheckpoint.adapters.stored_subclasses import SubclassState
+from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
+from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
 
@@ -55,26 +66,150 @@ def collect_state(prefix: str, state: Mapping[str, Any], shards: LocalShards, fq
     return plain
 
 
+CreatedTensors = MutableMapping[tuple[int, str], torch.Tensor]
+"""Tensors that a load makes anew and that no state holds before it ends: those in lists, and what becomes a number. By
+the parameter's id, because two that are no longer tied have one FQN, and by FQN."""
+
+
+class WholeState:
+    """The state that an optimizer keeps for one parameter, in one load."""
+
+    def __init__(
+        self,
+        fqn: str,
+        optimizer: torch.optim.Optimizer,
+        parameter: torch.Tensor,
+        *,
+        group: Mapping[str, Any],
+        names: ParameterNames,
+        found: StoredOptimizer,
+        created: CreatedTensors,
+    ) -> None:
+        self._fqn = fqn
+        self._optimizer = optimizer
+        self._parameter = parameter
+        self._group = group
+        self._names = names
+        self._found = found
+        self._tensors = found.tensors(names)
+        self._created = created
+        live = optimizer.state.get(parameter, {})
+        if found.has_subclasses:
+            self._subclasses = SubclassState(parameter, live, self._tensors, found.plain(names))
+        else:
+            self._subclasses = SubclassState(parameter, live, {}, {})
+
+    @property
+    def fits(self) -> bool:
+        """Whether the parameter had its shape when its state was saved, as far as the checkpoint tells."""
+        return self._found.fits(self._names, tuple(self._parameter.shape))
+
+    def expect(self) -> Expectation:
+        """Where the state goes, and what the optimizer has that the checkpoint lacks."""
+        found, names = self._found, self._names
+        problems = [] if self.fits else list(found.misfits(names, tuple(self._parameter.shape)))
+        if found.group(names) is None:
+            problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
+        for key, why in self._subclasses.problems():
+            fqn = self._state_fqn(key)
+            problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
+        if not self.fits:
+            return Expectation([], set(), problems)
+        plain = found.plain(names)
+        lacking = (key for key, own in self._subclasses.own.items() if is_number(own))
+        problems += [
+            not_stored(self._state_fqn(key)) for key in lacking if key not in plain and key not in self._tensors
+        ]
+        return Expectation(self._shards(plain), set(), problems)
+
+    def _shards(self, plain: Mapping[str, tuple[str, Any]]) -> list[LocalShard]:
+        subclasses = self._subclasses
+        shards = LocalShards()
+        for key, (fqn, tensor) in self._tensors.items():
+            own = subclasses.own.get(key)
+            target = own if isinstance(own, torch.Tensor) else self._created.get((id(self._parameter), fqn))
+            if not subclasses.takes(key):
+                continue
+            if not isinstance(target, torch.Tensor):
+                target = self._new(key, tensor, torch.device("meta"))
+            shards.add(fqn, target)
+        for key, value in subclasses.own.items():
+            is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
+            is_own = isinstance(value, torch.Tensor) and key not in self._tensors and not is_plain
+            if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
+                shards.add(self._state_fqn(key), value)
+        return shards.found
+
+    def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
+        if "." in key:
+            return self._subclasses.new_part(key, stored, device)
+        return new_state(self._parameter, key, stored, device, group=self._group)
+
+    def prepare(self) -> None:
+        """Makes the tensors that the state lacks."""
+        optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
+        for key, (fqn, tensor) in self._tensors.items():
+            is_there = key in subclasses.own if "." in key else isinstance(subclasses.own.get(key), torch.Tensor)
+            if is_there or not subclasses.takes(key):
+                continue
+            if "." in key:
+                self._created[id(parameter), fqn] = self._new(key, tensor, None)
+            elif becomes_number(subclasses.own.get(key), tensor):
+                self._created[id(parameter), fqn] = torch.empty_like(placeholder(tensor), device="cpu")
+            else:
+                optimizer.state[parameter][key] = self._new(key, tensor, None)
+
+    def finish(self, stored: Stored) -> None:
+        """Puts in place what is no tensor, or made of several."""
+        optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
+        for key, (fqn, value) in self._found.plain(self._names).items():
+            if not subclasses.lacks(key):
+                continue
+            refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
+            new = {leaf: self._created[id(parameter), stored.rename(ref.fqn)] for leaf, ref in refs.items()}
+            if not can_take(subclasses.own.get(key), value):
+                continue
+            if is_number(value):
+                put_one_value(optimizer, parameter, key, value, group=self._group)
+                continue
+            filled = with_leaves(copy.deepcopy(value), fqn, new)  # another parameter may have been tied to this one
+            optimizer.state[parameter][key] = restored(filled, fqn, like=parameter)
+        for key, (fqn, tensor) in self._tensors.items():
+            if becomes_number(subclasses.own.get(key), tensor):
+                value = self._created[id(parameter), fqn]
+                put_one_value(optimizer, parameter, key, value, group=self._group)
+
+    def _state_fqn(self, key: str) -> str:
+        return f"{self._fqn}.state.{self._names.name}.{key}"
+
+
 def becomes_number(own: Any, stored: StoredTensor) -> bool:
     """Whether a stored tensor goes to where the optimizer has a number."""
     return is_number(own) and prod(stored.shape) == 1
 
 
 def new_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, stored: StoredTensor, device: str | None
+    parameter: torch.Tensor,
+    key: str,
+    stored: StoredTensor,
+    device: torch.device | None,
+    *,
+    group: Mapping[str, Any],
 ) -> torch.Tensor:
     """A state tensor that lies like its parameter where it has its shape, and is whole otherwise.
 
-    On `device`, or where the optimizer itself would have made it.
+    On `device`, or where the optimizer itself would have made it; also for a parameter on the meta device that is left
+    there.
     """
     dtype = torch_dtype(stored.dtype)
     is_scalar = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
+    if device is None and is_scalar:
+        device = scalar_device(group, parameter)
+    elif device is None and parameter.is_meta:
+        device = home_of(parameter)
     if stored.shape == tuple(parameter.shape) and not is_scalar:
         return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
-    if device is None:
-        home = scalar_device(optimizer, parameter) if is_scalar else parameter.device
-        return torch.empty(stored.shape, dtype=dtype, device=home)
-    return torch.empty(stored.shape, dtype=dtype, device=device)
+    return torch.empty(stored.shape, dtype=dtype, device=parameter.device if device is None else device)
 
 
 def _copied(value: Any, fqn: str) -> Any:

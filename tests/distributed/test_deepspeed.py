@@ -250,6 +250,20 @@ def test_engines_in_one_state_keep_their_masters_apart(
     assert {checkpoint[f"{engine}.p1"].dtype for engine in ("actor", "critic")} == {torch.float32}
 
 
+def two_in_one_list(rank: int, world_size: int, path: str) -> None:
+    state = actor_and_critic("zero_1", ("", "critic."), step=7.0, names=("actor", "critic"))
+    state["optimizer"] = [state.pop(f"{name}_optimizer").optimizer for name in ("actor", "critic")]
+    bcp.save(f"{path}/alike", state, options=OPTIONS)
+    state["critic"].global_steps = 500
+    what = r"optimizer\.facts\.engine is .*500.* of a list.* name of its own"
+    with pytest.raises(bcp.CheckpointSaveError, match=what):
+        bcp.save(f"{path}/differing", state, options=OPTIONS)
+
+
+def test_engines_whose_counters_differ_need_optimizers_of_different_names(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(two_in_one_list, str(tmp_path), world_size=2)
+
+
 def two_in_one_module(rank: int, world_size: int, path: str) -> list[str]:
     def of(prefix: str, step: float) -> tuple[State, list[State]]:
         states = [engine_state("zero_3", prefix + each, step=step) for each in ("", "critic.")]

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -308,6 +309,50 @@ def test_flat_buffers_are_laid_out_as_megatron_does(
     assert [tuple(bucket) for bucket in layout.buckets] == buckets
     found = [[(index, r.start, r.stop, at) for index, r, at in layout.owned(dp, rank)] for rank in range(dp)]
     assert found == owned
+
+
+def save_before_the_gather(rank: int, world_size: int, kind: str, path: str) -> None:
+    """After a step, while parameters are up to date only in what the rank itself steps, or in its copy of that."""
+    built = build(GRIDS["dp3"]._replace(rank=rank), KINDS[kind])
+    stepped = [(held, held.clone()) for _, _, held, _, _ in held_by(built)]
+    with torch.no_grad():
+        for chunk in built.chunks:
+            for parameter, _ in chunk.trained():
+                parameter.fill_(-7)
+        for held, value in stepped:
+            held.copy_(value)
+    bcp.save(path, built.state)
+
+
+@pytest.mark.parametrize("kind", ["fp32_distributed", "bf16_distributed"])
+def test_parameters_are_saved_by_the_ranks_that_step_them(workers: WorkerPool, tmp_path: Path, kind: str) -> None:
+    path = str(tmp_path / "checkpoint")
+    workers.run(save_before_the_gather, kind, path, world_size=3)
+    (wrong,) = workers.run(load_each, "single", kind, {"dp3": path}, world_size=1, process_group=False)
+    assert wrong == {"dp3": []}
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "stage": lambda stage: stage,
+    "stages": lambda stage: [stage],
+    "schedule": lambda stage: SimpleNamespace(step=print, _stage=stage),
+}
+
+
+def save_stage(rank: int, world_size: int, path: str, form: str, framework: str) -> None:
+    model = Model([Spec("w", (6, 4), tp_axis=0)], Grid(2, 1, 1, rank), partial(source, ""))
+    bcp.save(path, {"model": FORMS[form](SimpleNamespace(submod=model, stage_index=0))}, framework)
+
+
+@pytest.mark.parametrize("framework", ["auto", "megatron"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_of_megatron_inside_a_stage_is_one(
+    workers: WorkerPool, tmp_path: Path, form: str, framework: str
+) -> None:
+    workers.run(save_stage, str(tmp_path), form, framework, world_size=2)
+    stored = bcp.open(tmp_path)
+    assert list(stored) == ["model.w"]
+    assert torch.equal(stored["model.w"][...], source("", "w", (6, 4), torch.float32))
 
 
 def save_odd(rank: int, world_size: int, path: str, case: str) -> str:

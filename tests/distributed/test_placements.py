@@ -258,6 +258,34 @@ def test_torchs_own_placements_are_not_asked_for_regions() -> None:
     assert parts[0].of(torch.ones(2, 3)).shape == (2, 3)
 
 
+class Bare(Own):
+    """Says what it is to say, and has neither equality nor a hash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def checkpoint_regions(self, shape: tuple[int, ...], num_parts: int, index: int) -> Any:
+        return [((row, 0), (1, shape[1])) for row in range(index, shape[0], num_parts)]
+
+
+def save_bare(rank: int, world_size: int, path: str) -> Seen | None:
+    spec = DTensorSpec(init_device_mesh("cpu", (2,)), (Bare(),), TensorMeta(torch.Size((4, 3)), (3, 1), torch.float32))
+    return seen(lambda: bcp.save(path, {"w": DTensor(torch.zeros(2, 3), spec, requires_grad=False)}, options=OPTIONS))
+
+
+def test_a_placement_that_cannot_be_compared_is_refused_by_name(workers: WorkerPool, tmp_path: Path) -> None:
+    for error in workers.run(save_bare, str(tmp_path), world_size=2):
+        assert error.kind == "unsupported_value"
+        assert "w is a DTensor with placements (Bare) of which one has no equality and hash" in error.message
+
+
+@pytest.mark.parametrize("other", [Shard(1), Replicate()])
+def test_placements_are_told_apart_without_comparing_them(other: Placement) -> None:
+    local = torch.zeros(2, 3 if isinstance(other, Shard) else 6)
+    parts = held_parts("w", (4, 6), local, [MeshAxis(Bare(), 2, 1), MeshAxis(other, 2, 0)])
+    assert [part.region.offsets for part in parts] == [(1, 0), (3, 0)]
+
+
 def save_cyclic_load_torch(rank: int, world_size: int, path: str) -> bool:
     bcp.save(path, {"w": placed(truth((5, 2)), (2,), (Cyclic(),))}, options=OPTIONS)
     target = distribute_tensor(torch.zeros(5, 2), init_device_mesh("cpu", (2,)), [Shard(1)], src_data_rank=None)

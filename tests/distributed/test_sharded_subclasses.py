@@ -274,6 +274,68 @@ def test_blocks_of_another_size_are_a_mismatch(workers: WorkerPool, tmp_path: Pa
         assert "it.w.scale: shape [2, 2] in the checkpoint, [1, 2] in the state" in texts[0]
 
 
+class Rows(Flattened):
+    """One scale for some rows each; the last of them may be for fewer."""
+
+    inner = ("values", "scale")
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype, device=values.device)
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> Any:
+        return ["values", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Any:
+        return cls(inner["values"], inner["scale"])
+
+
+def optimizer_of_rows(world_size: int, num_rows: int, block: int = 0) -> torch.optim.Optimizer:
+    """With state where there is a block."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(num_rows, 4), mesh, [Shard(0)], src_data_rank=None))
+    optimizer = torch.optim.SGD([("weight", weight)])
+    if block:
+        num_local = len(weight._local_tensor)
+        local = Rows(torch.ones(num_local, 4, dtype=torch.int8), torch.ones(-(-num_local // block), 1))
+        optimizer.state[weight] = {"momentum": DTensor(local, weight._spec, requires_grad=False)}
+    return optimizer
+
+
+def save_rows(rank: int, world_size: int, path: str, num_rows: int, block: int) -> None:
+    bcp.save(path, {"optimizer": optimizer_of_rows(world_size, num_rows, block)}, options=OPTIONS)
+
+
+def load_rows(rank: int, world_size: int, path: str, num_rows: int) -> str:
+    try:
+        bcp.load(path, {"optimizer": optimizer_of_rows(world_size, num_rows)})
+    except bcp.CheckpointMismatchError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_shard_that_ends_within_a_block_is_refused(workers: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as error:
+        workers.run(save_rows, str(tmp_path / "cut"), 6, 2, world_size=2)
+    for of_rank in error.value.errors.values():
+        assert "optimizer.state.weight.momentum.scale is part of a DTensor, [2, 1] for [3, 4] of [6, 4]" in str(of_rank)
+    workers.run(save_rows, str(tmp_path / "ends with blocks"), 8, 2, world_size=2)
+    for world_size, expected in ((1, "loaded"), (2, "loaded"), (4, "loaded"), (3, "cannot be cut as its parameter is")):
+        for text in workers.run(load_rows, str(tmp_path / "ends with blocks"), 8, world_size=world_size):
+            assert expected in text
+
+
+def test_state_is_not_built_where_shards_end_within_blocks(workers: WorkerPool, tmp_path: Path) -> None:
+    """Blocks of 3 rows, 4 of them: each of 2 ranks would have 2 scales, and the last has other rows than those."""
+    workers.run(save_rows, str(tmp_path), 10, 3, world_size=1)
+    for text in workers.run(load_rows, str(tmp_path), 10, world_size=2):
+        assert "cannot be cut as its parameter is" in text
+
+
 class Divided(Tabled):
     """Cannot be made of nothing: how many elements a scale is for is found by division."""
 

@@ -27,6 +27,10 @@ class Layout(NamedTuple):
     num_chunks: int = 1
     is_distributed: bool = True
     is_homogeneous: bool = True
+    is_half: bool = True
+    """Parameters are bfloat16, and not fp32."""
+    overlaps: bool = False
+    """Parameters are gathered as the next forward pass meets them, and not at the end of a step."""
 
 
 class _OnHost(TorchFunctionMode):
@@ -75,6 +79,7 @@ def build(layout: Layout) -> Built:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
+    dtype = torch.bfloat16 if layout.is_half else torch.float32
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=WIDTH,
@@ -83,16 +88,20 @@ def build(layout: Layout) -> Built:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
+        bf16=layout.is_half,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.num_chunks if layout.num_chunks > 1 else None,
         hetereogenous_dist_checkpoint=not layout.is_homogeneous,
     )
     rows = 8 * layout.tp
-    of_data = DistributedDataParallelConfig(use_distributed_optimizer=layout.is_distributed)
+    of_data = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.is_distributed,
+        overlap_grad_reduce=layout.overlaps,
+        overlap_param_gather=layout.overlaps,
+    )
     chunks = []
     for index in range(layout.num_chunks):
         stage = {"ignore_virtual": False, "vp_stage": index if layout.num_chunks > 1 else None}
@@ -106,22 +115,26 @@ def build(layout: Layout) -> Built:
             share_embeddings_and_output_weights=False,
             vp_stage=stage["vp_stage"],
         )
-        chunks.append(DistributedDataParallel(config, of_data, Float16Module(config, model)))
+        inside = Float16Module(config, model) if layout.is_half else model
+        chunks.append(DistributedDataParallel(config, of_data, inside))
     of_optimizer = OptimizerConfig(
         optimizer="adam",
         lr=0.01,
         clip_grad=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
+        bf16=layout.is_half,
+        params_dtype=dtype,
         use_distributed_optimizer=layout.is_distributed,
+        overlap_param_gather=layout.overlaps,
     )
     return Built(chunks, get_megatron_optimizer(of_optimizer, chunks))
 
 
 def sharded_parameters(built: Built) -> Iterator[tuple[nn.Parameter, Any]]:
     """Every parameter, and what Megatron's sharded_state_dict says of it."""
+    from megatron.core.utils import unwrap_model
+
     for chunk in built.chunks:
-        for sharded in chunk.module.module.sharded_state_dict().values():
+        for sharded in unwrap_model(chunk).sharded_state_dict().values():
             if isinstance(sharded.data, nn.Parameter):
                 yield sharded.data, sharded
 

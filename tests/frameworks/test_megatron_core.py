@@ -92,6 +92,32 @@ def test_training_goes_on_to_the_same_bits(workers: WorkerPool, saved: dict[str,
         assert not wrong, f"{name}: {wrong}"
 
 
+def save_after_a_step(rank: int, world_size: int, layout: Layout, path: str) -> bool:
+    """Whether this rank has parameters that are as they were before the step."""
+    with on_host(layout):
+        built = build(layout)
+        fill(built)
+        step(built)
+        bcp.save(path, built.state)
+        before = [parameter.detach().clone() for chunk in built.chunks for parameter in chunk.parameters()]
+        for chunk in built.chunks:
+            chunk.start_param_sync(force_sync=True)
+        after = [parameter for chunk in built.chunks for parameter in chunk.parameters()]
+        return not all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_a_save_does_not_wait_for_parameters_to_be_gathered(workers: WorkerPool, tmp_path: Path, is_half: bool) -> None:
+    layout = Layout(is_half=is_half)
+    overlapping = layout._replace(overlaps=True)
+    workers.run(save_after_a_step, layout, str(tmp_path / "one"), world_size=1, timeout_s=300)
+    stale = workers.run(save_after_a_step, overlapping, str(tmp_path / "two"), world_size=2, timeout_s=300)
+    assert stale == [True, True]
+    wanted, found = (bcp.open(tmp_path / name).state_dict() for name in ("one", "two"))
+    assert found.keys() == wanted.keys()
+    assert [fqn for fqn in found if not torch.equal(found[fqn], wanted[fqn])] == []
+
+
 def _common(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
     """What all layouts have of it: they pad the vocabulary to other lengths."""
     is_padded = tensor.dim() > 0 and ("word_embeddings" in fqn or "output_layer" in fqn)
