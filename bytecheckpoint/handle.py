@@ -150,6 +150,7 @@ class InFlight:
         self._lock = threading.Lock()
         self._handle: SaveHandle | None = None
         self._has_hooks = False
+        self._is_exiting = False
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -208,6 +209,12 @@ class InFlight:
         give_up()
         return False
 
+    def is_told_at_once(self) -> bool:
+        """Whether a save that was written in the call raises there what its handle would raise: when the interpreter is
+        exiting, nobody may come to ask.
+        """
+        return self._is_exiting
+
     def hold(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """From now on, a step of these optimizers waits while the save in flight is staging."""
         for optimizer in optimizers:
@@ -235,12 +242,16 @@ class InFlight:
             if self._has_hooks:
                 return
             self._has_hooks = True
-        # atexit comes too late: by then concurrent.futures refuses work, which the save needs to finish.
-        threading._register_atexit(self._wait)  # type: ignore[attr-defined]
+        try:
+            # atexit comes too late: by then concurrent.futures refuses work, which the save needs to finish.
+            threading._register_atexit(self._wait)  # type: ignore[attr-defined]
+        except RuntimeError:  # it is as late as that, and no thread begins any more that would have to be awaited
+            self._is_exiting = True
         atexit.register(self._report)
         os.register_at_fork(after_in_child=self._forget)
 
     def _wait(self) -> None:
+        self._is_exiting = True
         handle = self._handle
         if handle is not None:
             handle._future.exception()
