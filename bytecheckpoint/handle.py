@@ -41,6 +41,7 @@ class SaveHandle:
         self._future: Future[CheckpointInfo] = Future()
         self._error: BaseException | None = None
         self._was_seen = False
+        self._let_go: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
         state = "failed" if self._failed() else "done" if self.done() else "under way"
@@ -70,6 +71,7 @@ class SaveHandle:
         """Blocks like `result`, and returns the error, or None for a checkpoint that is committed."""
         error = self._future.exception(timeout)
         self._was_seen = True
+        self._let_go()
         return error
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
@@ -92,6 +94,10 @@ class SaveHandle:
             with suppress(Exception):  # the background meets the same, and tells all ranks
                 shared.stage()
         self._staged.wait()
+
+    def when_told(self, let_go: Callable[[], object]) -> None:
+        """Calls this, perhaps more than once, when the save has ended and nobody need be told of it any more."""
+        self._let_go = let_go
 
     def enter(self, ranks: Ranks) -> None:
         """From now on other calls may begin: it is certain which one this save is to all ranks."""
@@ -136,6 +142,8 @@ class SaveHandle:
             self._future.set_result(info)
         else:
             self._future.set_exception(self._error)
+        if info is not None or self._was_seen:
+            self._let_go()
 
 
 class InFlight:
@@ -148,7 +156,10 @@ class InFlight:
         self._held_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._turn = threading.Lock()
         self._lock = threading.Lock()
-        self._handle: SaveHandle | None = None
+        self._watched: list[SaveHandle] = []
+        """The save that is under way, or has failed and nobody knows; no other: an error that a handle keeps and has
+        raised knows the caller's frames, and the state in them. Each save has a list of its own, emptied in one step.
+        """
         self._has_hooks = False
         self._is_exiting = False
 
@@ -164,8 +175,17 @@ class InFlight:
         finally:
             turn.release()
 
+    @property
+    def _handle(self) -> SaveHandle | None:
+        return next(iter(self._watched), None)
+
+    def _watch(self, handle: SaveHandle) -> None:
+        self._watched = watched = [handle]
+        handle.when_told(watched.clear)
+
     def _raise_unseen(self) -> None:
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._watched = []
         error = handle._unseen_error() if handle is not None else None
         if handle is not None and isinstance(error, CheckpointError):
             message = f"the asynchronous save to {handle._path} failed, and this one was not begun: {error.message}"
@@ -186,7 +206,7 @@ class InFlight:
         There, and where the caller is interrupted before there is such a thread, `give_up` is called and the turn
         stays with the caller.
         """
-        self._handle = handle
+        self._watch(handle)
         claim = threading.Lock()
         """On the turn: of the thread that begins, or of the caller that is interrupted before it has."""
         own_turn = ExitStack()
@@ -201,7 +221,7 @@ class InFlight:
                 return True
         except BaseException:
             if claim.acquire(blocking=False):
-                self._handle = None
+                self._watched = []
                 turn.push(own_turn)
                 give_up()
             raise
@@ -272,7 +292,7 @@ class InFlight:
 
     def _forget(self) -> None:
         """A forked child has a copy of the handle, but not the thread that would finish it."""
-        self._handle = None
+        self._watched = []
         self._turn = threading.Lock()
         # Its memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parents.append(self.kept)

@@ -9,6 +9,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,51 @@ def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, sna
     del state
     gc.collect()
     assert kept() is None
+
+
+class Batch:
+    """What the caller of a save has in its frame, as it has the state."""
+
+
+def is_let_go(batch: weakref.ref[Batch]) -> bool:
+    """Soon: the thread that has ended a save may still be in its last function."""
+    for _ in range(50):
+        gc.collect()
+        if batch() is None:
+            return True
+        threading.Event().wait(0.01)
+    return False
+
+
+@pytest.mark.parametrize("ask", [SaveHandle.result, SaveHandle.staged], ids=["result", "staged"])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_failure_that_was_raised_does_not_keep_what_the_caller_knew(
+    tmp_path: Path, ask: Callable[[SaveHandle], object], has_ended: bool
+) -> None:
+    def train() -> weakref.ref[Batch]:
+        batch = Batch()
+        with before(WRITING, raising(OSError(5, "the disk fell off"))):
+            handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
+            if has_ended:
+                wait([handle._future])
+            with pytest.raises(bcp.CheckpointSaveError):
+                handle.result(20)
+        with pytest.raises(bcp.CheckpointSaveError):
+            ask(handle)
+        return weakref.ref(batch)
+
+    assert is_let_go(train())
+
+
+def test_a_save_that_ended_well_does_not_keep_its_callbacks(tmp_path: Path) -> None:
+    def train() -> weakref.ref[Batch]:
+        batch = Batch()
+        handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
+        handle.add_done_callback(lambda _: batch)
+        handle.result(20)
+        return weakref.ref(batch)
+
+    assert is_let_go(train())
 
 
 def test_a_save_that_is_interrupted_before_its_thread_begins_gives_its_turn_back(
