@@ -170,8 +170,7 @@ def _write_in_background(
     def write() -> CheckpointInfo:
         if draft.is_lazy:
             has_returned.wait()
-        with collector_paused():
-            saving = settle()
+        saving = settle()
         snapshot.wait()
         return write_and_commit(saving)
 
