@@ -143,7 +143,7 @@ def save(
         if async_save and _write_in_background(handle, draft, settle, turn, entries):
             return handle
         handle.finish(write_here, turn)
-    if not async_save or IN_FLIGHT.is_told_at_once():
+    if not async_save or IN_FLIGHT.is_told_at_once(handle):
         handle.result()
     return handle
 

@@ -81,6 +81,10 @@ class SaveHandle:
     def _failed(self) -> bool:
         return self._error is not None
 
+    def was_interrupted(self) -> bool:
+        """Whether it ended with something that is no failure of its own."""
+        return self._error is not None and not isinstance(self._error, Exception)
+
     def _unseen_error(self) -> BaseException | None:
         """The error of a failed save that nobody has asked for; asking here counts."""
         error = None if self._was_seen else self._error
@@ -229,11 +233,11 @@ class InFlight:
         give_up()
         return False
 
-    def is_told_at_once(self) -> bool:
-        """Whether a save that was written in the call raises there what its handle would raise: when the interpreter is
-        exiting, nobody may come to ask.
+    def is_told_at_once(self, handle: SaveHandle) -> bool:
+        """Whether a save that was written in the call raises there what its handle would raise: what interrupted it, as
+        Ctrl-C does, is meant for the caller, and when the interpreter is exiting, nobody may come to ask.
         """
-        return self._is_exiting
+        return self._is_exiting or handle.was_interrupted()
 
     def hold(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """From now on, a step of these optimizers waits while the save in flight is staging."""

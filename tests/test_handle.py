@@ -186,6 +186,19 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     bcp.save(tmp_path / "next", {"x": torch.ones(3)})
 
 
+@pytest.mark.parametrize("snapshot", ["copy", "lazy", "fork"])
+def test_ctrl_c_in_a_save_that_no_thread_can_write_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any
+) -> None:
+    monkeypatch.setattr("bytecheckpoint.handle.in_background", lambda *_: False)
+    options = bcp.SaveOptions(snapshot=snapshot)
+    with before(WRITING, raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+        bcp.save(tmp_path, state_of(0, 1.0), async_save=True, options=options)
+    assert not (tmp_path / "manifest.bcp").exists()
+    bcp.save(tmp_path, state_of(0, 2.0), async_save=True, options=options)  # and raises it no second time
+    assert loads_as(tmp_path, 0, 2.0)
+
+
 def test_what_ranks_refuse_where_no_thread_can_start_is_told_by_the_handle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
