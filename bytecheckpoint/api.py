@@ -45,6 +45,7 @@ from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn
 logger = logging.getLogger("bytecheckpoint")
 
 
+@IN_FLIGHT.call()
 @collector_paused()  # for all of it, so that what planning made is gone again when collections go on
 def save(
     path: str | os.PathLike[str],

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.awaited_threads import AwaitedThreads, is_refusal
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.kept import Kept
@@ -69,6 +70,8 @@ class SaveHandle:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Blocks like `result`, and returns the error, or None for a checkpoint that is committed."""
+        if not self.done():
+            _AWAITED.refuse()
         error = self._future.exception(timeout)
         self._was_seen = True
         self._let_go()
@@ -93,10 +96,17 @@ class SaveHandle:
 
     def _await_staging(self) -> None:
         """Who waits takes part: the background stages with few threads, which step back behind training."""
+        if self._staged.is_set():
+            return
+        _AWAITED.refuse()
         shared = self._shared
-        if shared is not None and not self._staged.is_set():
-            with suppress(Exception):  # the background meets the same, and tells all ranks
-                shared.stage()
+        if shared is not None:
+            try:
+                with _AWAITED.here():
+                    shared.stage()
+            except Exception as error:  # the background meets the same, and tells all ranks
+                if is_refusal(error):
+                    raise
         self._staged.wait()
 
     def when_told(self, let_go: Callable[[], object]) -> None:
@@ -116,9 +126,10 @@ class SaveHandle:
         """Stages, and lets the training state change. A failure is for the writer to meet, who tells all ranks."""
         try:
             snapshot.stage()
-        except Exception as error:  # noqa: BLE001
-            snapshot.fail(error)
         except BaseException as error:
+            if isinstance(error, Exception) and not is_refusal(error):
+                snapshot.fail(error)
+                return
             self._was_seen = True  # the caller gets it here and now
             message = f"staging was interrupted by {type(error).__name__}; nothing was committed"
             snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
@@ -168,14 +179,28 @@ class InFlight:
         self._is_exiting = False
 
     @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call that may begin a save: when it is over, its thread is awaited no longer.
+
+        Raises CheckpointSaveError on a thread that a save waits for: in a signal handler, or what the state calls.
+        """
+        _AWAITED.refuse()
+        try:
+            yield
+        finally:
+            _AWAITED.leave()
+
+    @contextmanager
     def turn(self) -> Iterator[None]:
         """Waits for the save that is under way, then holds back others. Raises its error if nobody has seen it."""
+        _AWAITED.refuse()
         self._add_hooks()
         turn = self._turn
         turn.acquire()
         try:
-            self._raise_unseen()
-            yield
+            with _AWAITED.here():
+                self._raise_unseen()
+                yield
         finally:
             turn.release()
 
@@ -249,7 +274,8 @@ class InFlight:
     def wait_until_entered(self) -> None:
         """Returns when another call may begin: ranks count their calls, and must count them in the same order."""
         handle = self._handle
-        if handle is not None:
+        if handle is not None and not handle._entered.is_set():
+            _AWAITED.refuse()
             handle._entered.wait()
 
     def wait_until_staged(self) -> None:
@@ -327,12 +353,15 @@ def in_background(name: str, do: Callable[[], None]) -> bool:
 
     try:
         _THREADS.begin(name, run)
+    except CheckpointError:  # a signal handler's
+        raise
     except RuntimeError:
         return False
     return True
 
 
 _THREADS = SpareThreads(is_awaited=True)
+_AWAITED = AwaitedThreads()
 
 
 IN_FLIGHT = InFlight()

@@ -33,6 +33,8 @@ def meanwhile(do: Callable[[], T]) -> Future[T]:
     """
     try:
         return _THREADS.submit("bcp-ranks", do)
+    except CheckpointError:  # a signal handler's
+        raise
     except RuntimeError:
         done: Future[T] = Future()
         done.set_result(do())

@@ -223,6 +223,31 @@ def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, sna
     assert kept() is None
 
 
+class Calling:
+    """What calls something when its state is asked for."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def state_dict(self) -> dict[str, Any]:
+        self.call()
+        return {"count": 1}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Nothing is put back."""
+
+
+def test_what_a_state_calls_may_load_inside_an_asynchronous_save_and_not_save(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "first", state_of(0, 1.0))
+    loading = Calling(lambda: loads_as(tmp_path / "first", 0, 1.0))
+    bcp.save(tmp_path / "second", {"x": loading}, async_save=True).result(20)
+    saving = Calling(lambda: bcp.save(tmp_path / "inside", state_of(0, 2.0)))
+    with pytest.raises(bcp.CheckpointSaveError, match="this thread is inside a save"):
+        bcp.save(tmp_path / "third", {"x": saving}, async_save=True)
+    assert not (tmp_path / "inside").exists()
+    bcp.save(tmp_path / "third", {"x": loading}, async_save=True).result(20)
+
+
 class Batch:
     """What the caller of a save has in its frame, as it has the state."""
 
