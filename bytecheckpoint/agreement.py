@@ -15,6 +15,7 @@ import xxhash
 from bytecheckpoint.adapters.plain_merge import merge_plain
 from bytecheckpoint.adapters.stored import Contents, Scope
 from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.digests import combined_digest, small_digests
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.options import SaveOptions
@@ -172,6 +173,7 @@ def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain), stages, stage_digests)
 
 
+@collector_paused()
 def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _Request:
     offers = wish.offers()
     if ranks.num_ranks > 1:
@@ -208,6 +210,7 @@ class _Decision:
         """This rank's order."""
         return msgspec.msgpack.decode(self._ranks.consult(msgspec.msgpack.encode(request), self._orders), type=_Order)
 
+    @collector_paused()
     def _orders(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         requests = [msgspec.msgpack.decode(payload, type=_Request) for payload in payloads]
         names, known = self._ranks.names, self._known
@@ -264,6 +267,7 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
     ]
 
 
+@collector_paused()
 def _planned(order: _Order, wish: Wish, in_stages: Sequence[str]) -> KnownPlan:
     offers = wish.offers()
     num_offers = len(offers)

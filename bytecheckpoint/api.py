@@ -46,6 +46,7 @@ from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn
 logger = logging.getLogger("bytecheckpoint")
 
 
+@IN_FLIGHT.call()
 @collector_paused()  # for all of it, so that what planning made is gone again when collections go on
 def save(
     path: str | os.PathLike[str],
@@ -144,7 +145,7 @@ def save(
         if async_save and _write_in_background(handle, draft, settle, turn, entries):
             return handle
         handle.finish(write_here, turn)
-    if not async_save:
+    if not async_save or IN_FLIGHT.is_told_at_once(handle):
         handle.result()
     return handle
 
@@ -171,8 +172,7 @@ def _write_in_background(
     def write() -> CheckpointInfo:
         if draft.is_lazy:
             has_returned.wait()
-        with collector_paused():
-            saving = settle()
+        saving = settle()
         snapshot.wait()
         return write_and_commit(saving)
 

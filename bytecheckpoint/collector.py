@@ -13,6 +13,8 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """No automatic collection inside: planning makes tuples by the hundred thousand, and each generation of them would
     be walked again and again. Reference counting goes on.
+
+    It is for all threads of the process, so nothing inside may wait for another rank while training goes on.
     """
     _PAUSE.begin()
     try:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from bytecheckpoint.adapters.state import Entry
 from bytecheckpoint.agreement import Agreed, Proposal, agree
 from bytecheckpoint.clock import Clock
+from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.kept import Kept
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.plan_cache import KnownPlan
@@ -110,6 +111,7 @@ class Draft:
         wish = self._proposal.wish._replace(shards=(), offers=list)
         self._proposal = self._proposal._replace(wish=wish)
 
+    @collector_paused()
     def _files_of(self, plan: KnownPlan) -> list[LiveFile]:
         """The data files of a plan, with this rank's shards in them."""
         return [LiveFile(planned, self._proposal.wish.shards) for planned in plan.files]

@@ -116,6 +116,8 @@ class GroupRanks:
     def enter(self) -> None:
         try:
             self._entered = self._entered or self._enter()
+        except CheckpointError:  # a signal handler's
+            raise
         except (TimeoutError, RuntimeError) as error:
             self._is_store_lost = True
             raise store_lost(error) from error

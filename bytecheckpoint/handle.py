@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.awaited_threads import AwaitedThreads, is_refusal
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.kept import Kept
@@ -41,6 +42,7 @@ class SaveHandle:
         self._future: Future[CheckpointInfo] = Future()
         self._error: BaseException | None = None
         self._was_seen = False
+        self._let_go: Callable[[], object] = lambda: None
 
     def __repr__(self) -> str:
         state = "failed" if self._failed() else "done" if self.done() else "under way"
@@ -68,8 +70,11 @@ class SaveHandle:
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Blocks like `result`, and returns the error, or None for a checkpoint that is committed."""
+        if not self.done():
+            _AWAITED.refuse()
         error = self._future.exception(timeout)
         self._was_seen = True
+        self._let_go()
         return error
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
@@ -79,6 +84,10 @@ class SaveHandle:
     def _failed(self) -> bool:
         return self._error is not None
 
+    def was_interrupted(self) -> bool:
+        """Whether it ended with something that is no failure of its own."""
+        return self._error is not None and not isinstance(self._error, Exception)
+
     def _unseen_error(self) -> BaseException | None:
         """The error of a failed save that nobody has asked for; asking here counts."""
         error = None if self._was_seen else self._error
@@ -87,11 +96,22 @@ class SaveHandle:
 
     def _await_staging(self) -> None:
         """Who waits takes part: the background stages with few threads, which step back behind training."""
+        if self._staged.is_set():
+            return
+        _AWAITED.refuse()
         shared = self._shared
-        if shared is not None and not self._staged.is_set():
-            with suppress(Exception):  # the background meets the same, and tells all ranks
-                shared.stage()
+        if shared is not None:
+            try:
+                with _AWAITED.here():
+                    shared.stage()
+            except Exception as error:  # the background meets the same, and tells all ranks
+                if is_refusal(error):
+                    raise
         self._staged.wait()
+
+    def when_told(self, let_go: Callable[[], object]) -> None:
+        """Calls this, perhaps more than once, when the save has ended and nobody need be told of it any more."""
+        self._let_go = let_go
 
     def enter(self, ranks: Ranks) -> None:
         """From now on other calls may begin: it is certain which one this save is to all ranks."""
@@ -106,9 +126,10 @@ class SaveHandle:
         """Stages, and lets the training state change. A failure is for the writer to meet, who tells all ranks."""
         try:
             snapshot.stage()
-        except Exception as error:  # noqa: BLE001
-            snapshot.fail(error)
         except BaseException as error:
+            if isinstance(error, Exception) and not is_refusal(error):
+                snapshot.fail(error)
+                return
             self._was_seen = True  # the caller gets it here and now
             message = f"staging was interrupted by {type(error).__name__}; nothing was committed"
             snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
@@ -136,6 +157,8 @@ class SaveHandle:
             self._future.set_result(info)
         else:
             self._future.set_exception(self._error)
+        if info is not None or self._was_seen:
+            self._let_go()
 
 
 class InFlight:
@@ -148,23 +171,50 @@ class InFlight:
         self._held_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._turn = threading.Lock()
         self._lock = threading.Lock()
-        self._handle: SaveHandle | None = None
+        self._watched: list[SaveHandle] = []
+        """The save that is under way, or has failed and nobody knows; no other: an error that a handle keeps and has
+        raised knows the caller's frames, and the state in them. Each save has a list of its own, emptied in one step.
+        """
         self._has_hooks = False
+        self._is_exiting = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call that may begin a save: when it is over, its thread is awaited no longer.
+
+        Raises CheckpointSaveError on a thread that a save waits for: in a signal handler, or what the state calls.
+        """
+        _AWAITED.refuse()
+        try:
+            yield
+        finally:
+            _AWAITED.leave()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Waits for the save that is under way, then holds back others. Raises its error if nobody has seen it."""
+        _AWAITED.refuse()
         self._add_hooks()
         turn = self._turn
         turn.acquire()
         try:
-            self._raise_unseen()
-            yield
+            with _AWAITED.here():
+                self._raise_unseen()
+                yield
         finally:
             turn.release()
 
+    @property
+    def _handle(self) -> SaveHandle | None:
+        return next(iter(self._watched), None)
+
+    def _watch(self, handle: SaveHandle) -> None:
+        self._watched = watched = [handle]
+        handle.when_told(watched.clear)
+
     def _raise_unseen(self) -> None:
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._watched = []
         error = handle._unseen_error() if handle is not None else None
         if handle is not None and isinstance(error, CheckpointError):
             message = f"the asynchronous save to {handle._path} failed, and this one was not begun: {error.message}"
@@ -185,7 +235,7 @@ class InFlight:
         There, and where the caller is interrupted before there is such a thread, `give_up` is called and the turn
         stays with the caller.
         """
-        self._handle = handle
+        self._watch(handle)
         claim = threading.Lock()
         """On the turn: of the thread that begins, or of the caller that is interrupted before it has."""
         own_turn = ExitStack()
@@ -200,13 +250,19 @@ class InFlight:
                 return True
         except BaseException:
             if claim.acquire(blocking=False):
-                self._handle = None
+                self._watched = []
                 turn.push(own_turn)
                 give_up()
             raise
         turn.push(own_turn)
         give_up()
         return False
+
+    def is_told_at_once(self, handle: SaveHandle) -> bool:
+        """Whether a save that was written in the call raises there what its handle would raise: what interrupted it, as
+        Ctrl-C does, is meant for the caller, and when the interpreter is exiting, nobody may come to ask.
+        """
+        return self._is_exiting or handle.was_interrupted()
 
     def hold(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """From now on, a step of these optimizers waits while the save in flight is staging."""
@@ -218,7 +274,8 @@ class InFlight:
     def wait_until_entered(self) -> None:
         """Returns when another call may begin: ranks count their calls, and must count them in the same order."""
         handle = self._handle
-        if handle is not None:
+        if handle is not None and not handle._entered.is_set():
+            _AWAITED.refuse()
             handle._entered.wait()
 
     def wait_until_staged(self) -> None:
@@ -235,12 +292,16 @@ class InFlight:
             if self._has_hooks:
                 return
             self._has_hooks = True
-        # atexit comes too late: by then concurrent.futures refuses work, which the save needs to finish.
-        threading._register_atexit(self._wait)  # type: ignore[attr-defined]
+        try:
+            # atexit comes too late: by then concurrent.futures refuses work, which the save needs to finish.
+            threading._register_atexit(self._wait)  # type: ignore[attr-defined]
+        except RuntimeError:  # it is as late as that, and no thread begins any more that would have to be awaited
+            self._is_exiting = True
         atexit.register(self._report)
         os.register_at_fork(after_in_child=self._forget)
 
     def _wait(self) -> None:
+        self._is_exiting = True
         handle = self._handle
         if handle is not None:
             handle._future.exception()
@@ -261,7 +322,7 @@ class InFlight:
 
     def _forget(self) -> None:
         """A forked child has a copy of the handle, but not the thread that would finish it."""
-        self._handle = None
+        self._watched = []
         self._turn = threading.Lock()
         # Its memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parents.append(self.kept)
@@ -292,12 +353,15 @@ def in_background(name: str, do: Callable[[], None]) -> bool:
 
     try:
         _THREADS.begin(name, run)
+    except CheckpointError:  # a signal handler's
+        raise
     except RuntimeError:
         return False
     return True
 
 
 _THREADS = SpareThreads(is_awaited=True)
+_AWAITED = AwaitedThreads()
 
 
 IN_FLIGHT = InFlight()

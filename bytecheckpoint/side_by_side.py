@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from typing import TypeVar
 
-from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 
 Job = TypeVar("Job")
 
@@ -35,9 +34,12 @@ def do_side_by_side(do: Callable[[Job], object], jobs: Sequence[Job], *, num_thr
 
     with ThreadPoolExecutor(max(num_others, 1), thread_name_prefix="bytecheckpoint") as pool:
         futures: list[Future[None]] = []
-        with suppress(RuntimeError):  # no more threads, or the interpreter is exiting
+        try:
             while len(futures) < num_others:
                 futures.append(pool.submit(work))
+        except RuntimeError as error:  # no more threads, or the interpreter is exiting
+            if isinstance(error, CheckpointError):  # a signal handler's
+                raise
         work()
     for future in futures:
         future.result()

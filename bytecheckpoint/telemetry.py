@@ -11,7 +11,6 @@ from contextlib import nullcontext, suppress
 import msgspec
 
 from bytecheckpoint.clock import Clock
-from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.storage import layout
@@ -25,6 +24,11 @@ def write_telemetry(
     store: Store, folder: str, save_id: str, *, ranks: Ranks, clock: Clock, files: Sequence[DataFile]
 ) -> None:
     """One JSON object, as docs/format.md describes it. What goes wrong with it is no failure of the save."""
+    with suppress(Exception):  # on this rank alone it would be raised, and the others may commit already
+        _write(store, folder, save_id, ranks=ranks, clock=clock, files=files)
+
+
+def _write(store: Store, folder: str, save_id: str, *, ranks: Ranks, clock: Clock, files: Sequence[DataFile]) -> None:
     record = {
         "version": _VERSION,
         "save_id": save_id,
@@ -38,5 +42,4 @@ def write_telemetry(
     }
     content = memoryview(msgspec.json.encode(record))
     block = Block(0, content.nbytes, lambda: nullcontext(content))
-    with suppress(CheckpointError):
-        store.write(join_name(folder, layout.telemetry_name(save_id, ranks.rank)), [block], replace=True)
+    store.write(join_name(folder, layout.telemetry_name(save_id, ranks.rank)), [block], replace=True)

@@ -21,14 +21,24 @@ def within(limit_s: float, do: Callable[[], T]) -> T:
     """Does it on a thread that is left behind when it takes too long, which raises TimeoutError.
 
     A TCPStore's client waits for answers without any limit: where the process that holds the store is stopped or its
-    host unreachable, it would hang for ever.
+    host unreachable, it would hang for ever. So it may where there can be no more threads: without limit is better
+    than not at all.
     """
     return meanwhile(do).result(limit_s)
 
 
 def meanwhile(do: Callable[[], T]) -> Future[T]:
-    """Does it on a thread while the caller goes on. Raises RuntimeError where there can be no more threads."""
-    return _THREADS.submit("bcp-ranks", do)
+    """Does it on a thread while the caller goes on. Where there can be no more threads the caller does it, and gets at
+    once what it raises.
+    """
+    try:
+        return _THREADS.submit("bcp-ranks", do)
+    except CheckpointError:  # a signal handler's
+        raise
+    except RuntimeError:
+        done: Future[T] = Future()
+        done.set_result(do())
+        return done
 
 
 _THREADS = SpareThreads(is_awaited=False)

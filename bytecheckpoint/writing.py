@@ -116,7 +116,10 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
         undo.callback(_discard, saving)
         with clock.phase("write"), closing(saving.snapshot):
             written = _write_files(saving)
-        reports = ranks.gather(encode_report(saving.agreed, written))
+        report = encode_report(saving.agreed, written)
+        if ranks.rank != COORDINATOR:
+            undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
+        reports = ranks.gather(report)
         files = [of_file.file for of_file in written]
         write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=files)
         facts = content = b""
@@ -211,7 +214,8 @@ def _encode_manifest(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, b
 def _hear_that_all_have_written(saving: Saving) -> None:
     """Takes back what this rank has written where another one failed.
 
-    Hazard: only when the coordinator says so. One that is merely slow may yet commit what this rank has reported.
+    Hazard: only when the coordinator says so. One that is merely slow may yet commit what this rank has reported; so
+    may one that has the report of a rank which was interrupted since.
     """
     try:
         saving.ranks.broadcast(b"")

@@ -1,13 +1,17 @@
-"""The garbage collector is off while anybody asks for that, and no longer."""
+"""The garbage collector is off while anybody asks for that, and no longer; a save asks only while it plans."""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from faults.seams import before, loads_as, state_of
 
+import bytecheckpoint as bcp
 from bytecheckpoint.collector import collector_paused
 
 
@@ -56,3 +60,26 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> Non
     leave.set()
     other.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_training_goes_on_with_the_collector_while_a_lazy_save_waits_for_other_ranks(tmp_path: Path) -> None:
+    has_returned = threading.Event()
+    seen: dict[str, bool] = {}
+
+    def consulting() -> None:
+        assert has_returned.wait(20)
+        seen["waiting"] = gc.isenabled()
+
+    def planning() -> None:
+        seen["planning"] = gc.isenabled()
+
+    lazy = bcp.SaveOptions(snapshot="lazy")
+    bcp.save(tmp_path / "first", state_of(0, 1.0), async_save=True, options=lazy).result(20)  # its plan is known now
+    with ExitStack() as faults:
+        faults.enter_context(before("bytecheckpoint.ranks.SoleRank.consult", consulting))
+        faults.enter_context(before("bytecheckpoint.agreement.merge_plain", planning))
+        handle = bcp.save(tmp_path / "second", state_of(0, 1.0), async_save=True, options=lazy)
+        has_returned.set()
+        handle.result(20)
+    assert seen == {"waiting": True, "planning": False}
+    assert loads_as(tmp_path / "second", 0, 1.0)

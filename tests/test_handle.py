@@ -9,6 +9,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,19 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     bcp.save(tmp_path / "next", {"x": torch.ones(3)})
 
 
+@pytest.mark.parametrize("snapshot", ["copy", "lazy", "fork"])
+def test_ctrl_c_in_a_save_that_no_thread_can_write_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any
+) -> None:
+    monkeypatch.setattr("bytecheckpoint.handle.in_background", lambda *_: False)
+    options = bcp.SaveOptions(snapshot=snapshot)
+    with before(WRITING, raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+        bcp.save(tmp_path, state_of(0, 1.0), async_save=True, options=options)
+    assert not (tmp_path / "manifest.bcp").exists()
+    bcp.save(tmp_path, state_of(0, 2.0), async_save=True, options=options)  # and raises it no second time
+    assert loads_as(tmp_path, 0, 2.0)
+
+
 def test_what_ranks_refuse_where_no_thread_can_start_is_told_by_the_handle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +221,76 @@ def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, sna
     del state
     gc.collect()
     assert kept() is None
+
+
+class Calling:
+    """What calls something when its state is asked for."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def state_dict(self) -> dict[str, Any]:
+        self.call()
+        return {"count": 1}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Nothing is put back."""
+
+
+def test_what_a_state_calls_may_load_inside_an_asynchronous_save_and_not_save(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "first", state_of(0, 1.0))
+    loading = Calling(lambda: loads_as(tmp_path / "first", 0, 1.0))
+    bcp.save(tmp_path / "second", {"x": loading}, async_save=True).result(20)
+    saving = Calling(lambda: bcp.save(tmp_path / "inside", state_of(0, 2.0)))
+    with pytest.raises(bcp.CheckpointSaveError, match="this thread is inside a save"):
+        bcp.save(tmp_path / "third", {"x": saving}, async_save=True)
+    assert not (tmp_path / "inside").exists()
+    bcp.save(tmp_path / "third", {"x": loading}, async_save=True).result(20)
+
+
+class Batch:
+    """What the caller of a save has in its frame, as it has the state."""
+
+
+def is_let_go(batch: weakref.ref[Batch]) -> bool:
+    """Soon: the thread that has ended a save may still be in its last function."""
+    for _ in range(50):
+        gc.collect()
+        if batch() is None:
+            return True
+        threading.Event().wait(0.01)
+    return False
+
+
+@pytest.mark.parametrize("ask", [SaveHandle.result, SaveHandle.staged], ids=["result", "staged"])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_failure_that_was_raised_does_not_keep_what_the_caller_knew(
+    tmp_path: Path, ask: Callable[[SaveHandle], object], has_ended: bool
+) -> None:
+    def train() -> weakref.ref[Batch]:
+        batch = Batch()
+        with before(WRITING, raising(OSError(5, "the disk fell off"))):
+            handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
+            if has_ended:
+                wait([handle._future])
+            with pytest.raises(bcp.CheckpointSaveError):
+                handle.result(20)
+        with pytest.raises(bcp.CheckpointSaveError):
+            ask(handle)
+        return weakref.ref(batch)
+
+    assert is_let_go(train())
+
+
+def test_a_save_that_ended_well_does_not_keep_its_callbacks(tmp_path: Path) -> None:
+    def train() -> weakref.ref[Batch]:
+        batch = Batch()
+        handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
+        handle.add_done_callback(lambda _: batch)
+        handle.result(20)
+        return weakref.ref(batch)
+
+    assert is_let_go(train())
 
 
 def test_a_save_that_is_interrupted_before_its_thread_begins_gives_its_turn_back(

@@ -118,6 +118,32 @@ def test_buffers_that_views_and_other_names_share_may_change_at_once(tmp_path: P
     assert saved["part"].tolist() == [0.0] * 3
 
 
+NOT_SAVED = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize")
+@pytest.mark.parametrize("kind", NOT_SAVED)
+def test_a_buffer_that_is_not_saved_may_be_of_any_kind(tmp_path: Path, kind: str) -> None:
+    model = torch.nn.BatchNorm1d(8)
+    model.register_buffer("mask", NOT_SAVED[kind](), persistent=False)
+    model.register_buffer("part", model.weight.detach()[2:4], persistent=False)
+    with staging_held() as go:
+        handle = lazily(tmp_path, {"model": model})
+        model.running_mean.fill_(5.0)
+        model.part.fill_(5.0)
+        go.set()
+        handle.result(20)
+    saved = bcp.open(tmp_path).state_dict()
+    assert saved["model.running_mean"].tolist() == [0.0] * 8
+    assert saved["model.weight"].tolist() == [1.0] * 8
+
+
 @pytest.mark.parametrize("fault", [None, OSError("no"), KeyboardInterrupt()])
 def test_who_waits_for_staging_takes_part_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException | None

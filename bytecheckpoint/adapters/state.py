@@ -5,7 +5,7 @@ tensors and plain data. Each part becomes an entry that saves and loads as one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, Stateful
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
 from bytecheckpoint.adapters.zero_partitions import is_wrapper
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 
 FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale")
 """What `framework` may be. Those that have no adapters of their own share those of torch's modules and optimizers."""
@@ -126,13 +126,20 @@ def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """This rank's memory of the buffers of all modules."""
+    """This rank's memory of the buffers of all modules, but for those that no state may hold."""
     shards = LocalShards()
     buffers = (buffer for entry in entries if isinstance(entry, _MODULES) for buffer in entry.buffers())
-    for tensor in (tensor for buffer in buffers for tensor in leaves(buffer, "").values()):
-        if isinstance(tensor, torch.Tensor):
+    for tensor in (tensor for buffer in buffers for tensor in _tensors_in(buffer)):
+        with suppress(CheckpointError):  # it is not part of this state, where it is refused by its name
             shards.add("", tensor)
     return [shard.tensor for shard in shards.found]
+
+
+def _tensors_in(buffer: torch.Tensor) -> list[torch.Tensor]:
+    parts: Mapping[str, Any] = {}
+    with suppress(CheckpointError):  # as above
+        parts = leaves(buffer, "")
+    return [part for part in parts.values() if isinstance(part, torch.Tensor)]
 
 
 def collect_all(entries: list[Entry]) -> list[Contents]:

@@ -101,6 +101,51 @@ def test_other_exit_functions_run_and_output_is_flushed_when_a_save_failed(launc
     assert "end" in ended.output
 
 
+NOTHING_SAVED_YET = """
+import atexit, threading
+from bytecheckpoint import api, handle
+api.IN_FLIGHT = handle.InFlight()  # as in a process that has not saved before
+writing.write_image = write_image
+
+def save():
+    for name in ("first", "second"):
+        bcp.save(f"{path}/{name}", state_of(0, 1.0), async_save=ASYNC).result()
+
+def save_after_the_end():
+    threading.main_thread().join()
+    save()
+
+"""
+LATE = {
+    "in an exit function": "atexit.register(save)",
+    "on a thread that outlives the program": "threading.Thread(target=save_after_the_end).start()",
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("where", LATE)
+def test_the_first_save_of_a_process_may_come_when_the_program_has_ended(
+    launcher: Launcher, tmp_path: Path, where: str, is_async: bool
+) -> None:
+    code = NOTHING_SAVED_YET.replace("ASYNC", str(is_async)) + LATE[where]
+    assert launcher.run(SLOW_SAVE + code, tmp_path) == (0, "")
+    assert loads_as(tmp_path / "first", 0, 1.0)
+    assert loads_as(tmp_path / "second", 0, 1.0)
+
+
+@pytest.mark.parametrize("before", ["", "bcp.save(f'{path}/before', state_of(0, 1.0))\n"], ids=["first", "later"])
+@pytest.mark.parametrize("where", LATE)
+def test_a_save_that_fails_when_the_program_has_ended_is_not_silent(
+    launcher: Launcher, tmp_path: Path, where: str, before: str
+) -> None:
+    """Nothing comes later that could tell."""
+    code = NOTHING_SAVED_YET.replace("ASYNC).result()", "True)") + before + "writing.write_image = fail\n" + LATE[where]
+    ended = launcher.run(FAILING_SAVE.replace("writing.write_image = fail", "") + code, tmp_path)
+    assert "the disk fell off" in ended.output
+    assert bcp.steps(tmp_path) == []
+    assert not (tmp_path / "first" / "manifest.bcp").exists()
+
+
 GROUP = """
 port, rank = int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)

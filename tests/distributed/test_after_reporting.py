@@ -1,0 +1,60 @@
+"""What goes wrong on a rank that has reported what it wrote: the others may commit that already, so its data stays."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from faults.seams import before, loads_as, state_of
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+
+INTERRUPTED_RANK = 1
+OVERWRITE = bcp.SaveOptions(timeout_s=3, overwrite=True)
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def save_over(
+    rank: int, world_size: int, path: str, function: str, action: Callable[[], object]
+) -> tuple[str | None, bool]:
+    """What the second save raised, and whether the checkpoint that stands then is the new one, whole."""
+    bcp.save(path, state_of(rank, 1.0), options=OVERWRITE)
+    outcome = None
+    with ExitStack() as undo:
+        ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)  # the pool's workers ignore it
+        undo.callback(signal.signal, signal.SIGINT, ignoring)
+        undo.enter_context(before(function, action) if rank == INTERRUPTED_RANK else nullcontext())
+        try:
+            bcp.save(path, state_of(rank, 2.0), options=OVERWRITE)
+        except BaseException as error:  # noqa: BLE001  told
+            outcome = type(error).__name__
+    dist.barrier()
+    return outcome, loads_as(path, rank, 2.0)
+
+
+def test_what_a_rank_that_is_interrupted_has_reported_stays_where_the_others_commit_it(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    function = "bytecheckpoint.writing.write_telemetry"
+    outcomes = workers.run(save_over, str(tmp_path), function, press_ctrl_c, world_size=2)
+    assert outcomes == [(None, True), ("KeyboardInterrupt", True)]
+
+
+def no_network() -> None:
+    raise OSError(5, "the network is gone")
+
+
+@pytest.mark.parametrize("function", ["socket.gethostname", "layout.telemetry_name"])
+def test_telemetry_that_one_rank_cannot_write_is_no_failure_of_the_save(
+    workers: WorkerPool, tmp_path: Path, function: str
+) -> None:
+    outcomes = workers.run(save_over, str(tmp_path), f"bytecheckpoint.telemetry.{function}", no_network, world_size=2)
+    assert outcomes == [(None, True), (None, True)]
