@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -53,6 +54,14 @@ class SaveOptions:
     tensors holds at most 64 MiB of them, and larger ones are cut. It is put together in host memory, beyond
     `staging_bytes`, while the one before it is written: 128 MiB in all.
     """
+    local_stage: str | os.PathLike[str] | None = None
+    """A folder on a disk of this host (`/nvme/stage`), which may differ from rank to rank, or None.
+
+    Data is made durable there first, which `handle.local()` tells, and gives the staging memory back to the next save;
+    then it is uploaded to the path and the checkpoint committed, which `handle.result()` tells. One save is uploaded at
+    a time, while the next one may be written to the disk. The copies are removed after the commit. What a crash leaves
+    there, `bcp.recover` finishes. What the disk has no room for is written to the path directly. It is kept as a str.
+    """
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
 
@@ -64,6 +73,7 @@ class SaveOptions:
         _check_at_least("SaveOptions", "max_file_bytes", self.max_file_bytes, _MiB)
         _check_at_least("SaveOptions", "writer_threads", self.writer_threads, 1)
         object.__setattr__(self, "codec", _checked_codec("SaveOptions.codec", self.codec))
+        object.__setattr__(self, "local_stage", _checked_folder("SaveOptions.local_stage", self.local_stage))
         _check_positive("SaveOptions", "timeout_s", self.timeout_s)
 
 
@@ -122,6 +132,13 @@ def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...
         if not isinstance(rule[1], str) or rule[1] not in CODECS:
             raise ValueError(f"{name} takes {choices} for {rule[0]!r}, not {rule[1]!r}")
     return rules
+
+
+def _checked_folder(name: str, value: object) -> str | None:
+    folder = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if folder is None or (isinstance(folder, str) and folder and "://" not in folder and "\0" not in folder):
+        return folder
+    raise ValueError(f"{name} takes a folder on a disk of this host, or None, not {value!r}")
 
 
 def _check_bool(owner: str, name: str, value: object) -> None:
