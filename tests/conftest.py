@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from storage.moto_bucket import running_moto
 
 from distributed.workers import WorkerPool
 
@@ -15,3 +17,10 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def moto_options() -> Iterator[dict[str, Any]]:
+    """The storage options of an S3 on this machine. Costs nothing until a test asks for it."""
+    with running_moto() as options:
+        yield options

@@ -242,7 +242,7 @@ def _print(
         screen.line(f"{store}: {count_text(len(dead), 'leftover')} of dead saves, {size}, {did}", style="bold")
         screen.line()
         now = datetime.now(UTC)
-        screen.table(_COLUMNS, [_row(str(store), item, now) for item in candidates])
+        screen.table(_COLUMNS, [_row(str(store), item, now, is_real=is_real) for item in candidates])
     else:
         screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")
     if any(not item.is_dead for item in candidates):
@@ -256,8 +256,9 @@ def _print(
         screen.line(failure, style="red")
 
 
-def _row(root: str, item: Candidate, now: datetime) -> list[str]:
+def _row(root: str, item: Candidate, now: datetime, *, is_real: bool) -> list[str]:
     changed = None if item.changed_s is None else datetime.fromtimestamp(item.changed_s, UTC)
+    state = ("removed" if is_real else "dead") if item.is_dead else "alive?"
     folder = item.path if item.is_local else item.path.removeprefix(root).strip("/") or "."
     return [
         item.save_id or "-",
@@ -266,5 +267,5 @@ def _row(root: str, item: Candidate, now: datetime) -> list[str]:
         count_text(item.num_uploads),
         age_text(changed, now),
         folder,
-        f"{'dead' if item.is_dead else 'alive?'} ({item.why})",
+        f"{state} ({item.why})",
     ]

@@ -23,6 +23,7 @@ from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.store import Block, Store
 
 from .faulty_store import FaultyStore
+from .moto_bucket import new_bucket
 
 DEAD, YOUNG = "00000000deadbeef", "00000000aaaaaaaa"
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -52,22 +53,6 @@ class Place(NamedTuple):
         return find_leftovers(store, store_that_tells(store, self.url, self.options), "")
 
 
-@pytest.fixture(scope="session")
-def moto() -> Iterator[dict[str, Any]]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield {
-        "key": "access",
-        "secret": "hidden",
-        "endpoint_url": f"http://{host}:{port}",
-        "client_kwargs": {"region_name": "us-east-1"},
-    }
-    server.stop()
-
-
 @pytest.fixture(params=["folder", "memory", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "folder":
@@ -76,12 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(f"memory://test-{uuid.uuid4().hex}", None)
         MemoryFileSystem.store.clear()
     else:
-        import s3fs
-
-        options = request.getfixturevalue("moto")
-        bucket = f"bucket-{uuid.uuid4().hex}"
-        s3fs.S3FileSystem(**options).call_s3("create_bucket", Bucket=bucket)
-        yield Place(f"s3://{bucket}/run", options)
+        yield Place(*new_bucket(request.getfixturevalue("moto_options")))
 
 
 def names_of(leftovers: Leftovers) -> dict[tuple[str, str], list[str]]:
