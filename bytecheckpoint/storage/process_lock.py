@@ -30,6 +30,13 @@ class ProcessLock:
     def release(self) -> None:
         """May be called again."""
         _HELD.remove(self)
+        if self._fd >= 0:
+            # Not by closing alone: a child that was forked just now may not have closed its copy yet.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of this process' part in it: others that share it keep it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -84,7 +91,7 @@ class _Held:
         self._changing = threading.Lock()
         locks, self._locks = self._locks, []
         for lock in locks:
-            lock.release()
+            lock.close()
 
 
 _HELD = _Held()

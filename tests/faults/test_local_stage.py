@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage.process_lock import is_locked
 from faults.launcher import Launcher
 from faults.seams import files_under, loads_as, state_of
 
@@ -121,25 +122,33 @@ for step in (1, 2):
 
 
 FORKING = """
-import os, sys
+import os, signal, sys
 from bytecheckpoint.storage.process_lock import ProcessLock, is_locked
 
-path = sys.argv[1]
+path, gate = sys.argv[1:]
 lock = ProcessLock(path)
-gate = os.pipe()
 if os.fork() == 0:
-    os.close(gate[1])
-    os.read(gate[0], 1)
+    os.write(1, b"forked")
+    open(gate).read()
     os._exit(0)
-os.close(gate[0])
-assert is_locked(path)
-lock.release()
-print(is_locked(path))
-os.close(gate[1])
-os.wait()
+other = ProcessLock(path + "-other")
+other.release()
+print(is_locked(path), is_locked(path + "-other"), flush=True)
+open(gate + "-killed").read()
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_forked_child_does_not_keep_a_lock(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
-    assert launcher.run(FORKING, tmp_path / "lock") == (0, "False\n")
+    (tmp_path / "lock-other").touch()
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    os.mkfifo(tmp_path / "gate-killed")
+    pid = launcher.start(FORKING, tmp_path / "lock", gate)
+    launcher.wait_for_output(pid, "forked")
+    launcher.wait_for_output(pid, "True False")
+    (tmp_path / "gate-killed").write_text("go on")
+    assert launcher.wait(pid).exit_code == -signal.SIGKILL
+    assert not is_locked(str(tmp_path / "lock"))
+    gate.write_text("the end")  # the child has lived until now

@@ -53,7 +53,10 @@ class Place(NamedTuple):
         return find_leftovers(store, store_that_tells(store, self.url, self.options), "")
 
 
-@pytest.fixture(params=["folder", "memory", "s3"])
+PLACES = ["folder", "memory", "s3"]
+
+
+@pytest.fixture(params=PLACES[:2])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "folder":
         yield Place(str(tmp_path / "run"), None)
@@ -87,6 +90,7 @@ def test_a_save_that_died_is_found_by_its_id(place: Place) -> None:
     assert abs((leftover.newest_s or 0) - time.time()) < 60
 
 
+@pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_what_is_beside_a_committed_checkpoint_is_told_from_it(place: Place) -> None:
     place.save(1)
     old = place.save(1, 2.0, options=OVERWRITING)
@@ -140,6 +144,7 @@ def test_probes_and_temporaries_are_found(tmp_path: Path) -> None:
     assert loads_as(tmp_path, 0, 1.0)
 
 
+@pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_the_storage_says_what_time_it_is(place: Place) -> None:
     place.put("x")
     assert abs((clock_of(place.store()) or 0) - time.time()) < 60

@@ -90,6 +90,7 @@ def s3_arguments(options: dict[str, Any]) -> list[str]:
     return [part for key, value in options.items() for part in ("--storage-option", f"{key}={json.dumps(value)}")]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
 def test_a_bucket_is_examined_and_left_as_it_was(call, moto_options) -> None:
     bucket = new_bucket(moto_options)
