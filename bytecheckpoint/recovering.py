@@ -78,7 +78,8 @@ def recover(
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for what saves to {about.path} left in the local stage", about=about):
         stage = _stage_of(options)
-        store = open_store(path, storage_options=storage_options, writer_threads=options.writer_threads)
+        threads, timeout_s = options.writer_threads, options.timeout_s
+        store = open_store(path, storage_options=storage_options, writer_threads=threads, timeout_s=timeout_s)
         order = _agree(ranks, store, stage)
 
     with together(ranks, f"finishing saves to {about.path}", about=about), ExitStack() as held:

@@ -13,7 +13,7 @@ import click
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage import layout, leftovers, local_stage
-from bytecheckpoint.storage.inventory import clock_of, store_that_tells
+from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.leftovers import Leftover
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
@@ -119,15 +119,14 @@ def gc(
     touched, nor is anything that no save of this library has written.
     """
     store = open_store(root, storage_options=storage_options, writer_threads=1)
-    telling = store_that_tells(store, root, storage_options)
     listing = store.list("")
-    found = leftovers.find_leftovers(store, telling, "")
+    found = leftovers.find_leftovers(store, "")
     if not listing and not found.found and stage is None:
         layout.find_checkpoint(store, "latest", location=str(store))  # raises: there is nothing at all
     now_s = time.time()
     if is_real and found.found:
         # Times are the storage's, and so must be what they are compared with.
-        now_s = clock_of(telling) or now_s
+        now_s = clock_of(store) or now_s
     candidates = [_candidate(store, item, now_s, min_age_s, save_ids) for item in found.found]
     if stage is not None:
         candidates += _in_stage(store, stage, min_age_s, save_ids)

@@ -68,7 +68,7 @@ class HasPendingUploads(Protocol):
 def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
     """All objects below a folder of a store, temporaries too.
 
-    Raises StorageError: `unsupported` where the store cannot tell; see `store_that_tells`.
+    Raises StorageError: `unsupported` where the store cannot tell.
     """
     if isinstance(store, HasInventory):
         return store.inventory(folder)
@@ -81,12 +81,6 @@ def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
         kind="unsupported",
         path=str(store),
     )
-
-
-def store_that_tells(store: Store, root: str, storage_options: Mapping[str, object] | None) -> Store:
-    """The store itself, or another one of the same objects that `inventory_of` takes."""
-    is_told = isinstance(store, HasInventory | LocalStore | FsspecStore)
-    return store if is_told else FsspecStore(root, storage_options)
 
 
 def clock_of(store: Store) -> float | None:

@@ -81,11 +81,9 @@ class Leftovers:
     num_committed: int
 
 
-def find_leftovers(store: Store, telling: Store, folder: str) -> Leftovers:
-    """Everything below a folder that belongs to no committed checkpoint. `telling` is a store of the same objects that
-    `inventory_of` takes. Raises StorageError.
-    """
-    objects = list(inventory_of(telling, folder))
+def find_leftovers(store: Store, folder: str) -> Leftovers:
+    """Everything below a folder that belongs to no committed checkpoint. Raises StorageError."""
+    objects = list(inventory_of(store, folder))
     groups: dict[tuple[str, str], Leftover] = {}
     for item in objects:
         where = _place_of(item.name)
@@ -180,7 +178,7 @@ def _dead_in(store: Store, folder: str, save_id: str) -> list[Leftover]:
     now_s = _newest(objects, join_name(folder, layout.DATA_FOLDER), save_id)
     if now_s is None or not _has_others(objects, save_id):
         return []
-    found = find_leftovers(store, store, folder).found
+    found = find_leftovers(store, folder).found
     return [item for item in found if item.folder == folder and item.is_dead(now_s=now_s, min_age_s=MIN_AGE_S)]
 
 

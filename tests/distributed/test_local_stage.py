@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from faults.seams import Seen, before, files_under, loads_as, raising, seen, state_of
-from storage.moto_bucket import Bucket, new_bucket
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerDied, WorkerError, WorkerPool
@@ -98,32 +97,27 @@ def test_without_the_disk_of_one_host_all_is_kept_until_it_is_back(workers: Work
     assert workers.run(load, tmp_path, 1.0) == [True] * 4
 
 
-def fail_to_upload_to_s3(rank: int, world_size: int, folder: Path, bucket: Bucket) -> str:
+def fail_to_upload_to_s3(rank: int, world_size: int, folder: Path, url: str, access: dict[str, Any]) -> str:
     with before(UPLOADING, raising(bcp.StorageError("gone", kind="unavailable"))):
-        options, storage_options = options_of(rank, folder), bucket.options
-        handle = bcp.save(
-            bucket.url, state_of(rank, 1.0), step=1, async_save=True, storage_options=storage_options, options=options
-        )
+        options = options_of(rank, folder)
+        handle = bcp.save(url, state_of(rank, 1.0), step=1, async_save=True, storage_options=access, options=options)
         handle.local(20)
         return str(handle.exception(20))
 
 
-def recover_to_s3(rank: int, world_size: int, folder: Path, bucket: Bucket) -> list[bool | str]:
-    options = options_of(0, folder)
-    saves = bcp.recover(bucket.url, options=options, storage_options=bucket.options)
-    is_same = loads_as(bucket.url, rank, 1.0, storage_options=bucket.options)
-    return [*(save.outcome for save in saves), is_same]
+def recover_to_s3(rank: int, world_size: int, folder: Path, url: str, access: dict[str, Any]) -> list[bool | str]:
+    saves = bcp.recover(url, options=options_of(0, folder), storage_options=access)
+    return [*(save.outcome for save in saves), loads_as(url, rank, 1.0, storage_options=access)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
-def test_what_is_left_on_a_disk_reaches_s3(workers: WorkerPool, tmp_path: Path, moto_options: dict[str, Any]) -> None:
-    bucket = new_bucket(moto_options)
-    told = workers.run(fail_to_upload_to_s3, tmp_path, bucket, world_size=2)
+def test_what_is_left_on_a_disk_reaches_s3(workers: WorkerPool, tmp_path: Path, s3, s3_prefix: str) -> None:
+    url = f"s3://{s3.bucket}/{s3_prefix}"
+    told = workers.run(fail_to_upload_to_s3, tmp_path, url, s3.options, world_size=2)
     kept = [path.read_bytes() for path in (tmp_path / "nvme0").rglob("*") if path.is_file()]
     assert len(kept) >= 5
-    assert all(moto_options["secret"].encode() not in content for content in kept)
-    assert workers.run(recover_to_s3, tmp_path, bucket, world_size=2) == [["committed", True]] * 2
-    assert all(moto_options["secret"] not in text for text in told)
+    assert all(s3.secret.encode() not in content for content in kept)
+    assert workers.run(recover_to_s3, tmp_path, url, s3.options, world_size=2) == [["committed", True]] * 2
+    assert all(s3.secret not in text for text in told)
     assert files_under(tmp_path / "nvme0") == []
 
 

@@ -16,14 +16,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage.fsspec_store import FsspecStore
-from bytecheckpoint.storage.inventory import clock_of, inventory_of, store_that_tells
+from bytecheckpoint.storage.inventory import StoredObject, clock_of, inventory_of
 from bytecheckpoint.storage.leftovers import MIN_AGE_S, Leftover, Leftovers, find_leftovers, remove, sweep
 from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.store import Block, Store
 
 from .faulty_store import FaultyStore
-from .moto_bucket import new_bucket
 
 DEAD, YOUNG = "00000000deadbeef", "00000000aaaaaaaa"
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -49,8 +47,7 @@ class Place(NamedTuple):
         return handle.result().save_id
 
     def find(self) -> Leftovers:
-        store = self.store()
-        return find_leftovers(store, store_that_tells(store, self.url, self.options), "")
+        return find_leftovers(self.store(), "")
 
 
 PLACES = ["folder", "memory", "s3"]
@@ -64,7 +61,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(f"memory://test-{uuid.uuid4().hex}", None)
         MemoryFileSystem.store.clear()
     else:
-        yield Place(*new_bucket(request.getfixturevalue("moto_options")))
+        service, prefix = request.getfixturevalue("s3"), request.getfixturevalue("s3_prefix")
+        yield Place(f"s3://{service.bucket}/{prefix}", service.options)
 
 
 def names_of(leftovers: Leftovers) -> dict[tuple[str, str], list[str]]:
@@ -179,6 +177,9 @@ class UploadingStore(FaultyStore):
         super().__init__(store)
         self.pending = pending
 
+    def inventory(self, folder: str) -> Iterator[StoredObject]:
+        return inventory_of(self.store, folder)
+
     def pending_uploads(self, folder: str) -> list[PendingUpload]:
         return [upload for upload in self.pending if upload.name.startswith(folder)]
 
@@ -197,7 +198,7 @@ def test_unfinished_uploads_belong_to_their_save(tmp_path: Path) -> None:
         PendingUpload("step_00000003/manifest.bcp", "3", 5.0),
     ]
     store = UploadingStore(place.store(), uploads)
-    first, second = find_leftovers(store, place.store(), "").found
+    first, second = find_leftovers(store, "").found
     assert (first.folder, first.save_id, len(first.uploads)) == ("step_00000002", DEAD, 1)
     assert first.newest_s == now + 100
     assert (second.folder, second.save_id, second.newest_s) == ("step_00000003", "", 5.0)
@@ -209,8 +210,6 @@ def test_unfinished_uploads_belong_to_their_save(tmp_path: Path) -> None:
 def test_a_store_that_does_not_tell_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         inventory_of(FaultyStore(Place(str(tmp_path), None).store()), "")
-    place = Place(f"memory://test-{uuid.uuid4().hex}", None)
-    assert isinstance(store_that_tells(FaultyStore(place.store()), place.url, None), FsspecStore)
 
 
 def make_old(path: Path) -> None:
@@ -253,3 +252,17 @@ def test_what_has_been_committed_since_it_was_found_is_not_removed(tmp_path: Pat
     manifest.write_bytes(content)
     assert remove(place.store(), leftover) == 0
     assert loads_as(tmp_path, 0, 1.0)
+
+
+def test_an_unfinished_upload_to_s3_is_found_and_aborted(s3, s3_prefix: str) -> None:
+    """As a process leaves it that is killed in the middle."""
+    place = Place(f"s3://{s3.bucket}/{s3_prefix}", s3.options)
+    place.save(1)
+    name = f"step_00000002/data/{DEAD}-00003-0.safetensors"
+    s3.client().create_multipart_upload(Bucket=s3.bucket, Key=f"{s3_prefix}/{name}")
+    (leftover,) = place.find().found
+    assert (leftover.folder, leftover.save_id, leftover.names) == ("step_00000002", DEAD, {})
+    assert leftover.is_dead(now_s=time.time() + 60, min_age_s=30)
+    assert remove(place.store(), leftover) == 1
+    assert s3.uploads(s3_prefix) == []
+    assert loads_as(place.url, 0, 1.0, storage_options=place.options)

@@ -9,18 +9,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 from faults.seams import before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
-from storage.moto_bucket import new_bucket
 
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.storage.inventory import inventory_of, store_that_tells
 from bytecheckpoint.storage.local_store import LocalStore
-from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.probe_promises import ProbeStore, check_promises
 from bytecheckpoint.storage.probe_speed import Latency, Speed
 from bytecheckpoint.tools.advice import Compression, advise
@@ -86,27 +82,24 @@ def test_an_interruption_leaves_nothing(call, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def s3_arguments(options: dict[str, Any]) -> list[str]:
-    return [part for key, value in options.items() for part in ("--storage-option", f"{key}={json.dumps(value)}")]
+def s3_arguments(service) -> list[str]:
+    return [
+        part for key, value in service.options.items() for part in ("--storage-option", f"{key}={json.dumps(value)}")
+    ]
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
-def test_a_bucket_is_examined_and_left_as_it_was(call, moto_options) -> None:
-    bucket = new_bucket(moto_options)
-    found = call("doctor", bucket.url, *QUICK, *s3_arguments(bucket.options), "--json")
+def test_a_bucket_is_examined_and_left_as_it_was(call, s3, s3_prefix) -> None:
+    found = call("doctor", f"s3://{s3.bucket}/{s3_prefix}", *QUICK, *s3_arguments(s3), "--json")
     assert found.code == 0, found.out
-    assert {check["name"] for check in found.json["checks"] if not check["kept"]} <= {"create_race"}
-    store = open_store(bucket.url, storage_options=bucket.options, writer_threads=1)
-    assert list(inventory_of(store_that_tells(store, *bucket), "")) == []
+    assert {check["name"] for check in found.json["checks"] if not check["kept"]} == set()
+    assert s3.objects(s3_prefix) == s3.uploads(s3_prefix) == []
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_bucket_that_does_not_exist_is_exit_code_4(call, moto_options) -> None:
-    ended = call("doctor", "s3://nosuchbucket/run", *QUICK, *s3_arguments(moto_options))
+def test_a_bucket_that_does_not_exist_is_exit_code_4(call, s3) -> None:
+    ended = call("doctor", "s3://nosuchbucket/run", *QUICK, *s3_arguments(s3))
     assert ended.code == 4
     assert ended.err.startswith("error: ")
-    assert moto_options["secret"] not in ended.err
+    assert s3.secret not in ended.err
 
 
 # Stores that break a promise.
