@@ -22,7 +22,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.info import CheckpointInfo, LoadReport
+from bytecheckpoint.info import CheckpointInfo, LoadReport, LocalInfo, RecoveredSave
 from bytecheckpoint.options import LoadOptions, SaveOptions
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from bytecheckpoint.adapters.stateful import RankLocal
     from bytecheckpoint.api import latest, load, open, save, steps, warm_up  # noqa: A004  bcp.open, as in gzip.open
     from bytecheckpoint.checkpoint import Checkpoint
-    from bytecheckpoint.handle import SaveHandle
+    from bytecheckpoint.recovering import recover
+    from bytecheckpoint.save_handle import SaveHandle
 
 __all__ = [
     "Checkpoint",
@@ -43,7 +44,9 @@ __all__ = [
     "CheckpointSaveError",
     "LoadOptions",
     "LoadReport",
+    "LocalInfo",
     "RankLocal",
+    "RecoveredSave",
     "RngState",
     "SaveHandle",
     "SaveOptions",
@@ -52,6 +55,7 @@ __all__ = [
     "latest",
     "load",
     "open",
+    "recover",
     "save",
     "steps",
     "warm_up",
@@ -62,7 +66,8 @@ _WITH_TORCH = {
     "Checkpoint": "bytecheckpoint.checkpoint",
     "RankLocal": "bytecheckpoint.adapters.stateful",
     "RngState": "bytecheckpoint.adapters.rng",
-    "SaveHandle": "bytecheckpoint.handle",
+    "SaveHandle": "bytecheckpoint.save_handle",
+    "recover": "bytecheckpoint.recovering",
     **dict.fromkeys(("latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 

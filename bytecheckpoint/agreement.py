@@ -35,9 +35,12 @@ class Target(NamedTuple):
     path: str
     step: int | None
     overwrite: bool
+    is_staged: bool = False
+    """Whether through a local stage, which may be another folder on each rank."""
 
     def __str__(self) -> str:
-        return f"{self.path} (step={self.step}{', overwriting what is there' if self.overwrite else ''})"
+        overwriting = ", overwriting what is there" if self.overwrite else ""
+        return f"{self.path} (step={self.step}{overwriting}{', through a local stage' if self.is_staged else ''})"
 
 
 class Wish(NamedTuple):

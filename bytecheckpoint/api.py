@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,30 +16,32 @@ import msgspec
 import torch.distributed as dist
 
 from bytecheckpoint.adapters.key_maps import KeyMap
-from bytecheckpoint.adapters.state import Entry, collect_all, entries_of, finish_all, optimizers_in
+from bytecheckpoint.adapters.state import collect_all, entries_of, finish_all
 from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.aftermath import telling
-from bytecheckpoint.agreement import Target, agree, check_same, propose, wish_of
+from bytecheckpoint.agreement import Agreed, Target, agree, check_same, propose, wish_of
+from bytecheckpoint.background import write_in_background
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.draft import Draft, Phases
-from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.exchange import Traffic, read_together
-from bytecheckpoint.handle import IN_FLIGHT, SaveHandle, in_background
+from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
 from bytecheckpoint.matching import Match, Verdict, match_again, match_state, share_findings
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
-from bytecheckpoint.snapshot import ProposedState, StagedState
+from bytecheckpoint.save_handle import SaveHandle
 from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import is_remote, open_store
 from bytecheckpoint.storage.store import Store
+from bytecheckpoint.tier import Tier
+from bytecheckpoint.uploading import write_upload_and_commit
 from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
 
 logger = logging.getLogger("bytecheckpoint")
@@ -79,7 +80,7 @@ def save(
 
     Returns:
         A handle whose `result()` is the CheckpointInfo once the checkpoint is committed; finished already unless
-        `async_save`.
+        `async_save`. With `options.local_stage`, its `local()` returns when all data is durable on disks of the hosts.
 
     Raises:
         CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it).
@@ -89,22 +90,24 @@ def save(
         StorageError: The store refused or could not be reached.
         With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
     """
-    options = options or SaveOptions()
-    clock = Clock()
+    options, clock = options or SaveOptions(), Clock()
     IN_FLIGHT.wait_until_entered()
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with ExitStack() as turn:
         with together(ranks, f"planning the save to {about.path}", about=about):
             with clock.phase("wait"):
-                turn.enter_context(IN_FLIGHT.turn())
+                own_turn = turn.enter_context(IN_FLIGHT.turn(awaits_upload=not (async_save and options.local_stage)))
             if not async_save:
                 turn.close()  # only what is staged needs the staging memory
             with clock.phase("plan"):
                 step, metadata = check_step(step), check_metadata(metadata)
                 root, folder = save_location(path, step=step, role=role)
-                store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
-                target = Target(join_name(str(store), folder), step, options.overwrite)
+                threads, timeout_s = options.writer_threads, options.timeout_s
+                store = open_store(root, storage_options=storage_options, writer_threads=threads, timeout_s=timeout_s)
+                IN_FLIGHT.kept.check_writable(store, asked_by=ranks.rank)
+                tier = Tier(options) if options.local_stage else None
+                target = Target(join_name(str(store), folder), step, options.overwrite, is_staged=tier is not None)
                 entries = entries_of(state, framework)
                 wish = wish_of(target, collect_all(entries), options)
                 proposal = propose(ranks, wish, IN_FLIGHT.kept.plans)
@@ -114,35 +117,30 @@ def save(
         with together(ranks, f"staging the save to {target.path}", about=about), clock.phase("stage"):
             draft.prepare(entries)
         turn.callback(draft.close)
-        handle = SaveHandle(target.path)
+        handle = SaveHandle(target.path, is_staged=target.is_staged)
 
         def check() -> None:
             handle.enter(ranks)
             refuse_existing(ranks, store, folder, overwrite=options.overwrite)
 
         def settle() -> Saving:
-            return Saving(
-                ranks=ranks,
-                store=store,
-                folder=folder,
-                about=about._replace(step=step),
-                options=options,
-                agreed=draft.settle(check),
-                snapshot=draft.snapshot,
-                scratch=IN_FLIGHT.kept.scratch,
-                metadata=metadata,
-                clock=clock,
-            )
+            agreed = draft.settle(check)
+            return _saving(draft, agreed, options, store=store, folder=folder, step=step, metadata=metadata, tier=tier)
+
+        def finish(saving: Saving) -> CheckpointInfo:
+            if tier is None:
+                return write_and_commit(saving)
+            return write_upload_and_commit(saving, tier, handle.reach_local, IN_FLIGHT.uploading(own_turn, draft.close))
 
         def write_here() -> CheckpointInfo:
             settle()
             if async_save:
                 draft.read_live()
-            return write_and_commit(settle())
+            return finish(settle())
 
         if not draft.may_settle_later:
             settle()
-        if async_save and _write_in_background(handle, draft, settle, turn, entries):
+        if async_save and write_in_background(handle, draft, turn, entries, settle=settle, finish=finish):
             return handle
         handle.finish(write_here, turn)
     if not async_save or IN_FLIGHT.is_told_at_once(handle):
@@ -150,52 +148,32 @@ def save(
     return handle
 
 
-def _write_in_background(
-    handle: SaveHandle, draft: Draft, settle: Callable[[], Saving], turn: ExitStack, entries: Sequence[Entry]
-) -> bool:
-    """Returns when the state may change; for a lazy snapshot at once, because the optimizers wait for it. False, with
-    nothing done, where there can be no more threads: the interpreter may be exiting.
-    """
-    has_returned = threading.Event()  # threads that run at once would hold up the one that is to return
-    snapshot, (ranks, path, _, clock) = draft.snapshot, draft.phases
-
-    def stage() -> None:
-        with clock.phase("stage"):
-            handle.stage(snapshot)
-        if ranks.rank == COORDINATOR:
-            logger.info("staged %s in %.2f s", path, clock.total)
-
-    def stage_later() -> None:
-        has_returned.wait()
-        stage()
-
-    def write() -> CheckpointInfo:
-        if draft.is_lazy:
-            has_returned.wait()
-        saving = settle()
-        snapshot.wait()
-        return write_and_commit(saving)
-
-    if draft.is_lazy:
-        shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
-        if isinstance(shared, StagedState):  # waves follow one another: nobody can help with them
-            handle.share(shared)
-        IN_FLIGHT.hold(optimizers_in(entries))
-    try:
-        if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):
-            return False
-        if not draft.is_lazy or not in_background("bcp-stage", stage_later):
-            has_returned.set()
-            stage()
-        clock.end_stall()
-    except BaseException as error:
-        # The writer may be under way: it must not wait for what nobody is going to stage.
-        message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
-        snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
-        raise
-    finally:
-        has_returned.set()
-    return True
+def _saving(
+    draft: Draft,
+    agreed: Agreed,
+    options: SaveOptions,
+    *,
+    store: Store,
+    folder: str,
+    step: int | None,
+    metadata: Mapping[str, Any],
+    tier: Tier | None,
+) -> Saving:
+    """The save as it is written from here on."""
+    ranks, _, about, clock = draft.phases
+    return Saving(
+        ranks=ranks,
+        store=store,
+        folder=folder,
+        about=about._replace(step=step),
+        options=options,
+        agreed=agreed,
+        snapshot=draft.snapshot,
+        scratch=IN_FLIGHT.kept.scratch,
+        metadata=metadata,
+        clock=clock,
+        tier=tier,
+    )
 
 
 def warm_up(
@@ -217,7 +195,7 @@ def warm_up(
     IN_FLIGHT.wait_until_entered()
     about = Subject("(nowhere: warm_up)", None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
-    with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn():
+    with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn(awaits_upload=False):
         target = Target(about.path, None, overwrite=False)
         wish = wish_of(target, collect_all(entries_of(state, framework)), options)
         agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
@@ -285,7 +263,8 @@ def load(
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
-        store = open_store(root_of(path, role), storage_options=storage_options, writer_threads=1)
+        root, timeout_s = root_of(path, role), options.timeout_s
+        store = open_store(root, storage_options=storage_options, writer_threads=1, timeout_s=timeout_s)
         source = _open_together(ranks, store, _wanted_step(step), options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):

@@ -55,3 +55,7 @@ class AwaitedThreads:
 def is_refusal(error: BaseException) -> bool:
     """Whether this is what `refuse` has raised, on this thread: others hear of it in other words."""
     return isinstance(error, CheckpointSaveError) and error.message == _REFUSAL
+
+
+AWAITED = AwaitedThreads()
+"""One a process, as there is one turn to save."""

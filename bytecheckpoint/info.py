@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from bytecheckpoint.manifest import Manifest
+
+Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +32,44 @@ class CheckpointInfo:
     """What the user gave to `save`."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """From `save` only, in seconds on this rank, from the call on: `wait` for an earlier save, `plan`, `stage`, `write`
-    (with it `checksum` and `compress`, summed over its threads), `commit`, `stall`, for which the call held its thread,
-    and `total`."""
+    (with it `checksum` and `compress`, summed over its threads), `upload` after it where there is a local stage,
+    `commit`, `stall`, for which the call held its thread, and `total`."""
 
     @property
     def bytes_per_s(self) -> float | None:
         """Bytes of the whole checkpoint by the seconds from the call to the commit. From `save` only."""
         total = self.seconds.get("total")
         return self.num_bytes / total if total else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalInfo:
+    """A save whose data is durable on every rank, in the local stage, and which is not committed yet."""
+
+    path: str
+    """Where it is going to stand."""
+    step: int | None
+    save_id: str
+    folder: str | None
+    """This rank's part, on the disk of its host; None where that had no room at all."""
+    num_bytes: int
+    """Of the data files of all ranks."""
+    direct_ranks: Sequence[int]
+    """Ranks whose disk had no room for all that they write: the rest of it is at the path already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveredSave:
+    """A save that an earlier process has left in the local stage, and what has become of it."""
+
+    path: str
+    step: int | None
+    save_id: str
+    outcome: Outcome
+    """`committed` now; `removed`, because there is nothing to finish; `kept`, because parts of it are missing here;
+    `under_way`, because a living process has it."""
+    what: str
+    """Why, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -44,7 +45,9 @@ class SaveOptions:
     """Start another data file when one would grow beyond this; a larger chunk gets a file of its own, or is cut where
     it is to be compressed. In bytes."""
     writer_threads: int = 3
-    """Writes in flight per rank, to a local folder, each from a block of 16 MiB; to a URL a file is one stream."""
+    """Writes in flight per rank, to a local folder, each from a block of 16 MiB. To S3 as many parts of a file are in
+    flight, at least 8, or what `max_concurrency` in `storage_options` says; but a synchronous save has only as many
+    blocks as this, at least 3. To any other URL a file is one stream."""
     codec: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "none"
     """How tensors are compressed: `none`, or `zstd`, which makes bfloat16 weights about a third smaller.
 
@@ -53,8 +56,19 @@ class SaveOptions:
     tensors holds at most 64 MiB of them, and larger ones are cut. It is put together in host memory, beyond
     `staging_bytes`, while the one before it is written: 128 MiB in all.
     """
+    local_stage: str | os.PathLike[str] | None = None
+    """A folder on a disk of this host (`/nvme/stage`), which may differ from rank to rank, or None.
+
+    Data is made durable there first, which `handle.local()` tells, and gives the staging memory back to the next save;
+    then it is uploaded to the path and the checkpoint committed, which `handle.result()` tells. One save is uploaded at
+    a time, while the next one may be written to the disk. The copies are removed after the commit. What a crash leaves
+    there, `bcp.recover` finishes. What the disk has no room for is written to the path directly. It is kept as a str.
+    """
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
+    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
+
+    For half of it a request to S3 is tried again before the save fails.
+    """
 
     def __post_init__(self) -> None:
         _check_bool("SaveOptions", "overwrite", self.overwrite)
@@ -64,6 +78,7 @@ class SaveOptions:
         _check_at_least("SaveOptions", "max_file_bytes", self.max_file_bytes, _MiB)
         _check_at_least("SaveOptions", "writer_threads", self.writer_threads, 1)
         object.__setattr__(self, "codec", _checked_codec("SaveOptions.codec", self.codec))
+        object.__setattr__(self, "local_stage", _checked_folder("SaveOptions.local_stage", self.local_stage))
         _check_positive("SaveOptions", "timeout_s", self.timeout_s)
 
 
@@ -91,6 +106,7 @@ class LoadOptions:
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
 
     For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
+    A request to S3 is tried again for half of it.
     """
 
     def __post_init__(self) -> None:
@@ -122,6 +138,13 @@ def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...
         if not isinstance(rule[1], str) or rule[1] not in CODECS:
             raise ValueError(f"{name} takes {choices} for {rule[0]!r}, not {rule[1]!r}")
     return rules
+
+
+def _checked_folder(name: str, value: object) -> str | None:
+    folder = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if folder is None or (isinstance(folder, str) and folder and "://" not in folder and "\0" not in folder):
+        return folder
+    raise ValueError(f"{name} takes a folder on a disk of this host, or None, not {value!r}")
 
 
 def _check_bool(owner: str, name: str, value: object) -> None:

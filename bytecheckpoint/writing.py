@@ -1,5 +1,6 @@
 """The second half of a save: data written by every rank, reports gathered, the manifest created. It runs on the
-caller's thread or in the background, and uses the ranks' messages only, never their collectives.
+caller's thread or in the background, and uses the ranks' messages only, never their collectives. A save that goes
+through a local stage does the same in other steps, which are in uploading.py.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from bytecheckpoint.reporting import WrittenFile, build_manifest, encode_report,
 from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.snapshot import Snapshot
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.leftovers import sweep
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.store import Store
 from bytecheckpoint.storage.writer import Image, write_image
 from bytecheckpoint.telemetry import write_telemetry
+from bytecheckpoint.tier import Tier
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -63,6 +66,8 @@ class Saving(NamedTuple):
     """Memory to put compressed files together in."""
     metadata: Mapping[str, Any]
     clock: Clock
+    tier: Tier | None
+    """Where data goes first; None where it goes to the store at once."""
 
     @property
     def path(self) -> str:
@@ -113,9 +118,9 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
     """Makes a planned save durable. Raises on every rank what `save` documents."""
     ranks, about, clock = saving.ranks, saving.about, saving.clock
     with together(ranks, f"writing {saving.path}", about=about), ExitStack() as undo:
-        undo.callback(_discard, saving)
+        undo.callback(discard, saving)
         with clock.phase("write"), closing(saving.snapshot):
-            written = _write_files(saving)
+            written = write_files(saving)
         report = encode_report(saving.agreed, written)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
@@ -124,24 +129,33 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
         write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=files)
         facts = content = b""
         if ranks.rank == COORDINATOR:
-            content, facts = _encode_manifest(saving, reports)
+            content, facts = encode(saving, reports)
         undo.pop_all()
+    return commit_together(saving, content, facts)
 
-    # The manifest appears last, and only once every rank has written: it is the commit.
-    after = about._replace(aftermath="" if ranks.rank == COORDINATOR else _MAY_BE_COMMITTED)
+
+def commit_together(saving: Saving, content: bytes, facts: bytes) -> CheckpointInfo:
+    """Creates the manifest, once every rank has written: it is the commit. Content and facts are the coordinator's, who
+    tells the facts to all.
+    """
+    ranks, about, clock = saving.ranks, saving.about, saving.clock
+    may_be = f"{about.aftermath}. {_MAY_BE_COMMITTED}" if about.aftermath else _MAY_BE_COMMITTED
+    after = about._replace(aftermath=about.aftermath if ranks.rank == COORDINATOR else may_be)
     with together(ranks, f"committing {saving.path}", about=after), clock.phase("commit"):
-        _hear_that_all_have_written(saving)
+        hear_that_all_have_written(saving, b"")
         if ranks.rank == COORDINATOR:
             _commit(saving, content)
         info = msgspec.msgpack.decode(ranks.broadcast(facts), type=CheckpointInfo)
     ranks.farewell()
     clock.end_stall()
     if ranks.rank == COORDINATOR:
+        sweep(saving.store, saving.folder, saving.agreed.save_id)
         logger.info("committed %s in %.2f s", saving.path, clock.total)
     return replace(info, seconds={**clock.seconds, "total": clock.total})
 
 
-def _write_files(saving: Saving) -> list[WrittenFile]:
+def write_files(saving: Saving) -> list[WrittenFile]:
+    """All files of this rank, made durable."""
     files = saving.agreed.known.files
     num_raw = sum(not planned.codecs for planned in files)  # they come first
     written = [_write_raw(saving, number) for number in range(num_raw)]
@@ -192,10 +206,13 @@ def _write_compressed(saving: Saving, number: int, compressed: CompressedFile) -
 
 def _write_image(saving: Saving, image: Image) -> DataFile:
     path = join_name(saving.folder, image.name)
-    return write_image(saving.store, path, image, partial(saving.clock.add, "checksum"))
+    on_checksum = partial(saving.clock.add, "checksum")
+    if saving.tier is not None:
+        return saving.tier.write(image, saving.store, path, on_checksum)
+    return write_image(saving.store, path, image, on_checksum)
 
 
-def _encode_manifest(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:
+def encode(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:
     """The manifest as it will be committed, and what `save` tells about it."""
     with collector_paused():
         manifest = build_manifest(
@@ -211,16 +228,16 @@ def _encode_manifest(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, b
         return content, msgspec.msgpack.encode(describe_checkpoint(decoded, path=saving.path, seconds={}))
 
 
-def _hear_that_all_have_written(saving: Saving) -> None:
-    """Takes back what this rank has written where another one failed.
+def hear_that_all_have_written(saving: Saving, told: bytes) -> bytes:
+    """What the coordinator has told. Takes back what this rank has written where another one failed.
 
     Hazard: only when the coordinator says so. One that is merely slow may yet commit what this rank has reported; so
     may one that has the report of a rank which was interrupted since.
     """
     try:
-        saving.ranks.broadcast(b"")
+        return saving.ranks.broadcast(told)
     except RankFailedError:
-        _discard(saving)
+        discard(saving)
         raise
 
 
@@ -237,15 +254,15 @@ def _decode_checked(content: bytes) -> Manifest:
 
 
 def _commit(saving: Saving, content: bytes) -> None:
-    replaced = _files_there(saving) if saving.options.overwrite else []
+    replaced = layout.files_of_checkpoint(saving.store, saving.folder) if saving.options.overwrite else []
     try:
         layout.commit(saving.store, saving.folder, content, replace=saving.options.overwrite)
     except CheckpointExistsError:
-        _discard(saving)  # somebody else's checkpoint stands: ours cannot have been committed
+        discard(saving)  # somebody else's checkpoint stands: ours cannot have been committed
         raise
     except (StorageError, CheckpointSaveError) as error:
         if error.kind in _CANNOT_BE_COMMITTED and not _is_there(saving):
-            _discard(saving)
+            discard(saving)
             raise
         raise type(error)(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
     layout.discard(saving.store, saving.folder, replaced)
@@ -261,17 +278,15 @@ def _is_there(saving: Saving) -> bool:
         return True
 
 
-def _files_there(saving: Saving) -> list[str]:
-    """Those of the checkpoint that is being replaced; none where it cannot be read, which replacing may well mend."""
-    with suppress(CheckpointError):
-        manifest = layout.read_manifest(saving.store, saving.folder)
-        telemetry = layout.telemetry_of(saving.store, saving.folder, manifest.save_id)
-        return [*(file.name for file in manifest.files), *telemetry]
-    return []
+def discard(saving: Saving) -> None:
+    """Removes what a save that will not be committed has written: the coordinator all of it, the others their own.
 
-
-def _discard(saving: Saving) -> None:
-    """Removes what a save that will not be committed has written: the coordinator all of it, the others their own."""
+    Nothing of one that recovery can still commit.
+    """
+    if saving.tier is not None:
+        if saving.tier.is_kept:
+            return
+        saving.tier.remove()
     names = [*saving.names, layout.telemetry_name(saving.agreed.save_id, saving.ranks.rank)]
     with suppress(CheckpointError):
         if saving.ranks.rank == COORDINATOR:

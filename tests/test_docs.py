@@ -8,6 +8,7 @@ import contextlib
 import io
 import re
 import textwrap
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,9 +122,25 @@ def test_the_calls_for_each_framework_are_calls(tmp_path: Path, monkeypatch: pyt
         compile(block, "docs/frameworks.md", "exec")
 
 
+def test_the_way_through_a_local_disk_runs(tmp_path: Path) -> None:
+    (block,) = blocks_of(ROOT / "docs" / "local_stage.md")
+    block = block.replace("/nvme/stage", str(tmp_path / "nvme"))
+    for _ in range(2):
+        names = run(block, {"bcp": bcp, "root": tmp_path / uuid.uuid4().hex, "state": {"model": mlp()}})
+        assert names["handle"].local().step == 2000
+    assert list((tmp_path / "nvme").iterdir()) == []
+
+
 def test_there_is_no_block_of_python_that_no_test_knows() -> None:
     numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
-    assert numbers == {"README.md": 3, "CONTRIBUTING.md": 1, "placements.md": 1, "format.md": 2, "frameworks.md": 4}
+    assert numbers == {
+        "README.md": 3,
+        "CONTRIBUTING.md": 1,
+        "placements.md": 1,
+        "format.md": 2,
+        "frameworks.md": 4,
+        "local_stage.md": 1,
+    }
 
 
 @pages

@@ -27,7 +27,7 @@ NO_TORCH = FOUNDATION | RECORDS | {"planner", "storage"}
 
 MAY_CATCH_ALL = {
     "bytecheckpoint/ranks.py",  # a phase that fails on one rank fails on all
-    "bytecheckpoint/handle.py",  # what fails in the background is raised by the handle
+    "bytecheckpoint/save_handle.py",  # what fails in the background is raised by the handle
     "bytecheckpoint/spare_threads.py",  # what fails on a thread is reported or kept, and the thread goes on
     "bytecheckpoint/adapters/subclasses.py",  # what a tensor subclass raises while it is built is why it is refused
     "bytecheckpoint/storage/fsspec_store.py",  # client libraries raise classes of their own, translated in one place

@@ -16,6 +16,8 @@ from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, Chec
 from bytecheckpoint.errors import StorageError as StoreRefusedError
 
 from . import exit_codes
+from .clean_up import gc
+from .doctor import doctor
 from .ls import ls
 from .screen import printable
 from .show import show
@@ -41,7 +43,7 @@ class Program(click.Group):
         try:
             code = super().main(given, prog_name or "bcp", **extra)
         except click.Abort:
-            code = _report("interrupted", "interrupted; nothing stored was changed", None, as_json=as_json)
+            code = _report("interrupted", "interrupted; no committed checkpoint was changed", None, as_json=as_json)
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "bcp"
@@ -93,7 +95,7 @@ def _code_of(error: CheckpointError) -> int:
 @click.version_option(version("bytecheckpoint"), "--version", prog_name="bcp", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Look into checkpoints, and check them.
+    """Look into checkpoints, check them, and look after the storage that they are in.
 
     Paths are folders or any URL that fsspec knows (s3://bucket/run).
 
@@ -103,6 +105,8 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
+cli.add_command(doctor)
+cli.add_command(gc)
 cli.add_command(ls)
 cli.add_command(show)
 cli.add_command(verify)

@@ -52,7 +52,17 @@ def data_file_name(save_id: str, rank: int, index: int) -> str:
 
 def telemetry_name(save_id: str, rank: int) -> str:
     """The name, inside its checkpoint, of what a rank tells about how a save went."""
-    return f"{TELEMETRY_FOLDER}/{save_id}-{rank:05d}.json"
+    return f"{telemetry_prefix(save_id)}{rank:05d}.json"
+
+
+def telemetry_prefix(save_id: str) -> str:
+    """What the names of all that the ranks of a save tell about it begin with, inside their checkpoint."""
+    return f"{TELEMETRY_FOLDER}/{save_id}-"
+
+
+def recovery_name(save_id: str) -> str:
+    """The name, inside its checkpoint, of what says that a save that looks dead is being finished."""
+    return f"{DATA_FOLDER}/{save_id}-recovering"
 
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
@@ -263,6 +273,24 @@ def telemetry_of(store: Store, folder: str, save_id: str) -> list[str]:
 def _files_of(store: Store, folder: str, parent: str, save_id: str) -> list[str]:
     names = store.list(join_name(folder, parent))
     return [f"{parent}/{name}" for name in names if name.startswith(f"{save_id}-")]
+
+
+def committed_save_id(store: Store, folder: str) -> str:
+    """Of the checkpoint in a folder; empty where none is committed. Raises what `read_manifest` raises else."""
+    try:
+        return read_manifest(store, folder).save_id
+    except CheckpointNotFoundError:
+        return ""
+
+
+def files_of_checkpoint(store: Store, folder: str) -> list[str]:
+    """The names, inside its folder, of what a committed checkpoint is made of but for the manifest; none where that
+    cannot be read.
+    """
+    with suppress(CheckpointError):
+        manifest = read_manifest(store, folder)
+        return [*(file.name for file in manifest.files), *telemetry_of(store, folder, manifest.save_id)]
+    return []
 
 
 def discard(store: Store, folder: str, names: Iterable[str]) -> None:

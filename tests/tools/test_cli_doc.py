@@ -15,6 +15,7 @@ from bytecheckpoint.tools.main import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 FREE = {"metadata", "provenance", "value"}
+QUICK = ("--seconds", 0, "--max-mib", 1)
 """Whose content the checkpoint decides."""
 
 
@@ -86,3 +87,16 @@ def test_json_of_verify(call, root, sections) -> None:
     assert call("verify", root, "--json").json.keys() == call("verify", root, "--json", "--sample", 1).json.keys()
     flip(path, 0)
     assert keys_of(call("verify", root, "--json").json) == documented_keys(sections["verify"])
+
+
+def test_json_of_gc(call, root, sections) -> None:
+    path = root / "step_00000007" / "data" / "00000000deadbeef-00000-0.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"1")
+    assert keys_of(call("gc", root, "--json").json) == documented_keys(sections["gc"])
+
+
+def test_json_of_doctor(call, root, tmp_path, sections) -> None:
+    full = call("doctor", root, *QUICK, "--local-stage", tmp_path / "nvme", "--json").json
+    assert keys_of(full) == documented_keys(sections["doctor"])
+    assert full.keys() == call("doctor", root, *QUICK, "--json").json.keys()

@@ -16,6 +16,11 @@ from bytecheckpoint.tools.arguments import _parse_value
 from bytecheckpoint.tools.main import cli
 
 COMMANDS = sorted(cli.commands)
+ABOUT_STORAGE = {"doctor", "gc"}
+"""They look at what is not committed, or at no checkpoint at all."""
+ABOUT_ONE = sorted(set(COMMANDS) - {"ls"} - ABOUT_STORAGE)
+TAKE_ANY = {"nowhere": {"doctor"}, "empty": {"doctor"}, "noise": ABOUT_STORAGE}
+"""Which commands have something to say about a place without a checkpoint."""
 
 
 def test_the_version_is_the_packages(call) -> None:
@@ -52,6 +57,8 @@ def test_every_command_has_help_with_an_example(call, command: str) -> None:
     ],
 )
 def test_a_wrong_path_is_one_line(call, tmp_path, command, place, code, kind, words) -> None:
+    if command in TAKE_ANY.get(place, set()):
+        return
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "noise").mkdir()
@@ -69,7 +76,7 @@ def test_a_wrong_path_is_one_line(call, tmp_path, command, place, code, kind, wo
     assert ended.json["error"]["kind"] == kind
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"ls"}))
+@pytest.mark.parametrize("command", ABOUT_ONE)
 def test_an_uncommitted_folder_is_not_found(call, root, command) -> None:
     step = root / "step_00001000"
     (step / "manifest.bcp").unlink()
@@ -80,7 +87,7 @@ def test_an_uncommitted_folder_is_not_found(call, root, command) -> None:
     assert call(command, root, "--json").json["step"] == 5
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"ls"}))
+@pytest.mark.parametrize("command", ABOUT_ONE)
 @pytest.mark.parametrize("position", [0, 10, 100, -1])
 def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> None:
     manifest = root / "step_00001000" / "manifest.bcp"
@@ -147,7 +154,7 @@ def test_interrupting_is_exit_code_130(call, saved_root, monkeypatch, command) -
     monkeypatch.setattr("bytecheckpoint.storage.local_store.LocalStore.list", interrupt)
     ended = call(command, saved_root)
     assert (ended.code, ended.out) == (130, "")
-    assert ended.err == "error: interrupted; nothing stored was changed\n"
+    assert ended.err == "error: interrupted; no committed checkpoint was changed\n"
 
 
 def test_control_characters_in_names_do_not_reach_the_terminal(call, tmp_path) -> None:

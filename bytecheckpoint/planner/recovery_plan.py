@@ -1,0 +1,173 @@
+"""What is to become of the saves that dead processes have left in local stages: which can be finished, by whom, and of
+which nothing can come. Pure: it looks at what ranks have found, and at what they say of the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+_MAX_NAMED = 10
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank of a save has left on a disk, as a rank that sees the disk describes it."""
+
+    name: str
+    """Of the folder in the local stage: ranks that share a disk find the same."""
+    save_id: str
+    rank: int
+    num_ranks: int
+    folder: str
+    """Of the checkpoint, inside the store."""
+    step: int | None
+    overwrite: bool
+    replaces: list[str]
+    """Save ids of what stood there, or was on its way there, when the save began."""
+    host: str
+    started_at: float
+    is_alive: bool
+    here: dict[str, int]
+    """The data files that are whole on this disk: name in the checkpoint and length in bytes."""
+    needed: dict[str, int] | None
+    """All data files of the checkpoint, where its manifest is on this disk."""
+
+
+class There(NamedTuple):
+    """What is at the path of a save."""
+
+    save_id: str | None
+    """Of the checkpoint that is committed there; empty where there is none, None where it cannot be read."""
+    sizes: Mapping[str, int]
+    """Of data files, by name in the checkpoint, in bytes."""
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to do with one folder of its local stage, which is removed in the end."""
+
+    name: str
+    save_id: str
+    folder: str
+    uploads: list[str]
+    commits: bool
+    overwrite: bool
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What becomes of one save."""
+
+    save_id: str
+    folder: str
+    step: int | None
+    outcome: str
+    """As `RecoveredSave` has it."""
+    what: str
+
+
+class RecoveryPlan(NamedTuple):
+    """By rank what it does, and what becomes of each save."""
+
+    tasks: Sequence[Sequence[Task]]
+    verdicts: Sequence[Verdict]
+
+
+def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -> RecoveryPlan:
+    """`found` is what each rank sees, `there` what is at the folders that it is about."""
+    tasks: list[list[Task]] = [[] for _ in found]
+    loads = [0] * len(found)
+    verdicts: list[Verdict] = []
+    claimed: set[str] = set()
+    """Folders for which a save has been chosen."""
+    for parts in _newest_first(found):
+        save = _Save(parts, there[parts[0].folder])
+        verdict = save.verdict(is_claimed=parts[0].folder in claimed)
+        if verdict.outcome == "committed":
+            claimed.add(verdict.folder)
+        verdicts.append(verdict)
+        for part, uploads, commits in save.work(verdict):
+            seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
+            rank = min(seers, key=lambda seer: loads[seer])
+            loads[rank] += sum(part.here[name] for name in uploads)
+            tasks[rank].append(Task(part.name, part.save_id, part.folder, uploads, commits, part.overwrite))
+    return RecoveryPlan(tasks, verdicts[::-1])
+
+
+def _newest_first(found: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """The parts of each save, each once, those of its first rank first."""
+    saves: dict[str, dict[str, Part]] = {}
+    for part in (part for of_rank in found for part in of_rank):
+        saves.setdefault(part.save_id, {})[part.name] = part
+    by_rank = [sorted(parts.values(), key=lambda part: part.rank) for parts in saves.values()]
+    return sorted(by_rank, key=lambda parts: (parts[0].started_at, parts[0].save_id), reverse=True)
+
+
+class _Save:
+    def __init__(self, parts: Sequence[Part], there: There) -> None:
+        self._parts = parts
+        self._there = there
+        self._pending = next((part for part in parts if part.needed is not None), None)
+        self._here = {name for part in parts for name in part.here}
+
+    def verdict(self, *, is_claimed: bool) -> Verdict:
+        first = self._parts[0]
+        outcome, what = self._outcome(is_claimed=is_claimed)
+        return Verdict(first.save_id, first.folder, first.step, outcome, what)
+
+    def _outcome(self, *, is_claimed: bool) -> tuple[str, str]:
+        alive = [part for part in self._parts if part.is_alive]
+        if alive:
+            return "under_way", f"a living process on {alive[0].host} has it"
+        if self._there.save_id == self._parts[0].save_id:
+            return "removed", "it had been committed"
+        if self._pending is None:
+            return self._without_manifest()
+        if is_claimed:
+            return "removed", "a later save to the same place is finished instead"
+        if self._there.save_id is None:
+            return "kept", "a checkpoint stands there whose manifest cannot be read: see `bcp verify`"
+        if self._there.save_id and not (self._pending.overwrite and self._there.save_id in self._pending.replaces):
+            return "removed", f"another checkpoint (save {self._there.save_id}) has been committed there since"
+        missing = self._missing(self._pending.needed or {})
+        if missing:
+            return "kept", missing
+        return "committed", "every rank's data was there"
+
+    def _without_manifest(self) -> tuple[str, str]:
+        if self._parts[0].rank == 0:
+            return "removed", "it was cut short before every rank's data was durable"
+        return "kept", (
+            f"the local stage of rank 0 of {self._parts[0].num_ranks}, which would have the manifest, is not seen by "
+            f"any rank here: {self._seen()}"
+        )
+
+    def _missing(self, needed: Mapping[str, int]) -> str:
+        missing = [name for name in needed if name not in self._here and self._there.sizes.get(name) != needed[name]]
+        if not missing:
+            return ""
+        shown = ", ".join(missing[:_MAX_NAMED]) + (", ..." if len(missing) > _MAX_NAMED else "")
+        return (
+            f"{len(missing)} of {len(needed)} data files are neither at the path nor in a local stage here ({shown}): "
+            f"{self._seen()}"
+        )
+
+    def _seen(self) -> str:
+        ranks = ", ".join(str(part.rank) for part in self._parts[:_MAX_NAMED])
+        more = ", ..." if len(self._parts) > _MAX_NAMED else ""
+        return f"seen are the parts of ranks {ranks}{more} of {self._parts[0].num_ranks}; run it where the others are"
+
+    def work(self, verdict: Verdict) -> list[tuple[Part, list[str], bool]]:
+        """The folders that are dealt with: what is uploaded from each, and whether its manifest is committed."""
+        if verdict.outcome not in {"committed", "removed"}:
+            return []
+        if verdict.outcome == "removed" or self._pending is None:
+            return [(part, [], False) for part in self._parts]
+        needed = self._pending.needed or {}
+        open_names = {name for name in needed if self._there.sizes.get(name) != needed[name]}
+        work = []
+        for part in self._parts:
+            uploads = sorted(open_names & part.here.keys())
+            open_names -= part.here.keys()
+            work.append((part, uploads, part is self._pending))
+        return work

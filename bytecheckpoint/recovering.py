@@ -1,0 +1,277 @@
+"""`recover`: what earlier processes have left in the local stages of the hosts, finished by all ranks together where
+every part is there. What is to become of each save is decided in planner/recovery_plan.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, get_args
+
+import msgspec
+import torch.distributed as dist
+
+from bytecheckpoint.agreement import check_same
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointSaveError,
+    UnsafeCheckpointError,
+)
+from bytecheckpoint.handle import IN_FLIGHT
+from bytecheckpoint.info import Outcome, RecoveredSave
+from bytecheckpoint.manifest import decode_manifest
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.planner.recovery_plan import Part, RecoveryPlan, Task, There, Verdict, plan_recovery
+from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
+from bytecheckpoint.storage import layout, local_stage
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.local_stage import Found, Journal, StagedFolder
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.tier import upload_files
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class _Order(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank is to do, and what becomes of each save."""
+
+    tasks: list[Task]
+    verdicts: list[Verdict]
+
+
+def recover(
+    path: str | os.PathLike[str],
+    *,
+    options: SaveOptions,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[RecoveredSave]:
+    """Finishes what saves to `path`, or below it, left in the local stage when their processes died or their upload
+    failed. To be called by all ranks, before the checkpoint to go on from is loaded.
+
+    A save whose every part is on a disk that one of the ranks sees, or at the path already, is uploaded and committed;
+    it does not matter which rank is on which host now, nor how many there are. One that was cut short before every
+    rank's data was durable is removed. One of which parts are missing here, or damaged by the disk, is kept, and the
+    report says which. What belongs to a living process is left alone.
+
+    Args:
+        path: What was given to `save`.
+        options: Those of the saves: `local_stage`, and `writer_threads` and `timeout_s` for the upload.
+        process_group: As for `save`.
+        storage_options: As for `save`.
+
+    Returns:
+        What has become of each save, the same on every rank; oldest first, and empty where nothing was left.
+
+    Raises:
+        CheckpointMismatchError: There is no `options.local_stage`, or ranks were given different paths.
+        CheckpointSaveError, StorageError: As for `save`. Nothing is lost by it: call it again.
+    """
+    IN_FLIGHT.wait_until_entered()
+    about = Subject(showable_url(str(path)), None, is_save=True)
+    ranks = join_ranks(process_group, options.timeout_s, about=about)
+    with together(ranks, f"looking for what saves to {about.path} left in the local stage", about=about):
+        stage = _stage_of(options)
+        threads, timeout_s = options.writer_threads, options.timeout_s
+        store = open_store(path, storage_options=storage_options, writer_threads=threads, timeout_s=timeout_s)
+        order = _agree(ranks, store, stage)
+
+    with together(ranks, f"finishing saves to {about.path}", about=about), ExitStack() as held:
+        folders = [(task, held.enter_context(_taken_over(stage, task, options))) for task in order.tasks]
+        damage = _upload_all(ranks, store, folders, options)  # all data is there before any manifest
+        verdicts = [_with_damage(verdict, damage) for verdict in order.verdicts]
+        whole = [(task, folder) for task, folder in folders if task.save_id not in damage]
+        for task, folder in whole:
+            if task.commits:
+                _commit(store, task, folder)
+        ranks.consult(b"", lambda payloads: payloads)
+        for _, folder in whole:
+            folder.remove()
+        if ranks.rank == COORDINATOR:
+            _clean_up(store, verdicts)
+    ranks.farewell()
+    saves = [_describe(store, verdict) for verdict in verdicts]
+    if ranks.rank == COORDINATOR:
+        for save in saves:
+            logger.info("recovery of %s (save %s): %s, %s", save.path, save.save_id, save.outcome, save.what)
+    return saves
+
+
+def _stage_of(options: SaveOptions) -> str:
+    if options.local_stage is None:
+        raise CheckpointMismatchError(
+            "recover was given no local stage to look into; nothing was changed: pass the options of the saves, with "
+            "local_stage",
+            kind="conflict",
+        )
+    return os.fspath(options.local_stage)
+
+
+def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
+    """This rank's part of the plan that the coordinator makes of what all see."""
+    found = [(folder, _folder_in(store, folder.journal)) for folder in local_stage.scan(stage)]
+    parts = [_part(stage, folder, inside) for folder, inside in found if inside is not None]
+
+    def decide(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        told = [msgspec.msgpack.decode(payload, type=tuple[str, list[Part]]) for payload in payloads]
+        check_same("recover saves to", [target for target, _ in told], ranks.names)
+        seen = [of_rank for _, of_rank in told]
+        folders = {part.folder for of_rank in seen for part in of_rank}
+        plan = _plan(store, seen, folders)
+        if _say_alive(store, plan.verdicts):
+            plan = _plan(store, seen, folders)  # what a clean-up has removed until now is seen to be gone
+        return [msgspec.msgpack.encode(_Order(list(tasks), list(plan.verdicts))) for tasks in plan.tasks]
+
+    told = ranks.consult(msgspec.msgpack.encode((str(store), parts)), decide)
+    return msgspec.msgpack.decode(told, type=_Order)
+
+
+def _folder_in(store: Store, journal: Journal | None) -> str | None:
+    """Where a save goes to, inside the store; None where that is elsewhere."""
+    if journal is None:
+        return None
+    root = str(store)
+    if journal.path == root:
+        return ""
+    prefix = join_name(root, "x")[:-1]
+    return journal.path.removeprefix(prefix) if journal.path.startswith(prefix) else None
+
+
+def _part(stage: str, found: Found, folder: str) -> Part:
+    journal = found.journal
+    if journal is None:
+        raise TypeError("what has no journal belongs to no save")
+    lengths = {file.name: file.byte_length for file in journal.files or () if file.name not in journal.direct}
+    return Part(
+        name=found.name,
+        save_id=journal.save_id,
+        rank=journal.rank,
+        num_ranks=journal.num_ranks,
+        folder=folder,
+        step=journal.step,
+        overwrite=journal.overwrite,
+        replaces=list(journal.replaces),
+        host=journal.host,
+        started_at=journal.started_at,
+        is_alive=found.is_alive,
+        here={name: length for name, length in lengths.items() if found.sizes.get(name) == length},
+        needed=_needed(stage, found),
+    )
+
+
+def _needed(stage: str, found: Found) -> dict[str, int] | None:
+    content = local_stage.read_manifest(local_stage.store_of(stage, found.name)) if found.has_manifest else None
+    if content is None:
+        return None
+    return {file.name: file.byte_length for file in decode_manifest(content).files}
+
+
+def _plan(store: Store, seen: Sequence[Sequence[Part]], folders: set[str]) -> RecoveryPlan:
+    return plan_recovery(seen, {folder: _there(store, folder) for folder in folders})
+
+
+def _there(store: Store, folder: str) -> There:
+    listing = store.list(join_name(folder, layout.DATA_FOLDER))
+    sizes = {f"{layout.DATA_FOLDER}/{name}": size for name, size in listing.items() if size is not None}
+    try:
+        return There(layout.committed_save_id(store, folder), sizes)
+    except (CheckpointCorruptError, UnsafeCheckpointError):
+        return There(None, sizes)
+
+
+def _say_alive(store: Store, verdicts: Sequence[Verdict]) -> bool:
+    """Puts something new beside old data that is going to be used, so that no clean-up takes it for dead."""
+    finished = [verdict for verdict in verdicts if verdict.outcome == "committed"]
+    for verdict in finished:
+        name = join_name(verdict.folder, layout.recovery_name(verdict.save_id))
+        store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"\n")))], replace=True)
+    return bool(finished)
+
+
+@contextmanager
+def _taken_over(stage: str, task: Task, options: SaveOptions) -> Iterator[StagedFolder]:
+    folder = local_stage.take_over(stage, task.name, writer_threads=options.writer_threads)
+    if folder is None:
+        raise CheckpointSaveError(
+            f"{os.path.join(stage, task.name)} has been taken by another process since it was found, or removed; "  # noqa: PTH118
+            "nothing was committed: recover saves from one job at a time, then call it again",
+            kind="storage",
+        )
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def _upload_all(
+    ranks: Ranks, store: Store, folders: Sequence[tuple[Task, StagedFolder]], options: SaveOptions
+) -> Mapping[str, str]:
+    """Uploads what all ranks are to; returns, when all have, which saves a disk has damaged, and what it did."""
+    damage = {}
+    for task, folder in folders:
+        try:
+            _upload(store, task, folder, options)
+        except CheckpointCorruptError as error:
+            damage[task.save_id] = error.message
+
+    def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        told = [msgspec.msgpack.decode(payload, type=dict[str, str]) for payload in payloads]
+        return [msgspec.msgpack.encode({key: what for of_rank in told for key, what in of_rank.items()})] * len(told)
+
+    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
+
+
+def _with_damage(verdict: Verdict, damage: Mapping[str, str]) -> Verdict:
+    if verdict.save_id not in damage:
+        return verdict
+    return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
+
+
+def _upload(store: Store, task: Task, folder: StagedFolder, options: SaveOptions) -> None:
+    journal = local_stage.read_journal(folder.store)
+    files = [file for file in (journal.files if journal else None) or () if file.name in task.uploads]
+    upload_files(folder, store, task.folder, files, writer_threads=options.writer_threads)
+
+
+def _commit(store: Store, task: Task, folder: StagedFolder) -> None:
+    content = folder.manifest() or b""
+    manifest = decode_manifest(content)
+    layout.check_files(store, task.folder, manifest, range(len(manifest.files)))
+    replaced = layout.files_of_checkpoint(store, task.folder) if task.overwrite else []
+    layout.commit(store, task.folder, content, replace=task.overwrite)
+    layout.discard(store, task.folder, replaced)
+
+
+def _clean_up(store: Store, verdicts: Sequence[Verdict]) -> None:
+    """Removes from the path what is of no use any more."""
+    for verdict in verdicts:
+        if verdict.outcome != "under_way":
+            layout.discard(store, verdict.folder, [layout.recovery_name(verdict.save_id)])
+        if verdict.outcome == "removed":
+            with suppress(CheckpointError):
+                layout.discard(store, verdict.folder, _uncommitted(store, verdict))
+
+
+def _uncommitted(store: Store, verdict: Verdict) -> list[str]:
+    """What the save has brought to the path already, unless it is committed there."""
+    if layout.committed_save_id(store, verdict.folder) == verdict.save_id:
+        return []
+    data = layout.data_files_of(store, verdict.folder, verdict.save_id)
+    return data + layout.telemetry_of(store, verdict.folder, verdict.save_id)
+
+
+def _describe(store: Store, verdict: Verdict) -> RecoveredSave:
+    outcome: Outcome = next(known for known in get_args(Outcome) if known == verdict.outcome)
+    return RecoveredSave(
+        path=join_name(str(store), verdict.folder),
+        step=verdict.step,
+        save_id=verdict.save_id,
+        outcome=outcome,
+        what=verdict.what,
+    )

@@ -1,0 +1,140 @@
+"""What lies under the root of a store, all of it and with its age, for those who clean up: unlike `Store.list` it shows
+temporaries, and goes through all folders at once.
+"""
+
+# ruff: noqa: PTH118 - paths are text here, as in local_store.py
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageError
+from bytecheckpoint.storage.fsspec_store import FsspecStore
+from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.names import TEMPORARY_PREFIX, join_name
+from bytecheckpoint.storage.os_errors import describe, read_error
+from bytecheckpoint.storage.store import Block, Store
+
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
+"""What backends of fsspec call the time of an object, the best first."""
+
+
+class StoredObject(NamedTuple):
+    """An object under a root."""
+
+    name: str
+    """From the root on."""
+    num_bytes: int
+    modified_s: float | None
+    """When it was written, by the clock of the storage, in seconds since 1970; None where the backend does not say."""
+
+
+class PendingUpload(Protocol):
+    """A multipart upload that was begun and neither completed nor aborted."""
+
+    @property
+    def name(self) -> str:
+        """Of the object that it was to become, from the root on."""
+
+    @property
+    def started_s(self) -> float:
+        """In seconds since 1970, by the clock of the storage."""
+
+
+@runtime_checkable
+class HasInventory(Protocol):
+    """A store that tells by itself."""
+
+    def inventory(self, folder: str) -> Iterator[StoredObject]:
+        """All objects below a folder."""
+
+
+@runtime_checkable
+class HasPendingUploads(Protocol):
+    """A store that knows of uploads that nobody sees."""
+
+    def pending_uploads(self, folder: str) -> list[Any]:
+        """All `PendingUpload`s of names below a folder."""
+
+    def abort_upload(self, upload: Any) -> None:
+        """Gives back what one takes."""
+
+
+def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
+    """All objects below a folder of a store, temporaries too.
+
+    Raises StorageError: `unsupported` where the store cannot tell.
+    """
+    if isinstance(store, HasInventory):
+        return store.inventory(folder)
+    if isinstance(store, LocalStore):
+        return _in_folder(str(store), folder)
+    if isinstance(store, FsspecStore):
+        return _at_url(store, folder)
+    raise StorageError(
+        f"the store at {store} does not tell how old its objects are; nothing was changed",
+        kind="unsupported",
+        path=str(store),
+    )
+
+
+def clock_of(store: Store) -> float | None:
+    """What the clock of the storage shows, in seconds since 1970: told by an object that is written for that and then
+    deleted. None where the backend says no times.
+    """
+    folder = f"{TEMPORARY_PREFIX}clock-{secrets.token_hex(8)}"
+    name = f"{folder}/now"
+    store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"\n")))], replace=False)
+    try:
+        times = [item.modified_s for item in inventory_of(store, folder) if item.name == name]
+    finally:
+        store.delete(name)
+    return times[0] if times else None
+
+
+def _in_folder(root: str, folder: str) -> Iterator[StoredObject]:
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise read_error(error, root, reason=describe(error), doing="list") from error
+
+    for path, _, names in os.walk(os.path.join(root, folder), onerror=refuse):
+        inside = os.path.relpath(path, root)
+        for name in names:
+            try:
+                status = os.stat(os.path.join(path, name), follow_symlinks=False)  # noqa: PTH116
+            except FileNotFoundError:
+                continue  # finished or deleted since it was listed
+            relative = name if inside == os.curdir else f"{inside}/{name}"
+            yield StoredObject(relative, status.st_size, status.st_mtime)
+
+
+def _at_url(store: FsspecStore, folder: str) -> Iterator[StoredObject]:
+    """By one listing of everything, where the backend can do that."""
+    root = store._root.strip("/")
+    try:
+        with store._translated(str(store), read_error):
+            store._fs.invalidate_cache()
+            found = store._fs.find(join_name(store._root, folder), detail=True)
+    except CheckpointNotFoundError:
+        return
+    for path, entry in found.items():
+        name = str(path).strip("/").removeprefix(root).strip("/")
+        if name:
+            yield StoredObject(name, int(entry.get("size") or 0), _time_of(entry))
+
+
+def _time_of(entry: Mapping[str, Any]) -> float | None:
+    value = next((entry[key] for key in _TIMES if entry.get(key)), None)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,220 @@
+"""`bcp doctor`: what a storage really does is what it says, it leaves nothing behind, and its advice follows from what
+it measured.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from faults.seams import before, files_under, raising
+from fsspec.implementations.memory import MemoryFileSystem
+
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.probe_promises import ProbeStore, check_promises
+from bytecheckpoint.storage.probe_speed import Latency, Speed
+from bytecheckpoint.tools.advice import Compression, advise
+
+QUICK = ("--seconds", 0, "--max-mib", 1)
+
+
+@pytest.fixture
+def memory_url() -> Iterator[str]:
+    yield f"memory://test-{uuid.uuid4().hex}"
+    MemoryFileSystem.store.clear()
+
+
+def test_a_folder_is_examined_and_left_as_it_was(call, tmp_path) -> None:
+    (tmp_path / "mine").write_text("x")
+    found = call("doctor", tmp_path, *QUICK, "--json")
+    assert found.code == 0, found.out
+    assert found.json["ok"]
+    assert all(check["kept"] for check in found.json["checks"])
+    assert found.json["folder"]["free_bytes"] > 0
+    assert found.json["folder"]["hard_links"]
+    assert found.json["folder"]["locks"]
+    assert files_under(tmp_path) == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_does_not_exist_is_not_made(call, tmp_path) -> None:
+    ended = call("doctor", tmp_path / "new" / "run", *QUICK, "--local-stage", tmp_path / "nvme")
+    assert ended.code == 0
+    assert "good for checkpoints" in ended.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_url_is_examined_and_left_as_it_was(call, memory_url) -> None:
+    found = call("doctor", memory_url, *QUICK, "--json")
+    assert found.code == 0, found.out
+    assert found.json["folder"] is None
+    assert not [name for name in MemoryFileSystem.store if "doctor" in name]
+
+
+def test_its_advice_can_be_taken(call, memory_url, tmp_path) -> None:
+    advice = {
+        item["option"]: item["value"]
+        for item in call("doctor", memory_url, *QUICK, "--local-stage", tmp_path, "--json").json["advice"]
+    }
+    SaveOptions(writer_threads=advice["SaveOptions.writer_threads"], codec=advice["SaveOptions.codec"])
+    LoadOptions(reader_threads=advice["LoadOptions.reader_threads"], max_gap_bytes=advice["LoadOptions.max_gap_bytes"])
+    assert advice["SaveOptions.local_stage"] in {True, False}
+
+
+def test_a_storage_that_refuses_is_an_error(call, tmp_path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    ended = call("doctor", tmp_path / "file" / "run", *QUICK)
+    assert ended.code in {3, 4}
+    assert ended.err.startswith("error: ")
+    with before("bytecheckpoint.storage.local_store.LocalStore.write", raising(StorageError("no", kind="permission"))):
+        assert call("doctor", tmp_path / "run", *QUICK).code == 4
+
+
+def test_an_interruption_leaves_nothing(call, tmp_path) -> None:
+    with before("bytecheckpoint.tools.doctor.measure_latency", raising(KeyboardInterrupt())):
+        assert call("doctor", tmp_path / "run", *QUICK).code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def s3_arguments(service) -> list[str]:
+    return [
+        part for key, value in service.options.items() for part in ("--storage-option", f"{key}={json.dumps(value)}")
+    ]
+
+
+def test_a_bucket_is_examined_and_left_as_it_was(call, s3, s3_prefix) -> None:
+    found = call("doctor", f"s3://{s3.bucket}/{s3_prefix}", *QUICK, *s3_arguments(s3), "--json")
+    assert found.code == 0, found.out
+    assert {check["name"] for check in found.json["checks"] if not check["kept"]} == set()
+    assert s3.objects(s3_prefix) == s3.uploads(s3_prefix) == []
+
+
+def test_a_bucket_that_does_not_exist_is_exit_code_4(call, s3) -> None:
+    ended = call("doctor", "s3://nosuchbucket/run", *QUICK, *s3_arguments(s3))
+    assert ended.code == 4
+    assert ended.err.startswith("error: ")
+    assert s3.secret not in ended.err
+
+
+# Stores that break a promise.
+
+
+class ForgetfulStore(LocalStore):
+    """Lists what was there a moment ago."""
+
+    def list(self, folder):
+        listing = dict(super().list(folder))
+        if listing:
+            listing.popitem()
+        return listing
+
+
+class ReplacingStore(LocalStore):
+    """Has no creation."""
+
+    def write(self, name, blocks, *, replace):
+        super().write(name, blocks, replace=replace or True)
+
+
+class TornStore(LocalStore):
+    """Shows what it has so far."""
+
+    def write(self, name, blocks, *, replace):
+        if len(blocks) > 1:
+            super().write(name, blocks[:1], replace=replace)
+        super().write(name, blocks, replace=True if len(blocks) > 1 else replace)
+
+
+class GenerousStore(LocalStore):
+    """Pads what is past the end."""
+
+    def read_into(self, name, byte_offset, buffer, *, on_filled=None):
+        size = (Path(str(self)) / name).stat().st_size if (Path(str(self)) / name).exists() else None
+        if size is None:
+            super().read_into(name, byte_offset, buffer)
+        else:
+            super().read_into(name, byte_offset, buffer[: max(0, min(buffer.nbytes, size - byte_offset))])
+
+
+BROKEN = {
+    ForgetfulStore: {"fresh_listing"},
+    ReplacingStore: {"create_only", "create_race"},
+    TornStore: {"large_objects", "whole_or_nothing"},
+    GenerousStore: {"exact_ranges"},
+    LocalStore: set(),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
+    store = ProbeStore(kind(str(tmp_path), writer_threads=2), "probe")
+    checks = list(check_promises(store))
+    broken = {check.name for check in checks if not check.is_kept}
+    assert broken >= BROKEN[kind]
+    assert bool(broken) == bool(BROKEN[kind])
+    store.clear()
+    assert files_under(tmp_path) == []
+
+
+def test_a_broken_promise_ends_with_1(call, tmp_path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.storage.opening.LocalStore", ForgetfulStore)
+        ended = call("doctor", tmp_path, *QUICK)
+    assert ended.code == 1
+    assert "NOT SAFE" in ended.out
+
+
+# What follows from measurements.
+
+
+def speeds(**by_threads: float) -> list[Speed]:
+    """Of 16 MiB parts: megabytes a second by number of threads."""
+    return [Speed(16 << 20, int(name[1:]), int(mb * 1e6), 1.0) for name, mb in by_threads.items()]
+
+
+USUAL = Compression(1e9, 0.7, 2)
+
+
+def values(writes, reads, *, latency_s=0.02, compression=USUAL, local=None) -> dict[str, object]:
+    advice = advise(Latency(latency_s, latency_s, latency_s), writes, reads, compression, local)
+    return {item.option.partition(".")[2]: item.value for item in advice}
+
+
+def test_the_fewest_threads_that_are_fast_enough_are_taken() -> None:
+    found = values(speeds(t1=50, t3=95, t8=100), speeds(t1=100, t4=300, t8=800, t16=810))
+    assert (found["writer_threads"], found["reader_threads"]) == (3, 8)
+
+
+def test_a_gap_is_what_is_read_while_a_request_is_under_way() -> None:
+    assert values(speeds(t1=50), speeds(t1=100, t8=500), latency_s=0.02)["max_gap_bytes"] == 2_000_000
+
+
+def test_what_is_written_faster_than_compressed_is_not_compressed() -> None:
+    assert values(speeds(t1=2000), speeds(t1=100))["codec"] == "none"
+    assert values(speeds(t1=100), speeds(t1=100))["codec"] == "zstd"
+    assert values(speeds(t1=100), speeds(t1=100), compression=Compression(1e9, 1.01, 2))["codec"] == "none"
+
+
+def test_a_stage_is_for_storage_that_is_slower() -> None:
+    assert values(speeds(t1=100), speeds(t1=100))["local_stage"] is None
+    assert values(speeds(t1=100), speeds(t1=100), local=speeds(t1=150))["local_stage"] is False
+    assert values(speeds(t1=100), speeds(t1=100), local=speeds(t1=1500))["local_stage"] is True
+
+
+def test_clearing_goes_on_where_one_object_stays(tmp_path) -> None:
+    store = ProbeStore(LocalStore(str(tmp_path), writer_threads=1), "probe")
+    for name in "abc":
+        from bytecheckpoint.storage.store import Block
+
+        store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"x")))], replace=False)
+    (tmp_path / "probe" / "b").unlink()
+    (tmp_path / "probe" / "b").mkdir()
+    with pytest.raises(StorageError):
+        store.clear()
+    assert files_under(tmp_path) == []

@@ -1,0 +1,125 @@
+"""`bcp gc`: a dry run unless told otherwise, and what is alive or committed stays."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from faults.seams import before, files_under, raising, state_of
+
+import bytecheckpoint as bcp
+
+DEAD, YOUNG = "00000000deadbeef", "00000000aaaaaaaa"
+DAY_S = 86400
+
+
+def leave(root: Path, step: int, save_id: str, *, age_s: float) -> Path:
+    path = root / f"step_{step:08d}" / "data" / f"{save_id}-00000-0.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(1000))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_a_root_in_order(call, root) -> None:
+    ended = call("gc", root)
+    assert ended.code == 0
+    assert ended.out.endswith("nothing is left of saves that did not commit\n")
+    assert call("gc", root, "--delete", "--json").json["leftovers"] == []
+
+
+def test_nothing_changes_without_delete(call, root) -> None:
+    leave(root, 7, DEAD, age_s=2 * DAY_S)
+    before_it = files_under(root)
+    ended = call("gc", root)
+    assert ended.code == 0
+    assert "1 leftover of dead saves, 1000 B, to be removed with --delete" in ended.out
+    assert DEAD in ended.out
+    assert "dead (old)" in ended.out
+    assert files_under(root) == before_it
+
+
+def test_delete_removes_the_dead_only(call, root) -> None:
+    dead, young = leave(root, 7, DEAD, age_s=2 * DAY_S), leave(root, 1000, YOUNG, age_s=DAY_S / 2)
+    found = call("gc", root, "--delete", "--json").json
+    assert found["deleted"]
+    assert found["failures"] == []
+    assert {(item["save_id"], item["dead"], item["why"]) for item in found["leftovers"]} == {
+        (DEAD, True, "old"),
+        (YOUNG, False, "young"),
+    }
+    assert not dead.exists()
+    assert not dead.parent.parent.exists()
+    assert young.exists()
+    assert call("verify", root).code == 0
+    assert [item["committed"] for item in call("ls", root, "--json").json["checkpoints"]] == [True, True]
+
+
+@pytest.mark.parametrize(("age", "is_dead"), [("5h", True), ("7h", False), ("300m", True), ("1d", False), ("0", True)])
+def test_how_old_is_dead_can_be_said(call, root, age, is_dead) -> None:
+    leave(root, 7, DEAD, age_s=6 * 3600)
+    (item,) = call("gc", root, "--older-than", age, "--json").json["leftovers"]
+    assert item["dead"] is is_dead
+
+
+def test_a_save_can_be_named_whatever_its_age(call, root) -> None:
+    dead, young = leave(root, 7, DEAD, age_s=0), leave(root, 8, YOUNG, age_s=2 * DAY_S)
+    (item,) = call("gc", root, "--save-id", DEAD, "--delete", "--json").json["leftovers"]
+    assert item["why"] == "named"
+    assert not dead.exists()
+    assert young.exists()
+
+
+def test_a_committed_save_cannot_be_named_away(call, root) -> None:
+    save_id = bcp.open(root).info.save_id
+    assert call("gc", root, "--save-id", save_id, "--delete", "--json").json["leftovers"] == []
+    assert call("verify", root).code == 0
+
+
+@pytest.mark.parametrize("age", ["soon", "-5h", "5y"])
+def test_an_age_that_is_none_is_refused(call, root, age) -> None:
+    ended = call("gc", root, "--older-than", age)
+    assert ended.code == 2
+    assert "is no length of time" in ended.err
+
+
+def test_a_damaged_checkpoint_is_named_and_left_alone(call, root) -> None:
+    leave(root, 1000, DEAD, age_s=2 * DAY_S)
+    (root / "step_00001000" / "manifest.bcp").write_bytes(b"damaged")
+    before_it = files_under(root)
+    found = call("gc", root, "--delete", "--json").json
+    assert found["leftovers"] == []
+    assert found["unreadable"] == [str(root / "step_00001000")]
+    assert files_under(root) == before_it
+    assert "the manifest there is damaged: step_00001000" in call("gc", root).out
+
+
+def test_what_cannot_be_removed_is_told_and_the_rest_removed(call, root) -> None:
+    leave(root, 7, DEAD, age_s=2 * DAY_S)
+    with before("bytecheckpoint.storage.leftovers.remove", raising(bcp.StorageError("you may not", kind="permission"))):
+        ended = call("gc", root, "--delete", "--json")
+    assert ended.code == 4
+    assert ended.json["failures"] == ["you may not"]
+
+
+def failed_upload(root: Path, stage: Path, step: int) -> None:
+    options = bcp.SaveOptions(local_stage=stage)
+    with before("bytecheckpoint.tier.copy_file", raising(bcp.StorageError("gone", kind="unavailable"))):
+        assert bcp.save(root, state_of(0, 1.0), step=step, async_save=True, options=options).exception(20)
+
+
+def test_a_local_stage_is_looked_into_where_asked(call, root, tmp_path) -> None:
+    stage = tmp_path / "nvme"
+    failed_upload(root, stage, 2000)
+    failed_upload(tmp_path / "other", stage, 1)
+    assert call("gc", root, "--json").json["leftovers"] == []
+    (item,) = call("gc", root, "--local-stage", stage, "--json").json["leftovers"]
+    assert item["local"]
+    assert (item["dead"], item["why"]) == (False, "young")
+    ended = call("gc", root, "--local-stage", stage, "--older-than", "0", "--delete")
+    assert ended.code == 0
+    assert "1 leftover of dead saves" in ended.out
+    assert call("gc", root, "--local-stage", stage, "--json").json["leftovers"] == []
+    assert len(list(stage.iterdir())) == 1

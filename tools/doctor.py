@@ -1,0 +1,267 @@
+"""`bcp doctor`: what a storage keeps of what checkpoints rely on, how fast it is, and which options suit it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.names import TEMPORARY_PREFIX
+from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.probe_folder import FolderFacts, probe_folder
+from bytecheckpoint.storage.probe_promises import Check, ProbeStore, check_promises
+from bytecheckpoint.storage.probe_speed import Latency, Speed, measure_latency, measure_reads, measure_writes
+from bytecheckpoint.storage.store import Store
+
+from . import exit_codes
+from .advice import Advice, Compression, advise, measure_compression
+from .arguments import with_output_options
+from .screen import Column, Screen, print_json
+from .wording import size_text
+
+_MiB = 1 << 20
+_COMPRESSING_THREADS = 3
+
+_EXAMPLE = """\b
+Example:
+  bcp doctor s3://bucket/run
+  bcp doctor s3://bucket/run --local-stage /nvme/stage --seconds 3
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All that was found out about one storage."""
+
+    url: str
+    checks: Sequence[Check]
+    folder: FolderFacts | None
+    """None for a URL."""
+    latency: Latency
+    writes: Sequence[Speed]
+    reads: Sequence[Speed]
+    compression: Compression
+    local: Sequence[Speed] | None
+    advice: Sequence[Advice]
+
+    @property
+    def is_fine(self) -> bool:
+        return all(check.is_kept is not False for check in self.checks if check.is_needed)
+
+
+@click.command(short_help="What a storage can do, and which options suit it.", epilog=_EXAMPLE)
+@click.argument("url")
+@click.option(
+    "--local-stage",
+    "stage",
+    metavar="FOLDER",
+    help="Also measure this folder on a disk of this host, which saves could go through.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, 600),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="About how long each of some twenty measurements takes.",
+)
+@click.option(
+    "--max-mib",
+    type=click.IntRange(1, 1 << 20),
+    default=256,
+    show_default=True,
+    metavar="MIB",
+    help="No object that is written to measure is larger.",
+)
+@with_output_options
+def doctor(
+    *,
+    url: str,
+    stage: str | None,
+    seconds: float,
+    max_mib: int,
+    as_json: bool,
+    storage_options: Mapping[str, Any],
+) -> int:
+    """Writes, reads and deletes objects of its own below URL, and tells what that shows: which promises the storage
+    keeps, how fast it is by the length of a part and by how many are in flight, and which options suit it.
+
+    Everything it writes is under one name, .tmp-doctor-..., and removed in the end. Exit code 1 where a promise that
+    checkpoints need is broken, 4 where the storage cannot be written to.
+    """
+    diagnosis = _examine(url, stage, storage_options, seconds=seconds, max_bytes=max_mib * _MiB)
+    if as_json:
+        print_json(_as_json(diagnosis))
+    else:
+        _print(diagnosis)
+    return exit_codes.FINE if diagnosis.is_fine else exit_codes.CORRUPT
+
+
+def _examine(
+    url: str, stage: str | None, storage_options: Mapping[str, Any], *, seconds: float, max_bytes: int
+) -> Diagnosis:
+    folder = f"{TEMPORARY_PREFIX}doctor-{secrets.token_hex(8)}"
+    with _probing(url, folder, storage_options) as store:
+        store.store.list("")  # raises where the root is a file
+        checks = list(check_promises(store))
+        facts = probe_folder(str(store)) if isinstance(store.store, LocalStore) else None
+        latency = measure_latency(store)
+        writes = _measure_writes(url, folder, storage_options, seconds=seconds, max_bytes=max_bytes)
+        reads = list(measure_reads(store, seconds=seconds, max_bytes=max_bytes))
+    local = None
+    if stage is not None:
+        with _probing(stage, folder, {}):
+            local = _measure_writes(stage, folder, {}, seconds=seconds, max_bytes=max_bytes)
+    compression = measure_compression(_COMPRESSING_THREADS)
+    return Diagnosis(
+        url=str(store.store),
+        checks=checks,
+        folder=facts,
+        latency=latency,
+        writes=writes,
+        reads=reads,
+        compression=compression,
+        local=local,
+        advice=advise(latency, writes, reads, compression, local),
+    )
+
+
+@contextmanager
+def _probing(url: str, folder: str, storage_options: Mapping[str, Any]) -> Iterator[ProbeStore]:
+    """A folder of a storage for objects that are gone in the end."""
+    store = ProbeStore(_open(url, storage_options, threads=1), folder)
+    with _no_new_folders(store.store):
+        try:
+            yield store
+        finally:
+            store.clear()
+
+
+def _open(url: str, storage_options: Mapping[str, Any], *, threads: int) -> Store:
+    return open_store(url, storage_options=storage_options, writer_threads=threads)
+
+
+@contextmanager
+def _no_new_folders(store: Store) -> Iterator[None]:
+    """Removes the folders that had to be made for the probes, down to the root of the store."""
+    missing = [path for path in (Path(str(store)), *Path(str(store)).parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in missing if isinstance(store, LocalStore) else ():
+            with suppress(OSError):  # somebody uses it by now
+                path.rmdir()
+
+
+def _measure_writes(
+    url: str, folder: str, storage_options: Mapping[str, Any], *, seconds: float, max_bytes: int
+) -> list[Speed]:
+    opened: list[ProbeStore] = []
+
+    def open_with(threads: int) -> ProbeStore:
+        opened.append(ProbeStore(_open(url, storage_options, threads=threads), folder))
+        return opened[-1]
+
+    try:
+        return list(measure_writes(open_with, seconds=seconds, max_bytes=max_bytes))
+    finally:
+        for store in opened:
+            store.clear()
+
+
+def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {
+        "url": diagnosis.url,
+        "ok": diagnosis.is_fine,
+        "checks": [
+            {"name": check.name, "needed": check.is_needed, "kept": check.is_kept, "what": check.what}
+            for check in diagnosis.checks
+        ],
+        "folder": None if diagnosis.folder is None else asdict(diagnosis.folder),
+        "latency": {f"{name[:-2]}_seconds": value for name, value in diagnosis.latency._asdict().items()},
+        "writes": [_speed_json(speed) for speed in diagnosis.writes],
+        "reads": [_speed_json(speed) for speed in diagnosis.reads],
+        "local_writes": None if diagnosis.local is None else [_speed_json(speed) for speed in diagnosis.local],
+        "compression": diagnosis.compression._asdict(),
+        "advice": [item._asdict() for item in diagnosis.advice],
+    }
+
+
+def _speed_json(speed: Speed) -> dict[str, Any]:
+    return {
+        "part_num_bytes": speed.part_bytes,
+        "threads": speed.threads,
+        "num_bytes": speed.num_bytes,
+        "seconds": round(speed.seconds, 6),
+        "bytes_per_s": round(speed.bytes_per_s),
+    }
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    screen = Screen()
+    broken = [check for check in diagnosis.checks if check.is_kept is False]
+    if not diagnosis.is_fine:
+        screen.line(f"{diagnosis.url}: NOT SAFE for checkpoints", style="bold red")
+    elif broken:
+        screen.line(f"{diagnosis.url}: good for checkpoints, with a limit", style="bold yellow")
+    else:
+        screen.line(f"{diagnosis.url}: good for checkpoints", style="bold green")
+    screen.line()
+    columns = [Column("promise", style="bold cyan"), Column("kept"), Column("seen")]
+    screen.table(columns, [(check.name, _kept_text(check), check.what) for check in diagnosis.checks])
+    if diagnosis.folder is not None:
+        screen.line()
+        screen.fields(_folder_rows(diagnosis.folder))
+    latency = diagnosis.latency
+    screen.line()
+    screen.line(
+        f"latency of 4 KiB: read {latency.read_s * 1e3:.2f} ms, write {latency.write_s * 1e3:.2f} ms; "
+        f"of a listing {latency.list_s * 1e3:.2f} ms"
+    )
+    for title, speeds in (("write", diagnosis.writes), ("read", diagnosis.reads), ("local stage", diagnosis.local)):
+        if speeds:
+            screen.line()
+            _print_speeds(screen, title, speeds)
+    screen.line()
+    rows = [(item.option, "-" if item.value is None else str(item.value), item.why) for item in diagnosis.advice]
+    screen.table([Column("option", style="bold cyan"), Column("take", is_right=True), Column("because")], rows)
+
+
+def _kept_text(check: Check) -> str:
+    if check.is_kept is None:
+        return "not known"
+    return "yes" if check.is_kept else "NO" if check.is_needed else "no"
+
+
+def _folder_rows(facts: FolderFacts) -> list[tuple[str, str]]:
+    def yes(value: bool) -> str:
+        return "yes" if value else "no"
+
+    return [
+        ("file system", facts.file_system or "not known"),
+        ("free", f"{size_text(facts.free_bytes)} of {size_text(facts.total_bytes)}"),
+        ("direct writes", yes(facts.direct_writes)),
+        ("preallocation", yes(facts.preallocation)),
+        ("hard links", yes(facts.hard_links)),
+        ("locks", yes(facts.locks)),
+        ("sync of a file", f"{facts.file_sync_s * 1e3:.2f} ms"),
+        ("sync of a folder", f"{facts.folder_sync_s * 1e3:.2f} ms"),
+    ]
+
+
+def _print_speeds(screen: Screen, title: str, speeds: Sequence[Speed]) -> None:
+    threads = sorted({speed.threads for speed in speeds})
+    columns = [Column(f"{title}, parts of", is_right=True)]
+    columns += [Column(f"{count} in flight", is_right=True) for count in threads]
+    rows = []
+    for part_bytes in sorted({speed.part_bytes for speed in speeds}):
+        by_threads = {speed.threads: speed for speed in speeds if speed.part_bytes == part_bytes}
+        cells = [f"{size_text(by_threads[count].bytes_per_s)}/s" if count in by_threads else "-" for count in threads]
+        rows.append([size_text(part_bytes), *cells])
+    screen.table(columns, rows)
