@@ -137,9 +137,11 @@ class GenerousStore(LocalStore):
     def read_into(self, name, byte_offset, buffer, *, on_filled=None):
         size = (Path(str(self)) / name).stat().st_size if (Path(str(self)) / name).exists() else None
         if size is None:
-            super().read_into(name, byte_offset, buffer)
+            super().read_into(name, byte_offset, buffer, on_filled=on_filled)
         else:
-            super().read_into(name, byte_offset, buffer[: max(0, min(buffer.nbytes, size - byte_offset))])
+            super().read_into(
+                name, byte_offset, buffer[: max(0, min(buffer.nbytes, size - byte_offset))], on_filled=on_filled
+            )
 
 
 BROKEN = {
