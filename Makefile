@@ -6,6 +6,7 @@
 #   make demo     train a small GPT, kill it, resume it on other layouts
 #   make bench    how long things take, beside what others take
 #   make bench-load    the same of loading
+#   make cli-doc  write what the commands say about their options into docs/cli.md
 #   make clean    remove what the above have made
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ BENCH_LOAD_ARGS ?= --size 0.1
 BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 
 .DELETE_ON_ERROR:
-.PHONY: test test-frameworks lint demo bench bench-load clean
+.PHONY: test test-frameworks lint demo bench bench-load cli-doc clean
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -54,6 +55,9 @@ bench: $(VENV)/.installed-bench
 bench-load: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/load.py $(BENCH_LOAD_ARGS)
 	$(BIN)/python benchmarks/cold.py $(BENCH_COLD_ARGS)
+
+cli-doc: $(VENV)/.installed-test
+	$(BIN)/python tests/tools/cli_page.py
 
 clean:
 	rm -rf $(VENV) .venv-frameworks build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -16,9 +16,11 @@ from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, Chec
 from bytecheckpoint.errors import StorageError as StoreRefusedError
 
 from . import exit_codes
+from .diff import diff
 from .ls import ls
 from .screen import printable
 from .show import show
+from .timeline import timeline
 from .verify import verify
 
 _EXAMPLE = """\b
@@ -77,6 +79,8 @@ def _code_of(error: CheckpointError) -> int:
     match error:
         case CheckpointNotFoundError():
             return exit_codes.NOT_FOUND
+        case CheckpointSaveError(kind="unsupported_value"):  # names in a checkpoint that no save would have given
+            return exit_codes.CORRUPT
         case StoreRefusedError() | CheckpointSaveError():
             return exit_codes.STORAGE
         case CheckpointMismatchError(kind="conflict"):
@@ -93,7 +97,7 @@ def _code_of(error: CheckpointError) -> int:
 @click.version_option(version("bytecheckpoint"), "--version", prog_name="bcp", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Look into checkpoints, and check them.
+    """Look into checkpoints, check them, compare them.
 
     Paths are folders or any URL that fsspec knows (s3://bucket/run).
 
@@ -106,6 +110,8 @@ def cli(ctx: click.Context) -> None:
 cli.add_command(ls)
 cli.add_command(show)
 cli.add_command(verify)
+cli.add_command(diff)
+cli.add_command(timeline)
 
 
 def main() -> NoReturn:
