@@ -14,6 +14,7 @@ from bytecheckpoint.manifest import TensorRecord
 
 MAX_ROWS, MAX_COLUMNS = 8, 48
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase
+NUM_LETTERS = len(_LETTERS)
 _HOLE = "."
 
 
@@ -37,8 +38,8 @@ class ChunkMap(NamedTuple):
 
 
 def letter_of(position: int) -> str:
-    """The letter of a file by its position among those that hold a tensor; `#` for what comes after the last letter."""
-    return _LETTERS[position] if position < len(_LETTERS) else "#"
+    """The letter of a file by its position among those that hold a tensor; they come again where there are more."""
+    return _LETTERS[position % NUM_LETTERS]
 
 
 def map_chunks(record: TensorRecord, *, max_rows: int, max_columns: int) -> ChunkMap | None:

@@ -51,6 +51,7 @@ table { border-collapse: collapse; margin: .6em 0; }
 th { text-align: left; font-weight: 600; opacity: .7; }
 td, th { padding: .1em 1em .1em 0; vertical-align: top; }
 td:first-child { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+summary h2 { display: inline-block; border: none; margin-top: 1em; cursor: pointer; }
 .right { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 svg { width: 100%; height: auto; display: block; margin: .6em 0; }
 svg text { font: 11px system-ui, sans-serif; fill: #111; pointer-events: none; }
@@ -98,21 +99,26 @@ def _sections(opened: Opened, contents: Contents, shown: Shown) -> Iterator[str]
     for titles, rows in tables_of_totals(contents):
         columns = [Column(titles[0]), *(Column(title, is_right=True) for title in titles[1:])]
         yield _capped_table(columns, rows)
-    rows = [row for node in nodes for row in tree_rows(node)]
-    yield _section("Modules", _capped_table(TREE_COLUMNS, rows))
-    yield _section("Tensors", *_tensor_table(shown))
+    yield _section("How the save went", *_save(shown.records))
     pictures = list(_pictures(opened, contents, shown))
     if pictures:
         yield _section("Which file holds what", *pictures)
+    rows = [row for node in nodes for row in tree_rows(node)]
+    yield _section("Modules", _capped_table(TREE_COLUMNS, rows))
+    yield _folded("Tensors", *_tensor_table(shown))
     files = sorted(file_rows(opened.manifest), key=lambda file: -file["num_bytes"])
-    yield _section("Files", _capped_table(FILE_COLUMNS, [file_cells(file) for file in files[:_MAX_ROWS]], len(files)))
+    yield _folded("Files", _capped_table(FILE_COLUMNS, [file_cells(file) for file in files[:_MAX_ROWS]], len(files)))
     if shown.objects is not None:
-        yield _section("Plain values", _capped_table(OBJECT_COLUMNS, list(map(object_cells, shown.objects))))
-    yield _section("How the save went", *_save(shown.records))
+        yield _folded("Plain values", _capped_table(OBJECT_COLUMNS, list(map(object_cells, shown.objects))))
 
 
 def _section(title: str, *content: str) -> str:
     return tag("section", {}, tag("h2", {}, text(title)), *content)
+
+
+def _folded(title: str, *content: str) -> str:
+    """A section that opens when it is asked for."""
+    return tag("details", {}, tag("summary", {}, tag("h2", {}, text(title))), *content)
 
 
 def _capped_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], num_rows: int | None = None) -> str:

@@ -16,6 +16,7 @@ from .wording import shortened
 _LEFT = 90.0
 """Room for the names of rows."""
 _AXIS_HEIGHT = 20.0
+_TOP = 4.0
 _MAX_ROWS = 64
 _MAX_COLUMNS = 256
 _MAX_SPANS = 200
@@ -28,14 +29,14 @@ def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
     """Ranks down, time across. Where there are many ranks, neighbours share a row, which shows the slowest of them."""
     rows = rank_rows(ranks, phases, _MAX_ROWS)
     row_height = 18.0 if len(rows) <= 32 else 10.0
-    height = row_height * len(rows) + _AXIS_HEIGHT
+    height = _TOP + row_height * len(rows) + _AXIS_HEIGHT
     last = max(end_of(record, ranks) for record in ranks) or 1e-9
     scale = (WIDTH - _LEFT) / last
     colors = {phase.name: color(number) for number, phase in enumerate(phases)}
     parts = _ticks(last, scale, height)
     for number, row in enumerate(rows):
-        y = number * row_height
-        parts.append(label(0.0, y + row_height - 3, fitted(f"rank {row.label}", _LEFT - 6), "small"))
+        y = _TOP + number * row_height
+        parts.append(label(0.0, y + row_height - 3, fitted(row.label, _LEFT - 6), "small"))
         offset = row.slowest.started_at - first_call(ranks)
         parts += _bars(row, colors, Box(_LEFT + offset * scale, y, scale, row_height - 1))
     return svg(WIDTH, height, "when each rank was in which phase", *parts)
@@ -90,7 +91,7 @@ def heat_map(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
             parts.append(rect(box, f"hsl(14 85% {round(94 - 54 * share)}%)", lines))
     every = -(-len(columns) // 16)
     parts += [
-        label(_LEFT + position * width, height - 5, columns[position].label, "small")
+        label(_LEFT + position * width, height - 5, columns[position].label.partition("-")[0], "small")
         for position in range(0, len(columns), every)
     ]
     return svg(WIDTH, height, "how long each rank was in each phase", *parts)

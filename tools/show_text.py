@@ -11,7 +11,7 @@ from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
 from .arguments import Opened
-from .chunk_map import MAX_COLUMNS, MAX_ROWS, axes_text, letter_of, lines_of, map_chunks
+from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
 from .contents import Contents, Plain, Tensor
 from .module_tree import Node
 from .save_layout import compressed, first_chunks, writers_of
@@ -265,7 +265,8 @@ def _print_map(screen: Screen, record: TensorRecord) -> None:
     if drawn is None:
         return
     screen.line()
-    screen.line(f"    which file holds what, by letter, {axes_text(drawn.axes)}:", style="dim")
+    again = "" if len(drawn.files) <= NUM_LETTERS else f", which come again after {NUM_LETTERS} files"
+    screen.line(f"    which file holds what, by letter{again}, {axes_text(drawn.axes)}:", style="dim")
     for line in lines_of(drawn):
         screen.line(f"    {line}")
 

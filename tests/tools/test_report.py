@@ -50,11 +50,11 @@ def test_the_page_tells_what_is_in_the_checkpoint(call, root) -> None:
     assert page.find("head/title").text == str(root / "step_00001000")
     assert [element.text for element in page.iter("h2")] == [
         "Where the bytes are",
+        "How the save went",
         "Modules",
         "Tensors",
         "Files",
         "Plain values",
-        "How the save went",
     ]
     text = words(page)
     for expected in ("model.layers.11.weight", "layers.0-11", "float32", "1 rank", "epoch", "5.243e+05"):
@@ -72,6 +72,8 @@ def test_the_page_needs_nothing_but_itself(call, root) -> None:
     assert not [name for name in attributes if name.startswith("on")]
     (policy,) = [meta.get("content") for meta in page.iter("meta") if meta.get("http-equiv")]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    text = (root.parent / "report.html").read_text()
+    assert set(re.findall(r"<(\w+)[^<>]*/>", text)) == {"meta"}, "HTML closes no other element so"
     style = page.find("head/style").text
     assert "url(" not in style
     assert "@import" not in style
@@ -97,7 +99,7 @@ def test_the_chunks_of_a_tensor_are_where_they_lie(call, tmp_path) -> None:
     contents = contents_of("w", torch.zeros(100, 100), regions, "none")
     write_checkpoint(tmp_path / "c", [contents[:4], contents[4:]])
     page = page_of(call, tmp_path / "c", "--tensor", "w")
-    picture = list(page.iter("svg"))[2]
+    picture = list(page.iter("svg"))[-1]
     rects = [(float(r.get("x")), float(r.get("y")), r.get("fill"), r.find("title").text) for r in picture.iter("rect")]
     assert len(rects) == 8
     fills = {fill for *_, fill, _ in rects}
