@@ -59,7 +59,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     default=LoadOptions().reader_threads,
     show_default=True,
     metavar="N",
-    help="Regions compared at once; each takes up to 100 MiB of memory.",
+    help="Regions compared at once; each takes up to 150 MiB of memory.",
 )
 @click.option(
     "--limit",
