@@ -144,16 +144,16 @@ def test_layouts_do_not_matter(call, tmp_path, of_a, of_b) -> None:
 
 def test_small_tiles_in_any_number_of_threads_give_the_same(call, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tensor_diff, "_TILE_BYTES", 64)
-    tensors = {"m": torch.arange(4000.0).view(50, 80), "v": torch.arange(999.0)}
+    tensors = {"m": torch.arange(800.0).view(20, 40), "v": torch.arange(99.0)}
     changed = {"m": tensors["m"].clone(), "v": tensors["v"].clone()}
-    changed["m"][49, 79] = changed["m"][3, 70] = -1.0
+    changed["m"][19, 39] = changed["m"][3, 30] = -1.0
     changed["v"][7] = 0.0
-    a, b = laid_out(tmp_path / "a", tensors, {"m": (13, 80)}), laid_out(tmp_path / "b", changed, {"m": (50, 7)})
+    a, b = laid_out(tmp_path / "a", tensors, {"m": (7, 40)}), laid_out(tmp_path / "b", changed, {"m": (20, 7)})
     results = [call("diff", a, b, "--json", "--threads", threads).json for threads in (1, 5)]
     for result in results:
         firsts = {tensor["fqn"]: tensor["first_index"] for tensor in result["tensors"]}
-        assert firsts == {"m": [3, 70], "v": [7]}
-        assert [tensor["max_abs"] for tensor in result["tensors"]] == [4000.0, 7.0]
+        assert firsts == {"m": [3, 30], "v": [7]}
+        assert [tensor["max_abs"] for tensor in result["tensors"]] == [800.0, 7.0]
 
 
 def test_only_chunks_whose_checksums_differ_are_read(call, tmp_path, reads) -> None:

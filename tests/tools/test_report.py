@@ -110,15 +110,13 @@ def test_the_chunks_of_a_tensor_are_where_they_lie(call, tmp_path) -> None:
 
 
 def test_many_chunks_become_fields() -> None:
-    part = Region((0, 0), (1, 1))
-    regions = grid_regions((1000, 1000), (1, 1))[:100_000]
-    record = tensor_record("uint8", (100, 1000), [Chunk(r, r.offsets[0] // 50, 0, 1) for r in regions])
+    regions = grid_regions((100, 300), (1, 1))
+    record = tensor_record("uint8", (100, 300), [Chunk(r, r.offsets[0] // 50, 0, 1) for r in regions])
     drawn = map_chunks(record, max_rows=96, max_columns=160)
     assert drawn.fields.shape == (96, 160)
     assert drawn.files == [0, 1]
     assert (drawn.fields[:48] == 0).all()
     assert (drawn.fields[48:] == 1).all()
-    assert part.numel == 1
 
 
 def test_of_many_dimensions_those_that_are_cut_are_shown() -> None:
@@ -169,7 +167,7 @@ def test_a_checkpoint_without_telemetry_or_tensors_has_a_page(call, tmp_path) ->
 
 def test_thousands_of_ranks_and_layers_make_a_small_page(call, tmp_path) -> None:
     path = told_checkpoint(tmp_path / "c", [ordinary(rank, write_s=1 + rank / 999) for rank in range(1000)])
-    count = 3000
+    count = 1000
     files = [DataFile(f"data/told-{n:05d}-0.safetensors", 64 * count) for n in range(1000)]
     tensors = {
         f"model.m{n}.weight_{n % 7}": tensor_record(
@@ -181,8 +179,8 @@ def test_thousands_of_ranks_and_layers_make_a_small_page(call, tmp_path) -> None
     page = page_of(call, path)
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
     text = words(page)
-    assert "3,000 in 300,000 chunks" in text
-    assert "... and 2,600 more" in text
+    assert "1,000 in 100,000 chunks" in text
+    assert "... and 600 more" in text
     assert "100 chunks in 100 files" in text
     assert len(list(page.iter("rect"))) < 8000
 
