@@ -7,6 +7,7 @@
 #   make bench    how long things take, beside what others take
 #   make bench-load    the same of loading
 #   make bench-objects    the same with an object store
+#   make cli-doc  write what the commands say about their options into docs/cli.md
 #   make clean    remove what the above have made
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 BENCH_OBJECTS_ARGS ?= --size 0.25
 
 .DELETE_ON_ERROR:
-.PHONY: test test-frameworks lint demo bench bench-load bench-objects clean
+.PHONY: test test-frameworks lint demo bench bench-load bench-objects cli-doc clean
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -59,6 +60,9 @@ bench-load: $(VENV)/.installed-bench
 
 bench-objects: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/object_store.py $(BENCH_OBJECTS_ARGS)
+
+cli-doc: $(VENV)/.installed-test
+	$(BIN)/python tests/tools/cli_page.py
 
 clean:
 	rm -rf $(VENV) .venv-frameworks build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

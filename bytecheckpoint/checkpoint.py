@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, leaves, with_leaves
 from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, torch_dtype
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.reading import Source
@@ -62,10 +62,23 @@ class Checkpoint:
             )
         trees = {rank: decode_plain(data) for rank, data in sorted(by_rank.items())}
         refs = {rank: _refs(tree, fqn) for rank, tree in trees.items()}
-        shards = {name: self[name]._shard(None) for of_rank in refs.values() for name in of_rank.values()}
+        needed = {name for of_rank in refs.values() for name in of_rank.values()}
+        self._refuse_missing(fqn, needed)
+        shards = {name: self[name]._shard(None) for name in needed}
         _read(self._source, list(shards.values()))
         tensors = {rank: {leaf: shards[name].tensor for leaf, name in refs[rank].items()} for rank in trees}
         return {rank: with_leaves(tree, fqn, tensors[rank]) for rank, tree in trees.items()}
+
+    def _refuse_missing(self, fqn: str, names: Iterable[str]) -> None:
+        """Raises CheckpointCorruptError (bad_manifest) where the value of an FQN needs tensors that are not there."""
+        missing = sorted(name for name in names if name not in self)
+        if missing:
+            raise CheckpointCorruptError(
+                f"the manifest of {self._path} is damaged: {fqn!r:.200} is made of {len(missing)} tensors that it does "
+                f"not list, the first {missing[0]!r:.200}; nothing was read: take another step, or another copy",
+                kind="bad_manifest",
+                path=self._path,
+            )
 
     def keys(self) -> list[str]:
         """The FQNs of all tensors, tied ones under each of their names.

@@ -8,9 +8,11 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bytecheckpoint.column_tensors import ColumnTensors
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.region import find_tiling_fault
@@ -93,7 +95,8 @@ def verify_checkpoint(
     names = [join_name(folder, file.name) for file in files]
     scan(store, names, pieces, threads=threads, on_done=on_done)
     contents = _Contents(manifest)
-    faults += _header_faults(store, names, manifest, contents, broken_starts=_broken_starts(files, sizes, faults))
+    broken = _broken_starts(files, sizes, faults)
+    faults += _header_faults(store, names, manifest, contents, broken_starts=broken, threads=threads)
     ordered = sorted(faults, key=lambda fault: (fault.file, fault.byte_offset))
     return Verification(
         damage=[*_tiling_damage(manifest), *(contents.describe(fault) for fault in ordered)],
@@ -155,24 +158,36 @@ def _broken_starts(files: Sequence[DataFile], sizes: Sequence[int | None], fault
 
 
 def _header_faults(
-    store: Store, names: Sequence[str], manifest: Manifest, contents: _Contents, *, broken_starts: set[int]
+    store: Store,
+    names: Sequence[str],
+    manifest: Manifest,
+    contents: _Contents,
+    *,
+    broken_starts: set[int],
+    threads: int,
 ) -> Iterator[Fault]:
     """Data files whose header says something else than the manifest: other readers of safetensors would be misled.
 
     Only files of this save are looked at: a manifest may point into other formats as well.
     """
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
-    for index, file in enumerate(manifest.files):
-        if index in broken_starts or not file.name.startswith(own):
-            continue
+    wanted = [
+        index for index, file in enumerate(manifest.files) if index not in broken_starts and file.name.startswith(own)
+    ]
+
+    def look(index: int) -> Fault | None:
         try:
             header = read_header(store, names[index])
         except CheckpointError as error:
-            yield Fault(error.kind, index, 0, 8, error.message)
-            continue
+            return Fault(error.kind, index, 0, 8, error.message)
         what = _compare(manifest, contents.of_file(index), header.metadata, header.entries)
-        if what:
-            yield Fault("bad_manifest", index, 0, header.data_offset, what)
+        return Fault("bad_manifest", index, 0, header.data_offset, what) if what else None
+
+    if wanted:
+        contents.of_file(wanted[0])  # collects those of all files, once
+    # Of a store far away most of it is waiting.
+    with ThreadPoolExecutor(threads, thread_name_prefix="bcp-scan") as pool:
+        yield from filter(None, pool.map(look, wanted))
 
 
 def _compare(
@@ -204,9 +219,10 @@ def _compare(
 
 
 def _tiling_damage(manifest: Manifest) -> Iterator[Damage]:
-    for fqn, record in manifest.tensors.items():
-        if record.num_chunks == 1:
-            continue  # it lies in the shape and has as many elements: that was checked with the manifest
+    for fqn in manifest.tensors:
+        if isinstance(manifest.tensors, ColumnTensors) and not manifest.tensors.may_overlap(fqn):
+            continue  # a regular grid of as many elements: that was checked with the manifest
+        record = manifest.tensors[fqn]
         fault = find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks])
         if fault is None:
             continue

@@ -76,3 +76,9 @@ def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, 
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     folder = layout.find_checkpoint(store, "latest" if step is None else step, location=str(store))
     return Opened(store, folder, layout.read_manifest(store, folder), join_name(str(store), folder))
+
+
+def options_for(paths: Sequence[str], storage_options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The storage options for each of these paths: for URLs, where one of them is one, and for all otherwise."""
+    is_url = ["://" in path or "::" in path for path in paths]
+    return [storage_options if of_url or not any(is_url) else {} for of_url in is_url]

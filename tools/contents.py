@@ -5,7 +5,6 @@ file; only plain objects need torch to be decoded.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,9 +14,10 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.manifest import Chunk, Manifest
+from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord
 
 from .arguments import Opened
+from .save_layout import Cut, chunk_counts, chunks_by_file, cuts_of, is_covered_once
 from .wording import shape_text, shortened, some_of
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -81,7 +81,7 @@ class Contents:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        stored = {fqn: manifest.describe(fqn) for fqn in manifest.tensors}
+        stored = manifest.describe_all()
         tensors = [Tensor(fqn, dtype, shape, None) for fqn, (dtype, shape) in stored.items()]
         tensors += [Tensor(alias, *stored[fqn], fqn) for alias, fqn in manifest.aliases.items()]
         self.tensors = sorted(tensors, key=lambda tensor: natural_order(tensor.fqn))
@@ -108,14 +108,28 @@ class Contents:
         return sum(entry.num_elements for entry in self.entries if entry.name not in optimizers)
 
     @cached_property
-    def num_chunks(self) -> int:
-        return sum(record.num_chunks for record in self._manifest.tensors.values())
+    def _num_chunks(self) -> dict[str, int]:
+        return chunk_counts(self._manifest)
 
-    def chunks(self, tensor: Tensor) -> list[Chunk]:
-        return self._manifest.tensors[tensor.stored_fqn].chunks
+    @cached_property
+    def num_chunks(self) -> int:
+        return sum(self._num_chunks.values())
+
+    @cached_property
+    def cuts(self) -> list[Cut]:
+        """The ways in which tensors are cut."""
+        return cuts_of(self._manifest)
+
+    def record(self, tensor: Tensor) -> TensorRecord:
+        """Where the tensor lies."""
+        return self._manifest.tensors[tensor.stored_fqn]
 
     def num_chunks_of(self, tensor: Tensor) -> int:
-        return self._manifest.tensors[tensor.stored_fqn].num_chunks
+        return self._num_chunks[tensor.stored_fqn]
+
+    def is_covered_once(self, tensor: Tensor) -> bool:
+        """Whether the chunks of a tensor cover it exactly once."""
+        return is_covered_once(self._manifest, tensor.stored_fqn)
 
     def chunk_json(self, chunk: Chunk) -> dict[str, Any]:
         """A chunk, with the name of its file."""
@@ -171,15 +185,14 @@ def _totals(tensors: Iterable[Tensor], name_of: Any) -> list[Total]:
 
 def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
     """Each data file: its size, checksums and chunks."""
-    num_chunks = Counter(file for record in manifest.tensors.values() for file in record.files)
     return [
         {
             "name": file.name,
             "num_bytes": file.byte_length,
             "num_extents": len(file.extent_lengths),
-            "num_chunks": num_chunks[index],
+            "num_chunks": num_chunks,
         }
-        for index, file in enumerate(manifest.files)
+        for file, num_chunks in zip(manifest.files, chunks_by_file(manifest), strict=True)
     ]
 
 
@@ -199,8 +212,13 @@ def plain_objects(opened: Opened) -> list[Plain]:
 
 
 def _plain(fqn: str, rank: int | None, value: Any) -> Plain:
+    return Plain(fqn, rank, type(value).__name__, *plain_value(value))
+
+
+def plain_value(value: Any) -> tuple[Any, str]:
+    """A plain value as JSON has it, and as text."""
     text = _describe(value)
-    return Plain(fqn, rank, type(value).__name__, value if _is_json(value) else text, text)
+    return value if _is_json(value) else text, text
 
 
 def _describe(value: Any) -> str:

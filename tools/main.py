@@ -17,10 +17,12 @@ from bytecheckpoint.errors import StorageError as StoreRefusedError
 
 from . import exit_codes
 from .clean_up import gc
+from .diff import diff
 from .doctor import doctor
 from .ls import ls
 from .screen import printable
 from .show import show
+from .timeline import timeline
 from .verify import verify
 
 _EXAMPLE = """\b
@@ -79,6 +81,8 @@ def _code_of(error: CheckpointError) -> int:
     match error:
         case CheckpointNotFoundError():
             return exit_codes.NOT_FOUND
+        case CheckpointSaveError(kind="unsupported_value"):  # names in a checkpoint that no save would have given
+            return exit_codes.CORRUPT
         case StoreRefusedError() | CheckpointSaveError():
             return exit_codes.STORAGE
         case CheckpointMismatchError(kind="conflict"):
@@ -95,7 +99,7 @@ def _code_of(error: CheckpointError) -> int:
 @click.version_option(version("bytecheckpoint"), "--version", prog_name="bcp", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Look into checkpoints, check them, and look after the storage that they are in.
+    """Look into checkpoints, check and compare them, and look after the storage that they are in.
 
     Paths are folders or any URL that fsspec knows (s3://bucket/run).
 
@@ -110,6 +114,8 @@ cli.add_command(gc)
 cli.add_command(ls)
 cli.add_command(show)
 cli.add_command(verify)
+cli.add_command(diff)
+cli.add_command(timeline)
 
 
 def main() -> NoReturn:

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 import click
 
@@ -22,6 +22,18 @@ class Column(NamedTuple):
     is_right: bool = False
     style: str = ""
     """For a terminal, in rich's words."""
+
+
+class Styled(str):
+    """A cell of a table with a style of its own, for a terminal."""
+
+    __slots__ = ("style",)
+    style: str
+
+    def __new__(cls, text: str, style: str) -> Self:
+        cell = super().__new__(cls, text)
+        cell.style = style
+        return cell
 
 
 def printable(text: str) -> str:
@@ -46,17 +58,21 @@ class Screen:
         else:
             click.echo(printable(text), file=self._stream)
 
+    def rest(self, num_rows: int, limit: int, how: str) -> None:
+        """Says how many rows a table of at most `limit` rows (0 for all) has not shown, and how to see them."""
+        if limit and num_rows > limit:
+            self.line(f"  ... and {num_rows - limit:,} {how}", style="dim")
+
     def fields(self, pairs: Sequence[tuple[str, str]]) -> None:
         """Names and values, values aligned."""
         self.table([Column("", style="dim"), Column("")], pairs)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], *, indent: int = 2) -> None:
         """Rows under their titles; without a title line where no column has one."""
-        cells = [[printable(cell) for cell in row] for row in rows]
         if self._is_terminal:
-            self._rich_table(columns, cells, indent)
+            self._rich_table(columns, rows, indent)
         else:
-            self._plain_table(columns, cells, indent)
+            self._plain_table(columns, [[printable(cell) for cell in row] for row in rows], indent)
 
     def _plain_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], indent: int) -> None:
         titles = [column.title for column in columns]
@@ -88,7 +104,7 @@ class Screen:
                 overflow="fold",
             )
         for row in rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*(Text(printable(cell), cell.style if isinstance(cell, Styled) else "") for cell in row))
         Console(file=self._stream, highlight=False).print(Padding(table, (0, 0, 0, indent)))
 
 

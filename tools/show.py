@@ -8,14 +8,16 @@ from typing import Any
 import click
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.manifest import Chunk
-from bytecheckpoint.region import find_tiling_fault
 
 from . import exit_codes
 from .arguments import Opened, open_manifest, with_output_options, with_step_option
 from .contents import Contents, Tensor, file_rows, plain_objects
+from .local_output import write_text
 from .module_tree import Node, build_tree
 from .progress import byte_progress
+from .report import Shown, html_report
+from .save_layout import compressed, writers_of
+from .save_records import read_save_records
 from .screen import Screen, print_json
 from .show_text import (
     print_files,
@@ -33,27 +35,44 @@ _EXAMPLE = """\b
 Example:
   bcp show s3://bucket/run --step 1000 --tree
   bcp show /data/run --tensor 'model.layers.0.*' --stats
+  bcp show /data/run --html report.html
 """
 
 
 @click.command(short_help="What is in a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
 @with_step_option
-@click.option("--tree", "with_tree", is_flag=True, help="Tensors as a tree of modules; layers that repeat are one.")
+@click.option(
+    "--tree",
+    "with_tree",
+    is_flag=True,
+    help="Tensors as a tree of modules. Numbered siblings with the same names, shapes and dtypes are one, "
+    "`layers.0-31`; counts and sizes are those of all that a row stands for.",
+)
 @click.option(
     "--tensor",
     "patterns",
     multiple=True,
     metavar="FQN",
-    help="These tensors in depth: their chunks, and where they lie. A name or a glob; may be repeated.",
+    help="These tensors in depth: chunks, where they lie, and a map of the files. A name or a glob; may be repeated.",
 )
 @click.option("--files", "with_files", is_flag=True, help="The data files.")
-@click.option("--objects", "with_objects", is_flag=True, help="The plain values: numbers, texts, lists, small arrays.")
+@click.option("--objects", "with_objects", is_flag=True, help="The plain values; those of single ranks with the rank.")
 @click.option(
     "--stats",
     "with_stats",
     is_flag=True,
-    help="Read the tensors: minimum, maximum, mean, standard deviation, and how many NaN, infinities and zeros.",
+    help="Read the tensors: minimum, maximum, mean and standard deviation of the finite values (of the tensor as a "
+    "population), and how many are NaN, infinite and zero. Memory stays bounded; every byte is verified. Complex "
+    "values have only the counts, packed dtypes nothing.",
+)
+@click.option(
+    "--html",
+    "html_path",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Also write a report with pictures to this local file, in place of one there: sizes of modules, dtypes, where "
+    "tensors lie (those of --tensor, or the largest), how the save went. One page that needs nothing but itself.",
 )
 @click.option(
     "--limit",
@@ -73,13 +92,15 @@ def show(
     with_files: bool,
     with_objects: bool,
     with_stats: bool,
+    html_path: str | None,
     limit: int,
     as_json: bool,
     storage_options: Mapping[str, Any],
 ) -> int:
     """What is in the checkpoint CKPT: a summary, then its tensors.
 
-    Only the manifest is read, unless --stats asks for values.
+    Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for how
+    the save went.
     """
     opened = open_manifest(ckpt, step=step, storage_options=storage_options)
     contents = Contents(opened.manifest)
@@ -88,12 +109,16 @@ def show(
     tree = build_tree(tensors) if with_tree else None
     files = file_rows(opened.manifest) if with_files else None
     objects = plain_objects(opened) if with_objects else None
+    if html_path is not None:
+        shown = Shown(tensors, bool(patterns), stats, objects, read_save_records(opened))
+        write_text(html_path, html_report(opened, contents, shown))
     if as_json:
         sections = {
             "tensors": [_tensor_json(contents, tensor, stats, in_depth=bool(patterns)) for tensor in tensors],
             "tree": None if tree is None else list(map(_node_json, tree)),
             "files": files,
             "objects": None if objects is None else [_without_text(plain._asdict()) for plain in objects],
+            "html": html_path,
         }
         print_json({**_summary_json(opened, contents), **sections})
         return exit_codes.FINE
@@ -112,6 +137,9 @@ def show(
         print_files(screen, files, limit=limit)
     if objects is not None:
         print_objects(screen, objects, limit=limit)
+    if html_path is not None:
+        screen.line()
+        screen.line(f"report written to {html_path}")
     return exit_codes.FINE
 
 
@@ -125,6 +153,7 @@ def _read_stats(opened: Opened, tensors: Sequence[Tensor]) -> dict[str, Stats]:
 def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
     manifest = opened.manifest
     world_size = manifest.provenance.get("world_size")
+    writers, packed = writers_of(manifest), compressed(manifest)
     return {
         "path": opened.path,
         "step": manifest.step,
@@ -139,6 +168,9 @@ def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
         "num_parameters": contents.num_parameters,
         "entries": [_total_json(entry) for entry in contents.entries],
         "dtypes": [_total_json(dtype) for dtype in contents.dtypes],
+        "cuts": [cut._asdict() for cut in contents.cuts],
+        "writers": None if writers is None else writers._asdict(),
+        "compressed": None if packed is None else packed._asdict(),
         "metadata": manifest.metadata,
         "provenance": manifest.provenance,
     }
@@ -157,7 +189,7 @@ def _tensor_json(
     contents: Contents, tensor: Tensor, stats: Mapping[str, Stats] | None, *, in_depth: bool
 ) -> dict[str, Any]:
     found = stats.get(tensor.stored_fqn) if stats is not None else None
-    chunks = contents.chunks(tensor) if in_depth else None
+    chunks = contents.record(tensor).chunks if in_depth else None
     return {
         "fqn": tensor.fqn,
         "alias_of": tensor.alias_of,
@@ -167,13 +199,9 @@ def _tensor_json(
         "num_bytes": tensor.num_bytes,
         "num_chunks": contents.num_chunks_of(tensor),
         "chunks": None if chunks is None else list(map(contents.chunk_json, chunks)),
-        "tiles_shape": None if chunks is None else _tiles(tensor, chunks),
+        "tiles_shape": contents.is_covered_once(tensor) if in_depth else None,
         "stats": None if found is None else found.as_json(),
     }
-
-
-def _tiles(tensor: Tensor, chunks: Sequence[Chunk]) -> bool:
-    return find_tiling_fault(tensor.shape, [chunk.region for chunk in chunks]) is None
 
 
 def _node_json(node: Node) -> dict[str, Any]:

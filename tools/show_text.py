@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bytecheckpoint.info import describe_checkpoint
-from bytecheckpoint.manifest import Chunk, Manifest
-from bytecheckpoint.region import find_tiling_fault
+from bytecheckpoint.manifest import Manifest, TensorRecord
+from bytecheckpoint.region import describe
 
 from .arguments import Opened
-from .chunk_map import draw_chunks, letter_of
+from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
 from .contents import Contents, Plain, Tensor
 from .module_tree import Node
+from .save_layout import compressed, first_chunks, writers_of
 from .screen import Column, Screen
 from .tensor_stats import Stats
 from .wording import (
@@ -30,45 +31,102 @@ from .wording import (
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 100
+_MAX_SUMMARY_ROWS = 20
 _STATS = ("min", "max", "mean", "std")
 _COUNTS = ("NaN", "Inf", "zeros")
+TREE_COLUMNS = [
+    Column("module", style=_NAME),
+    Column("tensors", is_right=True),
+    Column("dtype"),
+    Column("shape"),
+    Column("elements", is_right=True),
+    Column("size", is_right=True),
+]
+FILE_COLUMNS = [
+    Column("file", style=_NAME),
+    Column("size", is_right=True),
+    Column("chunks", is_right=True),
+    Column("checksums", is_right=True),
+]
+OBJECT_COLUMNS = [
+    Column("object", style=_NAME),
+    Column("rank", is_right=True),
+    Column("type", style="dim"),
+    Column("value"),
+]
 
 
 def print_summary(screen: Screen, opened: Opened, contents: Contents) -> None:
+    screen.line(opened.path, style="bold")
+    screen.fields(summary_rows(opened, contents))
+    for titles, rows in tables_of_totals(contents):
+        columns = [Column(titles[0], style=_NAME), *(Column(title, is_right=True) for title in titles[1:])]
+        screen.line()
+        screen.table(columns, rows[:_MAX_SUMMARY_ROWS])
+        screen.rest(len(rows), _MAX_SUMMARY_ROWS, "more: --json has all")
+
+
+def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
+    """What to know first: names and values."""
     manifest = opened.manifest
     info = describe_checkpoint(manifest, path=opened.path, seconds={})
-    screen.line(opened.path, style="bold")
     age = age_text(info.created_at, datetime.now(UTC))
     saved = f"{time_text(info.created_at)} ({age})" if info.created_at else "-"
     by = f" by {count_text(info.world_size, 'rank')}" if info.world_size is not None else ""
     tied = f", {count_text(len(manifest.aliases), 'tied name')}" if manifest.aliases else ""
-    rows = [
+    metadata = list(manifest.metadata.items())
+    rest = [("metadata", f"... and {len(metadata) - _MAX_SUMMARY_ROWS:,} more: --json has all")]
+    return [
         ("step", "-" if manifest.step is None else str(manifest.step)),
         ("saved", saved + by),
         ("with", _versions(manifest.provenance) or "-"),
+        *_written_by(manifest),
+        *_compressed(manifest),
         ("size", f"{size_text(info.num_bytes)} in {count_text(len(manifest.files), 'file')}"),
         ("tensors", f"{info.num_tensors:,} in {count_text(contents.num_chunks, 'chunk')}{tied}"),
         ("parameters", f"{short_count(contents.num_parameters)} (elements outside of optimizer state)"),
         ("objects", _objects(manifest)),
-        *((f"metadata {name}", shortened(repr(value), _MAX_VALUE_TEXT)) for name, value in manifest.metadata.items()),
+        *(
+            (f"metadata {name}", shortened(repr(value), _MAX_VALUE_TEXT))
+            for name, value in metadata[:_MAX_SUMMARY_ROWS]
+        ),
+        *(rest if len(metadata) > _MAX_SUMMARY_ROWS else []),
     ]
-    screen.fields(rows)
+
+
+def _written_by(manifest: Manifest) -> list[tuple[str, str]]:
+    """How evenly the ranks have shared the work."""
+    writers = writers_of(manifest)
+    if writers is None:
+        return []
+    low, middle, high = map(size_text, (writers.min_num_bytes, writers.median_num_bytes, writers.max_num_bytes))
+    each = f"{high} each" if low == high else f"{low} to {high} each, median {middle}"
+    each = high if writers.num_ranks == 1 else each
+    return [("written by", f"{count_text(writers.num_ranks, 'rank')}, {each}")]
+
+
+def _compressed(manifest: Manifest) -> list[tuple[str, str]]:
+    packed = compressed(manifest)
+    if packed is None:
+        return []
+    took = f"{size_text(packed.num_bytes)} instead of {size_text(packed.raw_num_bytes)}"
+    return [("compressed", f"{count_text(packed.num_chunks, 'chunk')}; all take {took}")]
+
+
+def tables_of_totals(contents: Contents) -> list[tuple[list[str], list[list[str]]]]:
+    """Titles and rows of the tables that sum tensors up: by entry, by dtype, by how they are cut."""
+    tables = []
     for title, totals in (("entry", contents.entries), ("dtype", contents.dtypes)):
-        if not totals:
-            continue
-        screen.line()
-        columns = [
-            Column(title, style=_NAME),
-            *(Column(name, is_right=True) for name in ("tensors", "elements", "size")),
+        rows = [
+            [total.name, f"{total.num_tensors:,}", f"{total.num_elements:,}", size_text(total.num_bytes)]
+            for total in totals
         ]
-        screen.table(
-            columns,
-            [
-                [total.name, f"{total.num_tensors:,}", f"{total.num_elements:,}", size_text(total.num_bytes)]
-                for total in totals[:20]
-            ],
-        )
-        _say_rest(screen, len(totals), 20, "more")
+        tables.append(([title, "tensors", "elements", "size"], rows))
+    cuts = [
+        [cut.name, f"{cut.num_tensors:,}", f"{cut.num_chunks:,}", size_text(cut.num_bytes)] for cut in contents.cuts
+    ]
+    tables.append((["cut into", "tensors", "chunks", "size"], cuts))
+    return [(titles, rows) for titles, rows in tables if rows]
 
 
 def _versions(provenance: Mapping[str, Any]) -> str:
@@ -82,26 +140,21 @@ def _objects(manifest: Manifest) -> str:
     return some_of(sorted(names), 8) or "none"
 
 
-def _say_rest(screen: Screen, num_rows: int, limit: int, how: str) -> None:
-    if limit and num_rows > limit:
-        screen.line(f"  ... and {num_rows - limit:,} {how}", style="dim")
-
-
 def print_tensors(screen: Screen, tensors: Sequence[Tensor], stats: Mapping[str, Stats] | None, *, limit: int) -> None:
-    columns = [
-        Column("tensor", style=_NAME),
-        Column("dtype"),
-        Column("shape"),
-        *([Column("size", is_right=True)] if stats is None else []),
-        *(Column(name, is_right=True) for name in ((*_STATS, *_COUNTS) if stats is not None else ())),
-    ]
     screen.line()
-    screen.table(columns, [_tensor_row(tensor, stats) for tensor in tensors[: limit or None]])
-    how = "more: --tree shows them by module, --tensor GLOB some, --limit 0 all"
-    _say_rest(screen, len(tensors), limit, how)
+    screen.table(tensor_columns(stats), [tensor_cells(tensor, stats) for tensor in tensors[: limit or None]])
+    screen.rest(len(tensors), limit, "more: --tree shows them by module, --tensor GLOB some, --limit 0 all")
 
 
-def _tensor_row(tensor: Tensor, stats: Mapping[str, Stats] | None) -> list[str]:
+def tensor_columns(stats: Mapping[str, Stats] | None) -> list[Column]:
+    """Of a table of tensors."""
+    numbers = (*_STATS, *_COUNTS) if stats is not None else ("size",)
+    named = [Column("tensor", style=_NAME), Column("dtype"), Column("shape")]
+    return [*named, *(Column(name, is_right=True) for name in numbers)]
+
+
+def tensor_cells(tensor: Tensor, stats: Mapping[str, Stats] | None) -> list[str]:
+    """A row of it."""
     name = f"{tensor.fqn} = {tensor.alias_of}" if tensor.alias_of else tensor.fqn
     row = [name, tensor.dtype, shape_text(tensor.shape)]
     if stats is not None:
@@ -117,21 +170,14 @@ def stats_cells(stats: Stats | None) -> list[str]:
 
 
 def print_tree(screen: Screen, tree: Sequence[Node], *, limit: int) -> None:
-    rows = [row for node in tree for row in _tree_rows(node, "", "")]
-    columns = [
-        Column("module", style=_NAME),
-        Column("tensors", is_right=True),
-        Column("dtype"),
-        Column("shape"),
-        Column("elements", is_right=True),
-        Column("size", is_right=True),
-    ]
+    rows = [row for node in tree for row in tree_rows(node)]
     screen.line()
-    screen.table(columns, rows[: limit or None])
-    _say_rest(screen, len(rows), limit, "more rows: --tensor GLOB shows a part, --limit 0 all")
+    screen.table(TREE_COLUMNS, rows[: limit or None])
+    screen.rest(len(rows), limit, "more rows: --tensor GLOB shows a part, --limit 0 all")
 
 
-def _tree_rows(node: Node, lead: str, below: str) -> list[list[str]]:
+def tree_rows(node: Node, lead: str = "", below: str = "") -> list[list[str]]:
+    """A node and all below it, as rows under TREE_COLUMNS; what `lead` and `below` are drawn before."""
     tensor = node.tensor
     is_tied = tensor is not None and tensor.alias_of is not None
     rows = [
@@ -146,7 +192,7 @@ def _tree_rows(node: Node, lead: str, below: str) -> list[list[str]]:
     ]
     for child in node.children:
         is_last = child is node.children[-1]
-        rows += _tree_rows(child, below + ("└─ " if is_last else "├─ "), below + ("   " if is_last else "│  "))
+        rows += tree_rows(child, below + ("└─ " if is_last else "├─ "), below + ("   " if is_last else "│  "))
     return rows
 
 
@@ -160,27 +206,26 @@ def print_in_depth(
     limit: int,
 ) -> None:
     for tensor in tensors[: limit or None]:
-        chunks = contents.chunks(tensor)
-        _print_facts(screen, tensor, chunks, stats)
-        _print_chunks(screen, manifest, chunks, limit)
-        _print_map(screen, tensor, chunks)
+        record = contents.record(tensor)
+        _print_facts(screen, tensor, contents, stats)
+        _print_chunks(screen, manifest, record, limit)
+        _print_map(screen, record)
     if limit and len(tensors) > limit:
         screen.line()
-    _say_rest(screen, len(tensors), limit, "more tensors: --limit 0 shows all")
+    screen.rest(len(tensors), limit, "more tensors: --limit 0 shows all")
 
 
-def _print_facts(screen: Screen, tensor: Tensor, chunks: Sequence[Chunk], stats: Mapping[str, Stats] | None) -> None:
+def _print_facts(screen: Screen, tensor: Tensor, contents: Contents, stats: Mapping[str, Stats] | None) -> None:
     screen.line()
     screen.line(tensor.fqn, style=_NAME)
-    fault = find_tiling_fault(tensor.shape, [chunk.region for chunk in chunks])
-    covers = "" if fault is None else ", which do NOT cover it exactly once: see bcp verify"
+    covers = "" if contents.is_covered_once(tensor) else ", which do NOT cover it exactly once: see bcp verify"
     size = f"tied to {tensor.alias_of}, stored there" if tensor.alias_of else size_text(tensor.num_bytes)
     screen.fields(
         [
             ("dtype", tensor.dtype),
             ("shape", f"{shape_text(tensor.shape)} ({count_text(tensor.num_elements, 'element')})"),
             ("size", size),
-            ("chunks", f"{len(chunks):,}{covers}"),
+            ("chunks", f"{contents.num_chunks_of(tensor):,}{covers}"),
         ]
     )
     if stats is not None:
@@ -189,10 +234,10 @@ def _print_facts(screen: Screen, tensor: Tensor, chunks: Sequence[Chunk], stats:
         screen.table([Column(name, is_right=True) for name in (*_STATS, *_COUNTS)], [found], indent=4)
 
 
-def _print_chunks(screen: Screen, manifest: Manifest, chunks: Sequence[Chunk], limit: int) -> None:
-    if not chunks:
+def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limit: int) -> None:
+    if not record.num_chunks:
         return
-    files = sorted({chunk.file for chunk in chunks})
+    positions = {file: position for position, file in enumerate(sorted(set(record.files)))}
     columns = [
         Column(""),
         Column("region"),
@@ -202,62 +247,48 @@ def _print_chunks(screen: Screen, manifest: Manifest, chunks: Sequence[Chunk], l
     ]
     rows = [
         [
-            letter_of(chunk.file, files),
-            _region_text(chunk),
+            letter_of(positions[chunk.file]),
+            describe(chunk.region),
             f"{chunk.byte_offset:,}",
             size_text(chunk.byte_length) + ("" if chunk.codec == "none" else f" {chunk.codec}"),
             manifest.files[chunk.file].name,
         ]
-        for chunk in chunks[: limit or None]
+        for chunk in first_chunks(record, limit).chunks
     ]
     screen.line()
     screen.table(columns, rows, indent=4)
-    _say_rest(screen, len(chunks), limit, "more chunks: --limit 0 shows all")
+    screen.rest(record.num_chunks, limit, "more chunks: --limit 0 shows all")
 
 
-def _region_text(chunk: Chunk) -> str:
-    spans = zip(chunk.region.offsets, chunk.region.ends, strict=True)
-    return "[" + ", ".join(f"{start}:{end}" for start, end in spans) + "]"
-
-
-def _print_map(screen: Screen, tensor: Tensor, chunks: Sequence[Chunk]) -> None:
-    lines = draw_chunks(tensor.shape, chunks)
-    if not lines:
+def _print_map(screen: Screen, record: TensorRecord) -> None:
+    drawn = map_chunks(record, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS)
+    if drawn is None:
         return
     screen.line()
-    axes = "dimension 0 down, dimension 1 across" if len(tensor.shape) == 2 else "from the first element to the last"
-    screen.line(f"    which file holds what, by letter, {axes}:", style="dim")
-    for line in lines:
+    again = "" if len(drawn.files) <= NUM_LETTERS else f", which come again after {NUM_LETTERS} files"
+    screen.line(f"    which file holds what, by letter{again}, {axes_text(drawn.axes)}:", style="dim")
+    for line in lines_of(drawn):
         screen.line(f"    {line}")
 
 
 def print_files(screen: Screen, files: Sequence[Mapping[str, Any]], *, limit: int) -> None:
-    columns = [
-        Column("file", style=_NAME),
-        Column("size", is_right=True),
-        Column("chunks", is_right=True),
-        Column("checksums", is_right=True),
-    ]
-    rows = [
-        [file["name"], size_text(file["num_bytes"]), f"{file['num_chunks']:,}", f"{file['num_extents']:,}" or "none"]
-        for file in files[: limit or None]
-    ]
     screen.line()
-    screen.table(columns, rows)
-    _say_rest(screen, len(files), limit, "more files: --limit 0 shows all")
+    screen.table(FILE_COLUMNS, list(map(file_cells, files[: limit or None])))
+    screen.rest(len(files), limit, "more files: --limit 0 shows all")
+
+
+def file_cells(file: Mapping[str, Any]) -> list[str]:
+    """A row under FILE_COLUMNS."""
+    return [file["name"], size_text(file["num_bytes"]), f"{file['num_chunks']:,}", f"{file['num_extents']:,}"]
 
 
 def print_objects(screen: Screen, objects: Sequence[Plain], *, limit: int) -> None:
-    columns = [
-        Column("object", style=_NAME),
-        Column("rank", is_right=True),
-        Column("type", style="dim"),
-        Column("value"),
-    ]
-    rows = [
-        [plain.fqn, "" if plain.rank is None else str(plain.rank), plain.type, shortened(plain.text, _MAX_VALUE_TEXT)]
-        for plain in objects[: limit or None]
-    ]
     screen.line()
-    screen.table(columns, rows)
-    _say_rest(screen, len(objects), limit, "more objects: --limit 0 shows all")
+    screen.table(OBJECT_COLUMNS, list(map(object_cells, objects[: limit or None])))
+    screen.rest(len(objects), limit, "more objects: --limit 0 shows all")
+
+
+def object_cells(plain: Plain) -> list[str]:
+    """A row under OBJECT_COLUMNS."""
+    rank = "" if plain.rank is None else str(plain.rank)
+    return [plain.fqn, rank, plain.type, shortened(plain.text, _MAX_VALUE_TEXT)]

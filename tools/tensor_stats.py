@@ -92,8 +92,9 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
     """
     manifest, options = opened.manifest, LoadOptions()
     wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]
+    # Before anything is planned: a manifest may claim a tensor of any size.
+    check_files(opened.store, opened.folder, manifest, {file for fqn in wanted for file in manifest.tensors[fqn].files})
     fetches = list(_plan(manifest, wanted))
-    check_files(opened.store, opened.folder, manifest, {fetch.file for fetch in fetches})
     found = {fqn: Stats() for fqn in wanted}
     lock = threading.Lock()
 

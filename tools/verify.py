@@ -38,7 +38,7 @@ Example:
     type=click.FloatRange(0, 100, min_open=True),
     default=100,
     metavar="PCT",
-    help="Read only this percentage of each file, in pieces chosen at random.",
+    help="Read only this percentage of each file, in pieces chosen at random, at least one a file.",
 )
 @click.option(
     "--threads",

@@ -41,6 +41,12 @@ _NUMPY_KINDS = "biufcSU"
 _INT64 = range(-(1 << 63), 1 << 64)
 _CONTENT_FQN = re.compile(r"@[0-9a-f]{16}\Z")
 
+_UNDECODABLE = (
+    *(msgspec.DecodeError, struct.error, ValueError, TypeError, AttributeError),
+    *(RuntimeError, ArithmeticError, SyntaxError),
+)
+"""What msgspec, numpy and torch raise for content that nobody encoded: names that they lack, impossible shapes."""
+
 _decode_fqn = msgspec.msgpack.Decoder(str).decode
 
 _WRITTEN_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
@@ -227,7 +233,7 @@ def decode_plain(data: bytes) -> Any:
     """
     try:
         return _decode(data, MAX_DEPTH)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, TypeError, struct.error) as error:
+    except _UNDECODABLE as error:
         if isinstance(error, CheckpointCorruptError | UnsafeCheckpointError):
             raise
         raise CheckpointCorruptError(
@@ -256,6 +262,13 @@ def _from_ext(code: int, content: memoryview, depth: int) -> Any:
     return _DECODERS[code](value)
 
 
+def _dtype_from_wire(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r:.80} is no dtype of torch's")
+    return dtype
+
+
 def _tensor_from_wire(value: Any) -> torch.Tensor:
     name, shape, content = value
     if name not in DTYPE_ITEMSIZES or len(content) != prod(shape) * DTYPE_ITEMSIZES[name]:
@@ -277,7 +290,7 @@ _DECODERS: dict[int, Callable[[Any], Any]] = {
     _TUPLE: tuple,
     _PAIRS: dict,
     _SIZE: torch.Size,
-    _DTYPE: torch_dtype,
+    _DTYPE: _dtype_from_wire,
     _TENSOR: _tensor_from_wire,
     _ARRAY: _array_from_wire,
     _SCALAR: lambda value: _array_from_wire(value)[()],

@@ -1,22 +1,40 @@
-"""docs/cli.md describes every command and option that there is, and the JSON that the commands really give."""
+"""docs/cli.md describes every command and option that there is, in the commands' own words, and the JSON that the
+commands really give, with its types.
+"""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+import shutil
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import click
 import pytest
+import torch
 from checkpoint_files import flip
+from cli_page import PAGE, option_table, with_option_tables
+from packed_checkpoints import compress_checkpoint
+from told_saves import ordinary, told_checkpoint
 
+import bytecheckpoint as bcp
 from bytecheckpoint.tools import exit_codes
 from bytecheckpoint.tools.main import cli
 
-PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-FREE = {"metadata", "provenance", "value"}
 QUICK = ("--seconds", 0, "--max-mib", 1)
+FREE = {"metadata", "provenance", "objects[].value", "objects[].a", "objects[].b", "ranks[].seconds"}
 """Whose content the checkpoint decides."""
+TYPES = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: type(value) is int,
+    "number": lambda value: type(value) in (int, float),
+    "boolean": lambda value: isinstance(value, bool),
+    "object": lambda value: isinstance(value, dict),
+    "list": lambda value: isinstance(value, list),
+    "list of integers": lambda value: isinstance(value, list) and all(type(item) is int for item in value),
+    "list of strings": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
+    "null": lambda value: value is None,
+    "any": lambda _: True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,25 +44,40 @@ def sections() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def documented_keys(section: str) -> set[str]:
-    """The first column of the table of JSON keys."""
+def documented_keys(section: str) -> dict[str, str]:
+    """The keys of JSON with their types: the first two columns of the table."""
     table = section.split("| key | ")[1].split("\n\n", maxsplit=1)[0]
-    return set(re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE))
+    return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", table, flags=re.MULTILINE))
 
 
-def keys_of(value: Any, prefix: str = "") -> set[str]:
-    """`checkpoints`, `checkpoints[].step`, ...; what is nested in itself is not followed again."""
-    keys: set[str] = set()
+def items_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`checkpoints`, `checkpoints[].step`, ..., each as often as it occurs, with its value; what is nested in itself
+    has the name of its outermost level.
+    """
     for name, item in value.items():
-        path = f"{prefix}{name}"
-        keys.add(path)
-        if name in FREE:
+        path = re.sub(r"(children\[\]\.)+", "children[].", f"{prefix}{name}")
+        yield path, item
+        if path in FREE:
             continue
         inside, lead = (item, f"{path}[].") if isinstance(item, list) else ([item], f"{path}.")
-        lead = lead.replace("children[].children[].", "children[].")
         for child in inside:
-            keys |= keys_of(child, lead) if isinstance(child, dict) else set()
-    return keys
+            if isinstance(child, dict):
+                yield from items_of(child, lead)
+
+
+def assert_documented(results: Sequence[Any], section: str) -> None:
+    """Every key of these results is in the table, every key of the table in one of them, and types are as it says."""
+    documented = documented_keys(section)
+    found: dict[str, list[Any]] = {}
+    for path, value in (item for result in results for item in items_of(result)):
+        found.setdefault(path, []).append(value)
+    assert found.keys() == documented.keys()
+    for path, values in found.items():
+        kinds = [TYPES[kind] for kind in documented[path].split(" or ")]
+        wrong = [value for value in values if not any(kind(value) for kind in kinds)]
+        assert not wrong, f"{path} is said to be {documented[path]}"
+    for result in results[1:]:
+        assert result.keys() == results[0].keys()
 
 
 def test_every_command_has_a_section(sections) -> None:
@@ -52,12 +85,16 @@ def test_every_command_has_a_section(sections) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
-def test_every_option_is_described(sections, name) -> None:
-    command = cli.commands[name]
-    options = [param for param in command.get_params(click.Context(cli)) if isinstance(param, click.Option)]
-    described = set(re.findall(r"^\| `(--[\w-]+)", sections[name], flags=re.MULTILINE))
-    common = set(re.findall(r"^\| `(--[\w-]+)", PAGE.read_text(encoding="utf-8").split("\n## ")[0], flags=re.MULTILINE))
-    assert described | common == {option.opts[-1] for option in options}
+def test_the_table_of_options_is_what_the_command_tells(sections, name) -> None:
+    """`make cli-doc` writes it into the page."""
+    assert option_table(cli.commands[name]) in sections[name]
+    assert sections[name].count("| option | does |") == bool(option_table(cli.commands[name]))
+
+
+def test_writing_the_tables_changes_nothing_in_a_page_that_has_them() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_option_tables(page) == page
+    assert with_option_tables(page.replace("| `--sample PCT` |", "| `--old` |")) == page
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
@@ -73,30 +110,57 @@ def test_every_exit_code_is_described() -> None:
 
 
 def test_json_of_ls(call, root, sections) -> None:
-    assert keys_of(call("ls", root, "--json").json) == documented_keys(sections["ls"])
+    (root / "step_00002000").mkdir()
+    results = [call("ls", root, "--json").json]
+    flip(root / "step_00001000" / "manifest.bcp", 50)
+    assert_documented([*results, call("ls", root, "--json").json], sections["ls"])
 
 
-def test_json_of_show(call, root, sections) -> None:
-    full = call("show", root, "--tree", "--files", "--objects", "--stats", "--tensor", "*", "--json").json
-    assert keys_of(full) == documented_keys(sections["show"])
-    assert call("show", root, "--json").json.keys() == full.keys()
+def test_json_of_show(call, root, sections, tmp_path) -> None:
+    page = ["--html", tmp_path / "page.html"]
+    full = call("show", root, "--tree", "--files", "--objects", "--stats", "--tensor", "*", "--json", *page).json
+    packed = shutil.copytree(root / "step_00001000", tmp_path / "packed")
+    compress_checkpoint(packed)
+    results = [full, call("show", root, "--json").json, call("show", packed, "--json").json]
+    assert_documented(results, sections["show"])
 
 
 def test_json_of_verify(call, root, sections) -> None:
+    results = [call("verify", root, "--json").json, call("verify", root, "--json", "--sample", 1).json]
     (path,) = (root / "step_00001000" / "data").iterdir()
-    assert call("verify", root, "--json").json.keys() == call("verify", root, "--json", "--sample", 1).json.keys()
     flip(path, 0)
-    assert keys_of(call("verify", root, "--json").json) == documented_keys(sections["verify"])
+    assert_documented([*results, call("verify", root, "--json").json], sections["verify"])
 
 
 def test_json_of_gc(call, root, sections) -> None:
     path = root / "step_00000007" / "data" / "00000000deadbeef-00000-0.safetensors"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"1")
-    assert keys_of(call("gc", root, "--json").json) == documented_keys(sections["gc"])
+    assert_documented([call("gc", root, "--json").json], sections["gc"])
 
 
 def test_json_of_doctor(call, root, tmp_path, sections) -> None:
     full = call("doctor", root, *QUICK, "--local-stage", tmp_path / "nvme", "--json").json
-    assert keys_of(full) == documented_keys(sections["doctor"])
-    assert full.keys() == call("doctor", root, *QUICK, "--json").json.keys()
+    assert_documented([full, call("doctor", root, *QUICK, "--json").json], sections["doctor"])
+
+
+def test_json_of_diff(call, root, sections, tmp_path) -> None:
+    ranked = bcp.RankLocal({"seed": 1})
+    bcp.save(tmp_path / "a", {"w": torch.zeros(3), "v": torch.zeros(2), "lr": 1.0, "rng": ranked, "x": 1})
+    bcp.save(tmp_path / "b", {"w": torch.ones(3), "v": torch.zeros(3), "lr": None, "u": torch.zeros(1)})
+    results = [
+        call("diff", root, root, "--json").json,
+        call("diff", tmp_path / "a", tmp_path / "b", "--json").json,
+        call("diff", tmp_path / "a", tmp_path / "b", "--json", "--atol", 2).json,
+    ]
+    assert_documented(results, sections["diff"])
+
+
+def test_json_of_timeline(call, root, sections, tmp_path) -> None:
+    told = told_checkpoint(tmp_path / "told", [ordinary(rank) for rank in range(3)], world_size="odd")
+    (told / "telemetry" / "told-00001.json").write_text("odd")
+    results = [
+        call("timeline", root, "--json", "--trace", tmp_path / "trace.json").json,
+        call("timeline", told, "--json").json,
+    ]
+    assert_documented(results, sections["timeline"])

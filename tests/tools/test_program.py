@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import data_file
 from click.testing import CliRunner
+from command_lines import paths_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.tools.arguments import _parse_value
@@ -64,12 +65,12 @@ def test_a_wrong_path_is_one_line(call, tmp_path, command, place, code, kind, wo
     (tmp_path / "noise").mkdir()
     (tmp_path / "noise" / "a.txt").write_text("x")
     path = place if not place or "://" in place else str(tmp_path / place)
-    ended = call(command, path)
+    ended = call(command, *paths_of(command, path))
     assert (ended.code, ended.out) == (code, "")
     assert ended.err.count("\n") == 1
     assert ended.err.startswith("error: ")
     assert words in ended.err
-    ended = call(command, path, "--json")
+    ended = call(command, *paths_of(command, path), "--json")
     assert (ended.code, ended.err) == (code, "")
     assert ended.json.keys() == {"error"}
     assert ended.json["error"].keys() == {"kind", "message", "path"}
@@ -80,11 +81,12 @@ def test_a_wrong_path_is_one_line(call, tmp_path, command, place, code, kind, wo
 def test_an_uncommitted_folder_is_not_found(call, root, command) -> None:
     step = root / "step_00001000"
     (step / "manifest.bcp").unlink()
-    for args in ([step], [root, "--step", 1000]):
+    for args in (paths_of(command, step), [*paths_of(command, root), "--step", 1000]):
         ended = call(command, *args)
         assert ended.code == 3
         assert "is not committed" in ended.err
-    assert call(command, root, "--json").json["step"] == 5
+    result = call(command, *paths_of(command, root), "--json").json
+    assert result.get("a", result)["step"] == 5
 
 
 @pytest.mark.parametrize("command", ABOUT_ONE)
@@ -94,7 +96,7 @@ def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> Non
     content = bytearray(manifest.read_bytes())
     content[position] ^= 1
     manifest.write_bytes(content)
-    ended = call(command, root, "--json")
+    ended = call(command, *paths_of(command, root), "--json")
     assert ended.code == 1
     assert ended.json["error"]["kind"] == "bad_manifest"
 
@@ -109,6 +111,13 @@ def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> Non
         ["show", "a", "--step", "-1"],
         ["verify", "a", "--sample", "0"],
         ["verify", "a", "--threads", "0"],
+        ["diff", "a"],
+        ["diff", "a", "b", "--atol", "-1"],
+        ["diff", "a", "b", "--rtol", "much"],
+        ["diff", "a", "b", "--rtol", "nan"],
+        ["diff", "a", "b", "--atol", "inf"],
+        ["diff", "/a", "/b", "--storage-option", "key=value"],
+        ["timeline"],
         ["ls", "a", "--storage-option", "secret"],
         ["ls", "/a", "--storage-option", "key=value"],
     ],
@@ -144,6 +153,8 @@ def test_urls_and_storage_options_work(call) -> None:
     assert call("ls", url, "--json", "--storage-option", "skip_instance_cache=true").json["checkpoints"][0]["step"] == 7
     assert call("show", url, "--json").json["step"] == 7
     assert call("verify", url, "--json").json["ok"]
+    assert call("diff", url, url, "--json").json["same"]
+    assert call("timeline", url, "--json").json["step"] == 7
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -152,7 +163,7 @@ def test_interrupting_is_exit_code_130(call, saved_root, monkeypatch, command) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bytecheckpoint.storage.local_store.LocalStore.list", interrupt)
-    ended = call(command, saved_root)
+    ended = call(command, *paths_of(command, saved_root))
     assert (ended.code, ended.out) == (130, "")
     assert ended.err == "error: interrupted; no committed checkpoint was changed\n"
 
@@ -180,7 +191,7 @@ def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) 
     assert (code, err) == (141, b"")
 
 
-def test_no_command_needs_torch(saved_root) -> None:
+def test_no_command_but_diff_needs_torch(saved_root, tmp_path) -> None:
     """The package itself imports torch; nothing that the commands import does, so it is their package's to change."""
     code = """
 import sys, types
@@ -191,7 +202,7 @@ tools = types.ModuleType("bytecheckpoint.tools")
 tools.__path__ = [sys.argv[2]]
 sys.modules["bytecheckpoint.tools"] = tools
 from bytecheckpoint.tools.main import cli
-for args in (["ls"], ["show", "--tree", "--stats"], ["verify"]):
+for args in (["ls"], ["show", "--tree", "--stats", "--html", sys.argv[4]], ["verify"], ["timeline"]):
     try:
         cli.main([*args, sys.argv[3], "--json"])
     except SystemExit as ended:
@@ -200,7 +211,7 @@ assert "torch" not in sys.modules
 assert "rich" not in sys.modules
 """
     project = Path(__file__).parents[2]
-    arguments = [str(project / "bytecheckpoint"), str(project / "tools"), str(saved_root)]
+    arguments = [str(project / "bytecheckpoint"), str(project / "tools"), str(saved_root), str(tmp_path / "page")]
     ended = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [json.loads(line).keys() for line in ended.stdout.splitlines()]

@@ -13,11 +13,11 @@ import bytecheckpoint as bcp
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region
-from bytecheckpoint.tools.chunk_map import draw_chunks
+from bytecheckpoint.tools.chunk_map import MAX_COLUMNS, MAX_ROWS, lines_of, map_chunks
 from bytecheckpoint.tools.contents import Tensor
 from bytecheckpoint.tools.element_values import decode_values, has_values
 from bytecheckpoint.tools.module_tree import build_tree
-from bytecheckpoint.tools.screen import Column, Screen, to_json
+from bytecheckpoint.tools.screen import Column, Screen, Styled, to_json
 from bytecheckpoint.tools.tensor_stats import Stats
 from bytecheckpoint.tools.wording import ranges_text, size_text
 
@@ -117,6 +117,11 @@ def test_files_and_objects(call, saved_root) -> None:
     assert file["name"] in out
 
 
+def draw_chunks(shape, chunks) -> list[str]:
+    drawn = map_chunks(tensor_record("uint8", shape, chunks), max_rows=MAX_ROWS, max_columns=MAX_COLUMNS)
+    return [] if drawn is None else lines_of(drawn)
+
+
 def test_a_map_of_chunks() -> None:
     quarters = [Region((r, c), (4, 4)) for r in (0, 4) for c in (0, 4)]
     chunks = [Chunk(region, file, 0, 0) for file, region in enumerate(quarters)]
@@ -127,7 +132,55 @@ def test_a_map_of_chunks() -> None:
     line = [Chunk(Region((n * 10,), (10,)), n, 0, 0) for n in range(4)]
     assert draw_chunks((40,), line) == ["A" * 10 + "B" * 10 + "C" * 10 + "D" * 10]
     assert draw_chunks((8, 8), chunks[:1]) == []
-    assert draw_chunks((2, 2, 2), [chunks[0], chunks[0]]) == []
+    assert draw_chunks((), []) == []
+    slices = [Chunk(Region((0, n, 0), (4, 1, 3)), n, 0, 0) for n in range(3)]
+    assert draw_chunks((4, 3, 3), slices) == ["ABC"] * 4
+    assert draw_chunks((0, 3), [chunks[0], chunks[0]]) == []
+
+
+def test_the_summary_says_how_tensors_are_cut_and_who_wrote_them(call, tmp_path) -> None:
+    from packed_checkpoints import contents_of, write_checkpoint
+
+    from bytecheckpoint.region import grid_regions
+
+    tensor = torch.zeros(8, 8)
+    quarters = contents_of("a", tensor, grid_regions((8, 8), (4, 4)), "none")
+    rows = contents_of("b", tensor, grid_regions((8, 8), (2, 8)), "none")
+    odd = contents_of("c", tensor, [Region((0, 0), (8, 3)), Region((0, 3), (8, 5))], "none")
+    one = contents_of("d", tensor, [Region((0, 0), (8, 8))], "none")
+    write_checkpoint(tmp_path / "c", [quarters + rows, odd + one])
+    shown = call("show", tmp_path / "c", "--json").json
+    assert {cut["name"]: (cut["num_tensors"], cut["num_chunks"], cut["num_bytes"]) for cut in shown["cuts"]} == {
+        "2 x 2": (1, 4, 256),
+        "4 x 1": (1, 4, 256),
+        "irregular": (1, 2, 256),
+        "whole": (1, 1, 256),
+    }
+    sizes = sorted(file.stat().st_size for file in (tmp_path / "c" / "data").iterdir())
+    writers = {"num_ranks": 2, "min_num_bytes": sizes[0], "median_num_bytes": sum(sizes) / 2}
+    assert shown["writers"] == {**writers, "max_num_bytes": sizes[1]}
+    out = call("show", tmp_path / "c").out
+    assert "written by  2 ranks" in out
+    assert "cut into" in out
+
+
+def test_a_tensor_of_many_chunks_shows_some_and_counts_them(call, tmp_path) -> None:
+    count = 20_000
+    chunks = [Chunk(Region((n, 0), (1, 4)), n % 100, (n // 100) * 16, 16) for n in range(count)]
+    manifest = Manifest(
+        save_id="s",
+        files=[DataFile(f"data/s-{n:05d}-0.safetensors", 16 * count // 100) for n in range(100)],
+        tensors={"w": tensor_record("float32", (count, 4), chunks)},
+    )
+    (tmp_path / "manifest.bcp").write_bytes(encode_manifest(manifest))
+    out = call("show", tmp_path, "--tensor", "w", "--limit", 5).out
+    assert "... and 19,995 more chunks" in out
+    assert "[4:5, 0:4]" in out
+    assert "[5:6, 0:4]" not in out
+    shown = call("show", tmp_path, "--files", "--json").json
+    assert shown["num_chunks"] == count
+    assert {file["num_chunks"] for file in shown["files"]} == {200}
+    assert [cut["name"] for cut in shown["cuts"]] == ["20000 x 1"]
 
 
 def test_the_map_is_shown(call, tmp_path) -> None:
@@ -150,7 +203,11 @@ def test_stats_of_compressed_tensors_are_those_of_their_values(call, tmp_path) -
     tensor = torch.randn(700, 900, generator=torch.Generator().manual_seed(0))
     chunks = contents_of("a", tensor, [Region((0, 0), (300, 900)), Region((300, 0), (400, 900))], "zstd")
     assert codecs_in(write_checkpoint(tmp_path / "c", [chunks])) == {"a": {"zstd"}}
-    (shown,) = call("show", tmp_path / "c", "--stats", "--json").json["tensors"]
+    whole = call("show", tmp_path / "c", "--stats", "--json").json
+    (shown,) = whole["tensors"]
+    assert whole["compressed"]["num_chunks"] == 2
+    assert whole["compressed"]["num_bytes"] < whole["compressed"]["raw_num_bytes"] == 4 * 700 * 900
+    assert "compressed  2 chunks; all take 2." in call("show", tmp_path / "c").out
     assert shown["stats"]["mean"] == pytest.approx(tensor.double().mean().item(), abs=1e-9)
     assert shown["stats"]["max"] == tensor.max().item()
 
@@ -243,7 +300,7 @@ def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    rows = [["model." + "x" * 80, "1.0 KiB"]]
+    rows = [["model." + "x" * 80, Styled("1.0 KiB", "red")]]
     plain, terminal = io.StringIO(), io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     for stream in (plain, terminal):
@@ -255,6 +312,7 @@ def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch) -> None:
     assert "\x1b[" in terminal.getvalue()
     assert max(len(line) for line in terminal.getvalue().splitlines()[1:]) < 90
     assert terminal.getvalue().count("x") == 80
+    assert "\x1b[31m1.0 KiB" in terminal.getvalue()
 
 
 def test_sizes_and_ranges_read_well() -> None:

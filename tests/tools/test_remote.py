@@ -1,0 +1,67 @@
+"""Every command on `s3://`, against a server on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from storage.s3_server import running_s3
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
+
+
+@pytest.fixture(scope="module")
+def bucket(saved_root):
+    """The options for a bucket that holds the checkpoints of `saved_root` under `run`."""
+    with running_s3() as server:
+        for path in saved_root.rglob("*"):
+            if path.is_file():
+                server.objects[f"bucket/run/{path.relative_to(saved_root).as_posix()}"] = path.read_bytes()
+        options = {
+            "key": json.dumps("access"),
+            "secret": json.dumps("s3cr3t"),
+            "endpoint_url": server.url,
+            "client_kwargs": '{"region_name": "us-east-1"}',
+            "config_kwargs": '{"retries": {"max_attempts": 1}}',
+        }
+        yield [part for key, value in options.items() for part in ("--storage-option", f"{key}={value}")]
+
+
+def test_ls_and_show(call, bucket, saved_root, tmp_path) -> None:
+    listed = call("ls", "s3://bucket/run", "--json", *bucket).json
+    assert [item["step"] for item in listed["checkpoints"]] == [5, 1000]
+    page = tmp_path / "page.html"
+    args = ["--stats", "--files", "--objects", "--tree", "--html", page, "--json"]
+    shown = call("show", "s3://bucket/run", *args, *bucket).json
+    assert "s3://bucket/run/step_00001000" in page.read_text()
+    local = call("show", saved_root, *args).json
+    assert shown["path"] == "s3://bucket/run/step_00001000"
+    assert {**shown, "path": None} == {**local, "path": None}
+
+
+def test_verify(call, bucket) -> None:
+    result = call("verify", "s3://bucket/run", "--json", *bucket).json
+    assert result["ok"]
+    assert result["num_bytes_checked"] == result["num_bytes"]
+
+
+def test_diff_of_both_kinds_of_places(call, bucket, saved_root) -> None:
+    for paths in (("s3://bucket/run", saved_root), (saved_root, "s3://bucket/run"), ("s3://bucket/run",) * 2):
+        assert call("diff", *paths, "--json", *bucket).json["same"]
+    ended = call("diff", "s3://bucket/run", saved_root, "--json", "--ignore-dtype", "--include", "large", *bucket)
+    assert ended.json["num_tensors"] == 1
+
+
+def test_timeline(call, bucket, tmp_path: Path) -> None:
+    result = call("timeline", "s3://bucket/run", "--trace", tmp_path / "t.json", "--json", *bucket).json
+    assert [rank["rank"] for rank in result["ranks"]] == [0]
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["checkpoint"] == result["path"]
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "timeline", "diff"])
+def test_what_is_not_there_is_exit_code_3_and_keeps_secrets(call, bucket, command) -> None:
+    url = "s3://bucket/nowhere"
+    ended = call(command, *([url] * (1 + (command == "diff"))), *bucket)
+    assert (ended.code, ended.err.count("\n")) == (3, 1)
+    assert "s3cr3t" not in ended.out + ended.err

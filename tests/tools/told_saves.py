@@ -1,0 +1,47 @@
+"""Checkpoints whose telemetry is made up, so that tests know what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bytecheckpoint.manifest import Manifest, encode_manifest
+
+SAVE_ID = "told"
+STARTED_AT = 1.75e9
+
+
+def record(
+    rank: int, phases: Mapping[str, tuple[float, float]], *, late_s: float = 0.0, **changed: Any
+) -> dict[str, Any]:
+    """What a rank tells whose phases began and ended then."""
+    return {
+        "version": 1,
+        "save_id": SAVE_ID,
+        "rank": rank,
+        "host": f"node{rank // 8}",
+        "started_at": STARTED_AT + late_s,
+        "spans": [{"phase": phase, "start": start, "end": end} for phase, (start, end) in phases.items()],
+        "seconds": {phase: end - start for phase, (start, end) in phases.items()} | {"checksum": 0.5},
+        "num_bytes": 1000 + rank,
+        "num_files": 1,
+        **changed,
+    }
+
+
+def ordinary(rank: int, *, write_s: float = 1.0, late_s: float = 0.0) -> dict[str, Any]:
+    """A rank that plans for a tenth of a second, stages for two and then writes, which overlaps staging."""
+    phases = {"plan": (0.0, 0.1), "stage": (0.1, 0.3), "write": (0.2, 0.2 + write_s)}
+    return record(rank, phases, late_s=late_s)
+
+
+def told_checkpoint(folder: Path, records: Sequence[Mapping[str, Any]], **provenance: Any) -> Path:
+    """An empty checkpoint with this telemetry."""
+    (folder / "telemetry").mkdir(parents=True)
+    manifest = Manifest(save_id=SAVE_ID, provenance={"world_size": len(records), **provenance})
+    (folder / "manifest.bcp").write_bytes(encode_manifest(manifest))
+    for number, told in enumerate(records):
+        (folder / "telemetry" / f"{SAVE_ID}-{number:05d}.json").write_text(json.dumps(told))
+    return folder

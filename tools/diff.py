@@ -1,0 +1,166 @@
+"""`bcp diff`: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import isfinite
+from typing import Any
+
+import click
+
+from bytecheckpoint.options import LoadOptions
+
+from . import exit_codes
+from .arguments import Opened, open_manifest, options_for, with_output_options
+from .diff_text import print_diff
+from .differences import ObjectDifference, Result, TensorDifference
+from .screen import Screen, print_json
+from .value_difference import Tolerance
+
+_DEFAULT_ROWS = 40
+
+_EXAMPLE = """\b
+Example:
+  bcp diff run/step_00001000 s3://bucket/run/step_00001000
+  bcp diff before after --rtol 1e-3 --exclude 'optimizer.*'
+"""
+
+
+def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not isfinite(value):
+        raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
+    return value
+
+
+@click.command(short_help="What differs between two checkpoints.", epilog=_EXAMPLE)
+@click.argument("a")
+@click.argument("b")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="This step under both roots. Without it: the checkpoint at the path, or the newest committed step under it.",
+)
+@click.option(
+    "--atol",
+    type=click.FloatRange(min=0),
+    callback=_finite,
+    metavar="X",
+    help="Numbers are the same where |a - b| <= atol + rtol * max(|a|, |b|). 0 where only --rtol is given.",
+)
+@click.option("--rtol", type=click.FloatRange(min=0), callback=_finite, metavar="X", help="See --atol.")
+@click.option("--ignore-dtype", is_flag=True, help="Another dtype is no difference; values are compared as numbers.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Only names that match; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No names that match; may be repeated.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    default=LoadOptions().reader_threads,
+    show_default=True,
+    metavar="N",
+    help="Regions compared at once; each takes up to 150 MiB of memory.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=_DEFAULT_ROWS,
+    show_default=True,
+    metavar="ROWS",
+    help="Rows of a table; 0 for all. --json has always all.",
+)
+@with_output_options
+def diff(
+    *,
+    a: str,
+    b: str,
+    step: int | None,
+    atol: float | None,
+    rtol: float | None,
+    ignore_dtype: bool,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    threads: int,
+    limit: int,
+    as_json: bool,
+    storage_options: Mapping[str, Any],
+) -> int:
+    """Compares the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.
+
+    Without --atol and --rtol every bit counts: 0.0 and -0.0 differ, and a NaN is the same as one with the same bits.
+    With one of them numbers are compared: NaN is the same as NaN, an infinity as one of its sign. Steps and metadata
+    are not compared. Exit code 1 where something differs.
+    """
+    tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
+    both = options_for((a, b), storage_options)
+    from .checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - needs torch, and `bcp ls` does not wait for it
+
+    opened_a, opened_b = (
+        open_manifest(path, step=step, storage_options=options) for path, options in zip((a, b), both, strict=True)
+    )
+    result = compare_checkpoints(
+        opened_a,
+        opened_b,
+        tolerance=tolerance,
+        ignore_dtype=ignore_dtype,
+        is_wanted=lambda fqn: _is_wanted(fqn, include, exclude),
+        threads=threads,
+    )
+    if as_json:
+        print_json(_as_json(opened_a, opened_b, result, tolerance))
+    else:
+        print_diff(Screen(), (opened_a.path, opened_b.path), result, limit=limit)
+    return exit_codes.FINE if result.is_same else exit_codes.CORRUPT
+
+
+def _is_wanted(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+    is_included = not include or any(fnmatchcase(fqn, glob) for glob in include)
+    return is_included and not any(fnmatchcase(fqn, glob) for glob in exclude)
+
+
+def _as_json(a: Opened, b: Opened, result: Result, tolerance: Tolerance | None) -> dict[str, Any]:
+    return {
+        "a": _side_json(a),
+        "b": _side_json(b),
+        "same": result.is_same,
+        "atol": tolerance.atol if tolerance else None,
+        "rtol": tolerance.rtol if tolerance else None,
+        "num_tensors": result.num_tensors,
+        "num_objects": result.num_objects,
+        "only_in_a": result.only_in_a,
+        "only_in_b": result.only_in_b,
+        "tensors": list(map(_tensor_json, result.tensors)),
+        "objects": list(map(_object_json, result.objects)),
+        "read_num_bytes": result.num_bytes_read,
+        "same_checksum_num_bytes": result.num_bytes_same,
+        "seconds": round(result.seconds, 6),
+    }
+
+
+def _side_json(opened: Opened) -> dict[str, Any]:
+    return {"path": opened.path, "step": opened.manifest.step, "save_id": opened.manifest.save_id}
+
+
+def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
+    values = tensor.values
+    first = values.first if values else None
+    return {
+        "fqn": tensor.fqn,
+        "problems": tensor.problems,
+        "dtype_a": tensor.dtypes[0],
+        "dtype_b": tensor.dtypes[1],
+        "shape_a": tensor.shapes[0],
+        "shape_b": tensor.shapes[1],
+        "num_elements": tensor.num_elements,
+        "num_differing": values.num_differing if values else None,
+        "num_not_finite": values.num_not_finite if values else None,
+        "max_abs": values.max_abs if values else None,
+        "max_rel": values.max_rel if values else None,
+        "first_index": tensor.first_index,
+        "first_a": first.a if first else None,
+        "first_b": first.b if first else None,
+    }
+
+
+def _object_json(item: ObjectDifference) -> dict[str, Any]:
+    return {"fqn": item.fqn, "rank": item.rank, "only_in": item.only_in, "a": item.values[0], "b": item.values[1]}

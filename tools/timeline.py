@@ -1,0 +1,140 @@
+"""`bcp timeline`: how a save went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from bytecheckpoint.errors import CheckpointNotFoundError
+
+from . import exit_codes
+from .arguments import Opened, open_manifest, with_output_options, with_step_option
+from .chrome_trace import chrome_trace
+from .local_output import write_text
+from .save_phases import Phase, SlowRank, end_of, first_call, phases_of, slowest_ranks
+from .save_records import RankRecord, SaveRecords, read_save_records
+from .screen import Screen, print_json
+from .timeline_text import print_timeline
+
+_DEFAULT_ROWS = 32
+_NUM_SLOWEST = 5
+_STORE_KINDS = {"permission", "unavailable", "unsupported"}
+
+_EXAMPLE = """\b
+Example:
+  bcp timeline s3://bucket/run --step 1000
+  bcp timeline /data/run --trace save.json
+"""
+
+
+@click.command(short_help="How a save went: phases by rank.", epilog=_EXAMPLE)
+@click.argument("ckpt")
+@with_step_option
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Also write a trace for ui.perfetto.dev or chrome://tracing to this local file, in place of one there.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=_DEFAULT_ROWS,
+    show_default=True,
+    metavar="ROWS",
+    help="Rows of the heat map, 0 for one a rank. Where there are more ranks, neighbours share a row, which shows the "
+    "slowest of them. --json has always all.",
+)
+@with_output_options
+def timeline(
+    *,
+    ckpt: str,
+    step: int | None,
+    trace_path: str | None,
+    limit: int,
+    as_json: bool,
+    storage_options: Mapping[str, Any],
+) -> int:
+    """How the save of the checkpoint CKPT went: the phases of each rank, and which ranks the others waited for.
+
+    It is told by small files beside the data, which a checkpoint may lack: exit code 3 where there are none, 1 where
+    one cannot be understood. Starts of ranks on several machines are as good as their clocks.
+    """
+    opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    records = read_save_records(opened)
+    if not records.ranks and not records.unreadable:
+        raise CheckpointNotFoundError(
+            f"{opened.path} has no telemetry: its save wrote none, or it was removed; nothing else is missing",
+            kind="missing_file",
+            path=opened.path,
+        )
+    phases = phases_of(records.ranks)
+    slowest = slowest_ranks(records.ranks, phases, _NUM_SLOWEST) if records.ranks else []
+    if trace_path is not None:
+        write_text(trace_path, json.dumps(chrome_trace(records.ranks, path=opened.path)))
+    if as_json:
+        print_json(_as_json(opened, records, phases, slowest, trace_path))
+    else:
+        print_timeline(Screen(), opened, records, phases, slowest, limit=limit, trace_path=trace_path)
+    if all(item.kind in _STORE_KINDS for item in records.unreadable):
+        return exit_codes.STORAGE if records.unreadable else exit_codes.FINE
+    return exit_codes.CORRUPT
+
+
+def _as_json(
+    opened: Opened,
+    records: SaveRecords,
+    phases: Sequence[Phase],
+    slowest: Sequence[SlowRank],
+    trace_path: str | None,
+) -> dict[str, Any]:
+    manifest, ranks = opened.manifest, records.ranks
+    world_size = manifest.provenance.get("world_size")
+    started_at = first_call(ranks) if ranks else None
+    return {
+        "path": opened.path,
+        "step": manifest.step,
+        "save_id": manifest.save_id,
+        "world_size": world_size if isinstance(world_size, int) else None,
+        "started_at": datetime.fromtimestamp(started_at, UTC).isoformat() if started_at is not None else None,
+        "committed_at": manifest.provenance.get("created_at"),
+        "seconds": max((end_of(record, ranks) for record in ranks), default=None),
+        "phases": [_phase_json(phase) for phase in phases],
+        "slowest": [_slow_json(slow) for slow in slowest],
+        "ranks": [_rank_json(record, started_at or 0.0) for record in ranks],
+        "unreadable": [item._asdict() for item in records.unreadable],
+        "trace": trace_path,
+    }
+
+
+def _phase_json(phase: Phase) -> dict[str, Any]:
+    return {name: value for name, value in phase._asdict().items() if name != "by_rank"}
+
+
+def _slow_json(slow: SlowRank) -> dict[str, Any]:
+    return {
+        "rank": slow.record.rank,
+        "host": slow.record.host,
+        "end_s": slow.end_s,
+        "phase": slow.phase,
+        "phase_s": slow.phase_s,
+        "median_s": slow.median_s,
+    }
+
+
+def _rank_json(record: RankRecord, first_s: float) -> dict[str, Any]:
+    return {
+        "rank": record.rank,
+        "host": record.host,
+        "start_s": record.started_at - first_s,
+        "end_s": record.started_at - first_s + record.end,
+        "num_bytes": record.num_bytes,
+        "num_files": record.num_files,
+        "seconds": record.seconds,
+        "spans": [{"phase": span.phase, "start_s": span.start, "end_s": span.end} for span in record.spans],
+    }

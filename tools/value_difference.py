@@ -1,0 +1,179 @@
+"""How far the values of two tensors are apart, element by element, in bounded memory. NaN and infinities are told apart
+from numbers. It knows stored bytes and dtypes, and no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bytecheckpoint.dtypes import itemsize
+
+from .element_values import decode_values, has_values
+
+_SLICE_ELEMENTS = 1 << 18
+"""So many are turned into float64 at once."""
+_BITS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<u8"}
+
+
+class Tolerance(NamedTuple):
+    """Two numbers are the same where |a - b| <= atol + rtol * max(|a|, |b|)."""
+
+    atol: float
+    rtol: float
+
+
+class Side(NamedTuple):
+    """Elements of one of the two tensors."""
+
+    dtype: str
+    content: memoryview
+    """As stored, row-major."""
+
+
+class First(NamedTuple):
+    """The first element that differs, in row-major order."""
+
+    position: int
+    """In the flat tensor."""
+    a: str
+    """Its value on each side, as text: JSON has no NaN."""
+    b: str
+
+
+@dataclass(slots=True)
+class Difference:
+    """Between two tensors of one shape, as far as they were compared."""
+
+    num_differing: int = 0
+    num_not_finite: int = 0
+    """Of those, where a NaN or an infinity stands on one side at least, so that there is no distance."""
+    max_abs: float | int | None = None
+    """Of all pairs of finite values, those within a tolerance too; None where there is none, or elements are no
+    numbers."""
+    max_rel: float | None = None
+    """Relative to the larger of the two."""
+    first: First | None = None
+
+    def add(self, other: Difference) -> None:
+        """The difference of other elements of the same tensors, with the position in the same numbers."""
+        self.num_differing += other.num_differing
+        self.num_not_finite += other.num_not_finite
+        self.max_abs = larger(self.max_abs, other.max_abs)
+        self.max_rel = larger(self.max_rel, other.max_rel)
+        firsts = [first for first in (self.first, other.first) if first is not None]
+        self.first = min(firsts, default=None)
+
+
+def larger(a: Any, b: Any) -> Any:
+    """The larger of two numbers, either of which may be None."""
+    return b if a is None else a if b is None else max(a, b)
+
+
+def can_compare(dtype_a: str, dtype_b: str) -> bool:
+    """Whether values of these dtypes can be set beside each other: bytes of one dtype, or numbers."""
+    return dtype_a == dtype_b or (has_values(dtype_a) and has_values(dtype_b))
+
+
+def find_difference(a: Side, b: Side, tolerance: Tolerance | None) -> Difference:
+    """Compares elements of two dtypes for which `can_compare` holds. Without a tolerance every bit of one dtype counts,
+    and the values of two.
+    """
+    difference = Difference()
+    if a.dtype == b.dtype and same_bytes(a.content, b.content):
+        return difference
+    bytes_a, bytes_b = itemsize(a.dtype), itemsize(b.dtype)
+    num_elements = len(a.content) // bytes_a
+    for start in range(0, num_elements, _SLICE_ELEMENTS):
+        stop = min(start + _SLICE_ELEMENTS, num_elements)
+        part_a = Side(a.dtype, a.content[start * bytes_a : stop * bytes_a])
+        part_b = Side(b.dtype, b.content[start * bytes_b : stop * bytes_b])
+        if a.dtype != b.dtype or not same_bytes(part_a.content, part_b.content):
+            difference.add(_compare(part_a, part_b, tolerance, start))
+    return difference
+
+
+def same_bytes(a: memoryview, b: memoryview) -> bool:
+    """Whether two runs of bytes are equal, at the speed of memory."""
+    if len(a) != len(b):
+        return False
+    whole = len(a) // 8 * 8
+    words = np.frombuffer(a[:whole], np.uint64), np.frombuffer(b[:whole], np.uint64)
+    return np.array_equal(*words) and bytes(a[whole:]) == bytes(b[whole:])
+
+
+def _compare(a: Side, b: Side, tolerance: Tolerance | None, start: int) -> Difference:
+    if not (has_values(a.dtype) and has_values(b.dtype)):
+        return _of_bits(a, b, start)
+    values_a, values_b = decode_values(a.dtype, a.content), decode_values(b.dtype, b.content)
+    with np.errstate(all="ignore"):
+        gaps, scales, is_finite = _distances(values_a, values_b)
+        if tolerance is None and a.dtype == b.dtype:
+            differs = _bits_differ(a, b)
+        else:
+            atol, rtol = tolerance or Tolerance(0.0, 0.0)
+            same = (values_a == values_b) | (np.isnan(values_a) & np.isnan(values_b))
+            # Equal integers beyond 2**53 are told from others before they are made floating point.
+            differs = np.where(is_finite, ~same & (gaps > atol + rtol * scales), ~same)
+        relative = gaps[is_finite & (scales > 0)] / scales[is_finite & (scales > 0)]
+    return Difference(
+        num_differing=int(np.count_nonzero(differs)),
+        num_not_finite=int(np.count_nonzero(differs & ~is_finite)),
+        max_abs=_largest_gap(values_a, values_b, gaps[is_finite]),
+        max_rel=float(relative.max()) if relative.size else (0.0 if is_finite.any() else None),
+        first=_first(differs, values_a, values_b, start),
+    )
+
+
+def _distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """|a - b|, max(|a|, |b|), and whether both are finite."""
+    kind = np.complex128 if "c" in {a.dtype.kind, b.dtype.kind} else np.float64
+    wide_a, wide_b = a.astype(kind), b.astype(kind)
+    scales = np.maximum(np.abs(wide_a), np.abs(wide_b))
+    gaps = _integer_gaps(a, b).astype(np.float64) if _are_same_integers(a, b) else np.abs(wide_a - wide_b)
+    return gaps, scales, np.isfinite(wide_a) & np.isfinite(wide_b)
+
+
+def _are_same_integers(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.dtype.kind in "iu"
+
+
+def _integer_gaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Exact, also where a float64 or the dtype itself could not hold them: differences modulo 2**bits, unsigned."""
+    unsigned = a.dtype.str.replace("i", "u")
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    gaps: np.ndarray = high.view(unsigned) - low.view(unsigned)
+    return gaps
+
+
+def _largest_gap(a: np.ndarray, b: np.ndarray, finite_gaps: np.ndarray) -> float | int | None:
+    if _are_same_integers(a, b):
+        return int(_integer_gaps(a, b).max())
+    return float(finite_gaps.max()) if finite_gaps.size else None
+
+
+def _bits_differ(a: Side, b: Side) -> np.ndarray:
+    item_bytes = itemsize(a.dtype)
+    bits = [np.frombuffer(side.content, _BITS[item_bytes]) for side in (a, b)]
+    differs: np.ndarray = bits[0] != bits[1]
+    if item_bytes == 16:
+        differs = np.logical_or(differs[0::2], differs[1::2])
+    return differs
+
+
+def _of_bits(a: Side, b: Side, start: int) -> Difference:
+    """Of elements that are no numbers: packed ones."""
+    differs = _bits_differ(a, b)
+    bits_a, bits_b = (np.frombuffer(side.content, _BITS[itemsize(a.dtype)]) for side in (a, b))
+    first = _first(differs, bits_a, bits_b, start)
+    as_hex = first and First(first.position, f"{int(first.a):#x}", f"{int(first.b):#x}")
+    return Difference(num_differing=int(np.count_nonzero(differs)), first=as_hex)
+
+
+def _first(differs: np.ndarray, a: np.ndarray, b: np.ndarray, start: int) -> First | None:
+    if not differs.any():
+        return None
+    at = int(np.argmax(differs))
+    return First(start + at, str(a[at].item()), str(b[at].item()))
