@@ -40,10 +40,10 @@ def reads(monkeypatch) -> list[str]:
     names: list[str] = []
     read_into = LocalStore.read_into
 
-    def read(self, name, byte_offset, buffer):
+    def read(self, name, byte_offset, buffer, **more):
         if name.endswith(".safetensors"):
             names.append(name)
-        return read_into(self, name, byte_offset, buffer)
+        return read_into(self, name, byte_offset, buffer, **more)
 
     monkeypatch.setattr(LocalStore, "read_into", read)
     return names
@@ -296,5 +296,5 @@ def test_interrupting_ends_at_once(call, tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(tensor_diff, "find_difference", interrupt)
     ended = call("diff", a, b)
-    assert (ended.code, ended.err) == (130, "error: interrupted; nothing stored was changed\n")
+    assert (ended.code, ended.err) == (130, "error: interrupted; no committed checkpoint was changed\n")
     assert len(started) <= 4
