@@ -81,7 +81,7 @@ def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> S
     numels = numels_of(columns, itemsizes, fqns)
     columns = columns._replace(coordinates=all_coordinates(columns), is_grid=np.zeros(len(fqns), bool))
     tensors = np.repeat(np.arange(len(fqns)), columns.num_chunks)
-    chunk_numels = _chunk_numels(columns, tensors, fqns)
+    chunk_numels = numels_of_chunks(columns, tensors, fqns)
     raw_bytes = chunk_numels * itemsizes[tensors]
     if len(columns.byte_lengths):
         _check_byte_lengths(columns, tensors, raw_bytes, fqns)
@@ -126,7 +126,7 @@ def _grid_coordinates(columns: Columns) -> Int64s:
     return coordinates
 
 
-def _chunk_numels(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int64s:
+def numels_of_chunks(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int64s:
     """Elements of each chunk; raises where one reaches out of its tensor's shape."""
     num_dims = columns.num_dims[tensors]
     first_coordinates = run_starts(2 * num_dims)

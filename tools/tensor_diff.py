@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
@@ -21,7 +22,7 @@ from bytecheckpoint.storage.layout import check_files
 
 from .arguments import Opened
 from .differences import flat_position, index_of
-from .equal_chunks import Checksums, have_same_regions, unequal_chunks
+from .equal_chunks import ChunkColumns, are_cut_alike, known_equal
 from .value_difference import Difference, First, Side, Tolerance, can_compare, find_difference
 from .worker_threads import do_all
 
@@ -66,11 +67,10 @@ class TensorDiff:
         self._regions: list[tuple[Pair, Region]] = []
         self._differences: dict[Pair, Difference] = {}
         self._num_bytes_same = 0
-        checksums = Checksums(a.manifest), Checksums(b.manifest)
         for pair in dict.fromkeys(pairs):
             if can_compare(a.manifest.describe(pair.a)[0], b.manifest.describe(pair.b)[0]):
                 self._differences[pair] = Difference()
-                self._add_regions(pair, checksums)
+        self._add_regions()
 
     @property
     def num_bytes(self) -> int:
@@ -107,16 +107,33 @@ class TensorDiff:
             for part in split_rows(region, _TILE_BYTES // item_bytes):
                 yield _Tile(pair, part, part.numel * item_bytes)
 
-    def _add_regions(self, pair: Pair, checksums: tuple[Checksums, Checksums]) -> None:
-        manifests = [source.manifest for source in self._sources]
-        _, shape = manifests[0].describe(pair.a)
-        dtypes = self._dtypes(pair)
-        regions = [whole(shape)]
-        records = [manifest.tensors[fqn] for manifest, fqn in zip(manifests, pair, strict=True)]
-        if dtypes[0] == dtypes[1] and have_same_regions(records[0], records[1]):
-            regions = [chunk.region for chunk in unequal_chunks(records[0], records[1], *checksums)]
-            num_unequal = sum(region.numel for region in regions)
-            self._num_bytes_same += (prod(shape) - num_unequal) * itemsize(dtypes[0])
+    def _add_regions(self) -> None:
+        """What has to be read: the chunks that may differ of tensors that are cut alike, and all of the others."""
+        a, b = (ChunkColumns(source.manifest) for source in self._sources)
+        alike: list[Pair] = []
+        others: list[Pair] = []
+        for pair in self._differences:
+            dtype_a, dtype_b = self._dtypes(pair)
+            is_alike = dtype_a == dtype_b and are_cut_alike(a, pair.a, b, pair.b)
+            (alike if is_alike else others).append(pair)
+        numbers_a, numbers_b = (
+            np.concatenate([np.arange(chunks.start, chunks.stop) for chunks in of_side] or [np.zeros(0, np.int64)])
+            for of_side in ([a.of(pair.a) for pair in alike], [b.of(pair.b) for pair in alike])
+        )
+        equal = known_equal(a, b, numbers_a, numbers_b)
+        start = 0
+        for pair in alike:
+            count = len(a.of(pair.a))
+            unequal = np.flatnonzero(~equal[start : start + count]).tolist()
+            regions = a.regions(pair.a, unequal) if unequal else []
+            self._add(pair, regions)
+            dtype, shape = a.manifest.describe(pair.a)
+            self._num_bytes_same += (prod(shape) - sum(region.numel for region in regions)) * itemsize(dtype)
+            start += count
+        for pair in others:
+            self._add(pair, [whole(a.manifest.describe(pair.a)[1])])
+
+    def _add(self, pair: Pair, regions: Iterable[Region]) -> None:
         self._regions += [(pair, region) for region in regions if region.numel]
 
     def _compare(self, batch: Sequence[_Tile]) -> list[Difference]:

@@ -298,3 +298,13 @@ def test_interrupting_ends_at_once(call, tmp_path, monkeypatch) -> None:
     ended = call("diff", a, b)
     assert (ended.code, ended.err) == (130, "error: interrupted; no committed checkpoint was changed\n")
     assert len(started) <= 4
+
+
+def test_the_same_bytes_elsewhere_in_a_file_are_not_read(call, tmp_path, reads) -> None:
+    tensors = {"before": torch.zeros(5000), "w": torch.arange(600_000.0), "x": torch.ones(9)}
+    a = laid_out(tmp_path / "a", {fqn: tensors[fqn] for fqn in ("before", "w", "x")}, {"w": (300_000,)})
+    b = laid_out(tmp_path / "b", {fqn: tensors[fqn] for fqn in ("w", "x")}, {"w": (300_000,)})
+    result = call("diff", a, b, "--exclude", "before", "--json").json
+    assert result["same"]
+    assert (result["read_num_bytes"], reads) == (0, [])
+    assert result["same_checksum_num_bytes"] == 4 * 600_009
