@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from bytecheckpoint.errors import CheckpointMismatchError, StorageError
+from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.fsspec_store import FsspecStore, is_known_protocol
 from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.names import join_name
@@ -34,11 +35,12 @@ def open_store(
         return FsspecStore(location, storage_options)
     collapsed = _COLLAPSED_URL.match(local)
     if collapsed and is_known_protocol(collapsed.group(1)):
+        shown = showable_url(local)
         raise StorageError(
-            f"{local!r} looks like a URL that lost a slash, as pathlib makes them; nothing was read or written: pass "
+            f"{shown!r} looks like a URL that lost a slash, as pathlib makes them; nothing was read or written: pass "
             "URLs as strings",
             kind="unsupported",
-            path=local,
+            path=shown,
         )
     if storage_options:
         raise CheckpointMismatchError(
