@@ -7,6 +7,7 @@
 #   make demo     train a small GPT, kill it, resume it on other layouts
 #   make bench    how long things take, beside what others take
 #   make bench-load    the same of loading
+#   make bench-objects    the same with an object store
 #   make clean    remove what the above have made
 
 PYTHON ?= python3
@@ -22,9 +23,10 @@ DEMO_FOLDER := demo-out
 BENCH_ARGS ?= --size 0.1 --rounds 3
 BENCH_LOAD_ARGS ?= --size 0.1
 BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
+BENCH_OBJECTS_ARGS ?= --size 0.25
 
 .DELETE_ON_ERROR:
-.PHONY: test test-faults test-frameworks lint demo bench bench-load clean
+.PHONY: test test-faults test-frameworks lint demo bench bench-load bench-objects clean
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -58,6 +60,9 @@ bench: $(VENV)/.installed-bench
 bench-load: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/load.py $(BENCH_LOAD_ARGS)
 	$(BIN)/python benchmarks/cold.py $(BENCH_COLD_ARGS)
+
+bench-objects: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/object_store.py $(BENCH_OBJECTS_ARGS)
 
 clean:
 	rm -rf $(VENV) .venv-frameworks build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -87,8 +87,7 @@ def save(
         StorageError: The store refused or could not be reached.
         With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
     """
-    options = options or SaveOptions()
-    clock = Clock()
+    options, clock = options or SaveOptions(), Clock()
     IN_FLIGHT.wait_until_entered()
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
@@ -101,7 +100,9 @@ def save(
             with clock.phase("plan"):
                 step, metadata = check_step(step), check_metadata(metadata)
                 root, folder = save_location(path, step=step, role=role)
-                store = open_store(root, storage_options=storage_options, writer_threads=options.writer_threads)
+                threads, timeout_s = options.writer_threads, options.timeout_s
+                store = open_store(root, storage_options=storage_options, writer_threads=threads, timeout_s=timeout_s)
+                IN_FLIGHT.kept.check_writable(store, asked_by=ranks.rank)
                 target = Target(join_name(str(store), folder), step, options.overwrite)
                 entries = entries_of(state, framework)
                 wish = wish_of(target, collect_all(entries), options)
@@ -284,7 +285,8 @@ def load(
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
-        store = open_store(root_of(path, role), storage_options=storage_options, writer_threads=1)
+        root, timeout_s = root_of(path, role), options.timeout_s
+        store = open_store(root, storage_options=storage_options, writer_threads=1, timeout_s=timeout_s)
         source = _open_together(ranks, store, _wanted_step(step), options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):

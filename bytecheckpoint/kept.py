@@ -1,12 +1,14 @@
 """What a process keeps from one save to the next, because making it again would cost more than the save: memory that is
-paged in, and plans. It knows no save.
+paged in, plans, and where it has written. It knows no save.
 """
 
 from __future__ import annotations
 
 from bytecheckpoint.plan_cache import PlanCache
+from bytecheckpoint.ranks import COORDINATOR
 from bytecheckpoint.staging_memory import StagingMemory
 from bytecheckpoint.storage.scratch import Scratch
+from bytecheckpoint.storage.store import RemoteStore, Store
 from bytecheckpoint.storage.writer import BLOCK_BYTES
 
 _SCRATCH_BLOCKS = 3
@@ -24,6 +26,16 @@ class Kept:
         self.shared = Scratch(BLOCK_BYTES, _SCRATCH_BLOCKS, is_shared=True)
         """The same for what a forked child holds."""
         self.plans = PlanCache()
+        self._writable: set[str] = set()
+        """The stores that were found to take what is written."""
+
+    def check_writable(self, store: Store, *, asked_by: int) -> None:
+        """Raises what a write to the store would raise, so that a save fails before anything is staged. One rank asks
+        for all, and only once.
+        """
+        if asked_by == COORDINATOR and isinstance(store, RemoteStore) and str(store) not in self._writable:
+            store.check_writable()
+            self._writable.add(str(store))
 
     def grow(self, writer_threads: int) -> None:
         """Makes room for so many writes in flight."""

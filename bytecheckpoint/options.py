@@ -44,7 +44,9 @@ class SaveOptions:
     """Start another data file when one would grow beyond this; a larger chunk gets a file of its own, or is cut where
     it is to be compressed. In bytes."""
     writer_threads: int = 3
-    """Writes in flight per rank, to a local folder, each from a block of 16 MiB; to a URL a file is one stream."""
+    """Writes in flight per rank, to a local folder, each from a block of 16 MiB. To S3 as many parts of a file are in
+    flight, at least 8, or what `max_concurrency` in `storage_options` says; but a synchronous save has only as many
+    blocks as this, at least 3. To any other URL a file is one stream."""
     codec: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "none"
     """How tensors are compressed: `none`, or `zstd`, which makes bfloat16 weights about a third smaller.
 
@@ -54,7 +56,10 @@ class SaveOptions:
     `staging_bytes`, while the one before it is written: 128 MiB in all.
     """
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds."""
+    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
+
+    For half of it a request to S3 is tried again before the save fails.
+    """
 
     def __post_init__(self) -> None:
         _check_bool("SaveOptions", "overwrite", self.overwrite)
@@ -91,6 +96,7 @@ class LoadOptions:
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
 
     For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
+    A request to S3 is tried again for half of it.
     """
 
     def __post_init__(self) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from distributed.workers import WorkerPool
+
+if TYPE_CHECKING:
+    from storage.s3_service import S3Service
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +20,37 @@ def workers() -> Iterator[WorkerPool]:
     pool = WorkerPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def s3_of_session() -> Iterator[S3Service]:
+    """Started by the first test that asks for it, because moto takes a second to import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what moto imports
+        from storage.s3_service import running_s3_service
+
+        with running_s3_service() as service:
+            yield service
+
+
+@pytest.fixture
+def s3(s3_of_session: S3Service) -> S3Service:
+    """A service without faults: moto's, or the real one that BCP_TEST_S3_ENDPOINT names."""
+    if s3_of_session.faults is not None:
+        s3_of_session.faults.reset()
+    return s3_of_session
+
+
+@pytest.fixture
+def s3_faults(s3: S3Service):
+    """The faults of the service."""
+    if s3.faults is None:
+        pytest.skip("a real service has no faults on demand")
+    return s3.faults
+
+
+@pytest.fixture
+def s3_prefix(s3: S3Service) -> Iterator[str]:
+    """Below which a test may write."""
+    with s3.new_prefix() as prefix:
+        yield prefix

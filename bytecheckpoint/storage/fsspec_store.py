@@ -4,12 +4,14 @@ transaction (those are a flag on a shared instance), and it trusts no answer tha
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
 import fsspec.core
 from fsspec.registry import known_implementations, registry
+from fsspec.spec import AbstractFileSystem
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.storage.blocks import count_bytes
@@ -31,9 +33,10 @@ _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Of an object store in the same region."""
 
 _PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), "s3fs"),
-    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-    **dict.fromkeys(("az", "abfs", "adl"), "adlfs"),
+    **dict.fromkeys(("s3", "s3a"), "bytecheckpoint"),
+    **dict.fromkeys(("gs", "gcs"), "'bytecheckpoint[gcs]'"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "'bytecheckpoint[azure]'"),
+    **dict.fromkeys(("webdav", "dav"), "'bytecheckpoint[webdav]'"),
     **dict.fromkeys(("sftp", "ssh"), "paramiko"),
     **dict.fromkeys(("hdfs", "arrow_hdfs"), "pyarrow"),
     **dict.fromkeys(("http", "https"), "aiohttp requests"),
@@ -43,7 +46,7 @@ _PACKAGES = {
     "webhdfs": "requests",
     "hf": "huggingface_hub",
 }
-"""What to install for a protocol."""
+"""What to install for a protocol: extras of this package for what its tests are run against."""
 
 
 class _ToError(Protocol):
@@ -110,7 +113,7 @@ class FsspecStore:
             part = flat[start : start + _READ_BYTES]
             first = byte_offset + start
             with self._translated(shown, self._range_error(path, first + part.nbytes)):
-                data = self._fs.cat_file(path, start=first, end=first + part.nbytes)
+                data = self._fs.cat_file(path, start=first, end=first + part.nbytes, **self._exactly())
             if len(data) != part.nbytes:
                 raise truncated(shown, wanted_end=byte_offset + flat.nbytes, found_end=first + len(data))
             part[:] = data
@@ -142,6 +145,12 @@ class FsspecStore:
         with suppress(CheckpointNotFoundError), self._translated(self._show(name), _delete_error):
             self._fs.rm_file(self._path(name))
 
+    def check_writable(self) -> None:
+        """As the protocol says: an empty object is written and deleted again, under a name that no listing shows."""
+        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        self.write(name, [Block(0, 0, lambda: nullcontext(memoryview(b"")))], replace=True)
+        self.delete(name)
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
 
@@ -151,6 +160,11 @@ class FsspecStore:
     def _fresh(self) -> dict[str, bool]:
         """What makes `ls` ask the storage: invalidating alone loses to a listing that another thread has just begun."""
         return {"refresh": True} if takes(self._fs, "ls", "refresh") else {}
+
+    def _exactly(self) -> dict[str, str]:
+        """What keeps a backend that reads through an open file from reading ahead."""
+        is_through_file = getattr(self._fs.cat_file, "__func__", None) is AbstractFileSystem.cat_file
+        return {"cache_type": "none"} if is_through_file else {}
 
     def _has_object(self, path: str) -> bool:
         self._fs.invalidate_cache(path)

@@ -33,7 +33,10 @@ _MULTIPART = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", 
 """Their open file is an upload that shows nothing until it is completed."""
 _MULTIPART_CREATE = frozenset({"s3", "s3a"})
 """Of those, the ones that complete an upload opened as "xb" only where there is no such object."""
-_MOVING = frozenset({"sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs", "file", "local"})
+_CREATING_MOVE = frozenset({"webdav", "dav"})
+"""Whose servers move something only where nothing is, if they are asked to."""
+_MOVING = _CREATING_MOVE | frozenset({"sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs"})
+_MOVING |= {"file", "local"}
 """File systems: a half-written file is visible, and a move is atomic."""
 
 
@@ -72,7 +75,7 @@ class Upload:
 
 def send(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
     """Publishes the object, or raises and publishes nothing. What a block's `content` raises passes through."""
-    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    protocols = _protocols(fs)
     if protocols & _MOVING:
         _send_and_move(fs, upload, blocks, calling)
     elif protocols & _MULTIPART and upload.num_bytes > _WHOLE_BYTES:
@@ -85,6 +88,10 @@ def send(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> 
         data = _copy(upload, blocks)
         with calling(may_be_done=True):
             _put(fs, upload, data)
+
+
+def _protocols(fs: Any) -> set[str]:
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
 def _copy(upload: Upload, blocks: Sequence[Block]) -> bytes:
@@ -135,13 +142,20 @@ def _send_and_move(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Ca
         file = fs.open(temporary, "wb")
     try:
         _fill(file, upload, blocks, calling, closing_publishes=False)
-        # Hazard: a move replaces. Of two writers that both found the name free the later one wins.
         with calling(may_be_done=True):
-            fs.mv(temporary, upload.path)
+            _move(fs, temporary, upload)
     except BaseException:
         with suppress(CheckpointError), calling():
             fs.rm_file(temporary)
         raise
+
+
+def _move(fs: Any, temporary: str, upload: Upload) -> None:
+    if _protocols(fs) & _CREATING_MOVE:
+        fs.client.move(temporary, upload.path, overwrite=upload.replace)
+    else:
+        # Hazard: it replaces. Of two writers that both found the name free the later one wins.
+        fs.mv(temporary, upload.path)
 
 
 def _put(fs: Any, upload: Upload, data: bytes) -> None:

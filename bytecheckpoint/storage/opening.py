@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from bytecheckpoint.errors import CheckpointMismatchError, StorageError
+from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.fsspec_store import FsspecStore, is_known_protocol
 from bytecheckpoint.storage.local_store import LocalStore
@@ -16,13 +17,21 @@ from bytecheckpoint.storage.store import Store
 __all__ = ["is_remote", "join_name", "open_store"]
 
 _LOCAL_URL = re.compile(r"\A(?:file|local)://")
+_S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
+"""Without what s3fs alone understands: names of access points, versions, chains of URLs."""
 _COLLAPSED_URL = re.compile(r"\A([a-z][a-z0-9+.-]+):/(?!/)")
 
 
 def open_store(
-    path: str | os.PathLike[str], *, storage_options: Mapping[str, object] | None, writer_threads: int
+    path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, object] | None,
+    writer_threads: int,
+    timeout_s: float | None = None,
 ) -> Store:
     """The store at a folder, a file:// URL or any URL that fsspec knows. Nothing is read, written or made yet.
+
+    `timeout_s` is that of the save or load, by default that of a load: the store gives up before it has gone by.
 
     Raises CheckpointMismatchError (conflict) for storage options with a local path and StorageError (unsupported) for
     a URL that no installed backend serves.
@@ -32,7 +41,7 @@ def open_store(
         raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
     local = _LOCAL_URL.sub("", location)
     if local == location and ("://" in location or "::" in location):
-        return FsspecStore(location, storage_options)
+        return _open_url(location, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)
     collapsed = _COLLAPSED_URL.match(local)
     if collapsed and is_known_protocol(collapsed.group(1)):
         shown = showable_url(local)
@@ -50,6 +59,18 @@ def open_store(
             path=local,
         )
     return LocalStore(local, writer_threads=writer_threads)
+
+
+def _open_url(
+    url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float | None
+) -> Store:
+    # A session of aiobotocore, which s3fs takes, is of use to s3fs only.
+    if not _S3_URL.match(url) or "session" in (storage_options or {}):
+        return FsspecStore(url, storage_options)
+    from bytecheckpoint.storage.s3_store import S3Store  # noqa: PLC0415 - local folders do not wait for botocore
+
+    timeout_s = LoadOptions().timeout_s if timeout_s is None else timeout_s
+    return S3Store(url, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)
 
 
 def is_remote(store: Store) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Block(NamedTuple):
@@ -73,3 +73,11 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Removes an object; one that is not there is no error."""
+
+
+@runtime_checkable
+class RemoteStore(Store, Protocol):
+    """A store of which it is not known, before it is asked, whether it can be written to."""
+
+    def check_writable(self) -> None:
+        """Raises what a write would raise, within seconds where nobody answers. Leaves nothing there."""

@@ -383,7 +383,7 @@ def test_unknown_protocols(url):
 def test_a_backend_that_is_not_installed_names_its_package(monkeypatch):
     monkeypatch.setitem(known_implementations, "gs", {"class": "no_such_gcsfs.F", "err": "gcsfs, please"})
     monkeypatch.delitem(_registry, "gs", raising=False)
-    with pytest.raises(StorageError, match="pip install gcsfs") as caught:
+    with pytest.raises(StorageError, match=r"pip install 'bytecheckpoint\[gcs\]'") as caught:
         FsspecStore("gs://bucket/x", None)
     assert caught.value.kind == "unsupported"
 

@@ -1,0 +1,158 @@
+"""A client of botocore for the options that s3fs takes, so that one dict of storage options serves both. Clients are
+kept for the process, because making one costs more than many requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import botocore.session
+from botocore import UNSIGNED
+from botocore.config import Config
+from fsspec.config import apply_config
+
+_PIECE_BYTES = 256 << 10
+_CONNECT_TIMEOUT_S = 10
+_READ_TIMEOUT_S = 30
+_KEPT_CONNECTIONS = 64
+_KEPT_CLIENTS = 16
+
+_OF_OPEN_FILES = frozenset(
+    {
+        *("default_block_size", "default_fill_cache", "default_cache_type", "version_aware", "fixed_upload_size"),
+        *("local_expiry_check", "use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"),
+        *("cache_regions", "asynchronous", "loop", "batch_size"),
+    }
+)
+"""s3fs' options about the files that it holds open, its caches and its event loop; nothing of that is used here."""
+
+
+class S3Client(NamedTuple):
+    """A client, and what is added to every request that takes it."""
+
+    client: Any
+    more: Mapping[str, Any]
+    num_connections: int | None
+    """What the options ask for."""
+    secrets: frozenset[str]
+    """Of the credentials, wherever they come from."""
+    has_answered: threading.Event
+    """Set once the service has, to anybody in this process."""
+
+
+class _S3:
+    """What fsspec's configuration files and variables call these URLs."""
+
+    protocol = ("s3", "s3a")
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What a client is made of: equal where the same client serves."""
+
+    process: int
+    """Connections do not outlive a fork."""
+    words: str
+    options: Mapping[str, Any] = field(compare=False)
+
+
+def client_for(options: Mapping[str, Any]) -> S3Client:
+    """The process' client for these options, with what fsspec's own configuration adds to them.
+
+    Raises ValueError, BotoCoreError or TypeError for options that make none.
+    """
+    options = {str(name): value for name, value in apply_config(_S3, dict(options)).items()}
+    return _make_client(_Wish(os.getpid(), json.dumps(options, sort_keys=True, default=repr), options))
+
+
+@lru_cache(maxsize=_KEPT_CLIENTS)
+def _make_client(wish: _Wish) -> S3Client:
+    options = {name: value for name, value in wish.options.items() if name not in _OF_OPEN_FILES}
+    num_connections = options.pop("max_concurrency", None)
+    more = dict(options.pop("s3_additional_kwargs", None) or {})
+    if options.pop("requester_pays", False):
+        more["RequestPayer"] = "requester"
+    session = botocore.session.Session(profile=options.pop("profile", None))
+    arguments, settings = _client_arguments(options)
+    client = _create(session, arguments, settings)
+    client.meta.events.register("before-send.s3", _send_in_pieces)
+    secrets = {arguments.get("aws_secret_access_key"), arguments.get("aws_session_token")}
+    # Where they were passed, or none are used, looking for others could ask a service of the host that is not there.
+    if secrets == {None} and settings.get("signature_version") is not UNSIGNED and (found := session.get_credentials()):
+        secrets = {found.secret_key, found.token}
+    return S3Client(client, more, num_connections, frozenset(filter(None, secrets)), threading.Event())
+
+
+def _create(session: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """With what a service compares a body once, and not twice: over TLS a checksum, and else a signature."""
+    s3 = {"payload_signing_enabled": False, **(settings.get("s3") or {})}
+    client = session.create_client("s3", config=Config(**{**settings, "s3": s3}), **arguments)
+    if str(client.meta.endpoint_url).startswith("https:"):
+        return client
+    settings = {"request_checksum_calculation": "when_required", **settings}
+    return session.create_client("s3", config=Config(**settings), **arguments)
+
+
+def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of `create_client` and of its Config, out of what is left of the options, all of which must be known."""
+    is_anonymous = options.pop("anon", False)
+    settings = {
+        "connect_timeout": _CONNECT_TIMEOUT_S,
+        "read_timeout": _READ_TIMEOUT_S,
+        "max_pool_connections": _KEPT_CONNECTIONS,
+        "retries": {"total_max_attempts": 1},  # requests are tried again by who knows what may be
+        "response_checksum_validation": "when_required",  # every extent has a checksum of its own
+        "parameter_validation": False,  # it knows no memoryview
+        **(options.pop("config_kwargs", None) or {}),
+    }
+    arguments = {
+        "aws_access_key_id": _one_of(options, "key", "username"),
+        "aws_secret_access_key": _one_of(options, "secret", "password"),
+        "aws_session_token": options.pop("token", None),
+        "endpoint_url": options.pop("endpoint_url", None),
+        "use_ssl": options.pop("use_ssl", True),
+    }
+    given = {name: value for name, value in arguments.items() if value is not None}
+    arguments = {**given, **(options.pop("client_kwargs", None) or {})}
+    if options:
+        raise ValueError(f"S3 takes no options of the name {', '.join(sorted(options))}")
+    if is_anonymous:
+        settings["signature_version"] = UNSIGNED
+        arguments = {name: value for name, value in arguments.items() if not name.startswith("aws_")}
+    return arguments, settings
+
+
+def _one_of(options: dict[str, Any], name: str, other: str) -> Any:
+    """Two names of one option."""
+    found = [value for value in (options.pop(name, None), options.pop(other, None)) if value]
+    if len(found) > 1:
+        raise ValueError(f"give {name} or {other}, not both")
+    return found[0] if found else None
+
+
+def _send_in_pieces(request: Any, **_of_the_event: object) -> None:
+    if isinstance(request.body, memoryview):
+        request.body = _Pieces(request.body)
+
+
+class _Pieces:
+    """A body that was signed as a whole and is sent in pieces: the time limit of a socket holds for each of them."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+
+    def __len__(self) -> int:
+        return self._content.nbytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        starts = range(0, self._content.nbytes, _PIECE_BYTES)
+        return (self._content[start : start + _PIECE_BYTES] for start in starts)
+
+    def seek(self, _position: int) -> None:
+        """What botocore asks for before it sends again, to where it was redirected: each iteration starts anew."""

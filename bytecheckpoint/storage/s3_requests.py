@@ -1,0 +1,165 @@
+"""Requests to S3, tried again where that may help: with jitter, up to a deadline, and together with everybody else who
+was asked to slow down. It knows objects and parts of uploads by their keys only.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any, NamedTuple, TypeVar
+
+from botocore.exceptions import IncompleteReadError
+
+from bytecheckpoint.storage.s3_client import S3Client
+from bytecheckpoint.storage.s3_errors import (
+    S3_ERRORS,
+    FailedRequestError,
+    Service,
+    is_missing,
+    is_past_the_end,
+    is_throttled,
+    is_transient,
+    is_unreachable,
+)
+from bytecheckpoint.storage.throttle import Brake
+
+_FIRST_CONTACT_S = 5.0
+"""How long a connection is tried to a service that has never answered: most likely there is none."""
+_FIRST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 10.0
+_READ_BYTES = 1 << 20
+"""At a time, from the connection to where it belongs."""
+
+Answer = TypeVar("Answer")
+
+
+class EndOfObjectError(Exception):
+    """An object ends before the bytes that were asked for. `found_end` is its length."""
+
+    def __init__(self, found_end: int) -> None:
+        super().__init__(f"the object ends at byte {found_end}")
+        self.found_end = found_end
+
+
+class RangeIgnoredError(Exception):
+    """A service gave something else than the bytes that were asked for."""
+
+
+class Patience(NamedTuple):
+    """How long a request is tried."""
+
+    timeout_s: float
+    """From its first attempt; an attempt that gets on is not interrupted."""
+    stop: threading.Event
+    """Set when nobody wants the answer any more."""
+
+
+class S3Requests:
+    """Requests about the objects of one bucket. Methods may be called from any thread.
+
+    Raises FailedRequestError where a request was given up.
+    """
+
+    def __init__(self, client: S3Client, bucket: str) -> None:
+        self._client = client.client
+        self._more = client.more
+        self.service = Service(str(client.client.meta.endpoint_url), bucket)
+        self.has_checksums = client.client.meta.config.request_checksum_calculation != "when_required"
+        self.has_conditions = True
+        """Whether the service is not known to refuse `If-None-Match`."""
+        self._has_answered = client.has_answered
+        self._brake = Brake(f"{self.service.endpoint}/{bucket}")
+
+    def send(self, operation: str, **parameters: Any) -> Mapping[str, Any]:
+        """One attempt. `operation` is one of botocore's methods; raises S3_ERRORS."""
+        model = self._client.meta.service_model.operation_model(self._client.meta.method_to_api_mapping[operation])
+        more = {name: value for name, value in self._more.items() if name in model.input_shape.members}
+        request = getattr(self._client, operation)
+        answer: Mapping[str, Any] = request(**{**more, **parameters}, Bucket=self.service.bucket)
+        return answer
+
+    def call(self, operation: str, patience: Patience, **parameters: Any) -> Mapping[str, Any]:
+        """A request that may be carried out more than once without harm."""
+        return self.persist(lambda _: self.send(operation, **parameters), patience)
+
+    def persist(self, attempt: Callable[[int], Answer], patience: Patience) -> Answer:
+        """What `attempt` returns, which is called with 0, 1, ... until it does not raise one of S3_ERRORS."""
+        started, number = time.monotonic(), 0
+        while True:
+            self._brake.hold(patience.stop, at_most_s=patience.timeout_s - (time.monotonic() - started))
+            try:
+                answer = attempt(number)
+            except S3_ERRORS as error:
+                number += 1
+                pause_s = self._pause_after(error, number)
+                left_s = self._limit_s(error, patience) - (time.monotonic() - started)
+                if pause_s is None or pause_s > left_s or patience.stop.wait(pause_s):
+                    seconds = time.monotonic() - started
+                    raise FailedRequestError(error, num_attempts=number, seconds=seconds) from error
+            else:
+                self._has_answered.set()
+                return answer
+
+    def _pause_after(self, error: Exception, number: int) -> float | None:
+        """In seconds; None where another attempt is in vain."""
+        if not is_unreachable(error):
+            self._has_answered.set()
+        if not is_transient(error):
+            return None
+        if is_throttled(error):
+            self._brake.slow_down()
+        longest_s = min(_FIRST_PAUSE_S * 2**number, _MAX_PAUSE_S)
+        return random.uniform(_FIRST_PAUSE_S / 2, longest_s)  # noqa: S311 - spreads requests, keeps no secret
+
+    def _limit_s(self, error: Exception, patience: Patience) -> float:
+        is_nobody_there = is_unreachable(error) and not self._has_answered.is_set()
+        return min(patience.timeout_s, _FIRST_CONTACT_S) if is_nobody_there else patience.timeout_s
+
+    def head(self, key: str, patience: Patience) -> Mapping[str, Any] | None:
+        """What the service tells of an object; None where there is none."""
+        try:
+            return self.call("head_object", patience, Key=key)
+        except FailedRequestError as failed:
+            if is_missing(failed.error):
+                return None
+            raise
+
+    def read_range(self, key: str, byte_offset: int, buffer: memoryview, patience: Patience) -> None:
+        """Fills a flat buffer of at least one byte. What has arrived when a connection breaks is not asked for again.
+
+        Raises EndOfObjectError and RangeIgnoredError, too.
+        """
+        progress = [0]
+        try:
+            self.persist(lambda _: self._read_on(key, byte_offset, buffer, progress), patience)
+        except FailedRequestError as failed:
+            if not is_past_the_end(failed.error):
+                raise
+            found = self.head(key, patience) or {}
+            raise EndOfObjectError(int(found.get("ContentLength", 0))) from failed
+
+    def _read_on(self, key: str, byte_offset: int, buffer: memoryview, progress: list[int]) -> None:
+        first, last = byte_offset + progress[0], byte_offset + buffer.nbytes - 1
+        answer = self.send("get_object", Key=key, Range=f"bytes={first}-{last}")
+        with closing(answer["Body"]) as body:
+            _check_range(answer, first, last)
+            while progress[0] < buffer.nbytes:
+                num_bytes = body.readinto(buffer[progress[0] : progress[0] + _READ_BYTES])
+                if num_bytes == 0:
+                    raise IncompleteReadError(actual_bytes=progress[0], expected_bytes=buffer.nbytes)
+                progress[0] += num_bytes
+
+
+def _check_range(answer: Mapping[str, Any], first: int, last: int) -> None:
+    found = str(answer.get("ContentRange", ""))
+    if not found and first == 0 and int(answer.get("ContentLength", 0)) == last + 1:
+        return  # the whole object was wanted, and some services say so
+    start, _, rest = found.removeprefix("bytes ").partition("-")
+    end, _, size = rest.partition("/")
+    if start != str(first) or not end.isdigit():
+        raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer says {found or 'nothing'!r}")
+    if int(end) < last:
+        raise EndOfObjectError(int(size) if size.isdigit() else int(end) + 1)

@@ -1,0 +1,241 @@
+"""How the bytes of one object reach S3: in one request, or in parts, several in flight, straight out of the memory
+that blocks give. Either the whole object appears or nothing stays behind. It translates no errors.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from bytecheckpoint.storage.blocks import entered, take_blocks
+from bytecheckpoint.storage.s3_errors import (
+    S3_ERRORS,
+    FailedRequestError,
+    is_no_upload,
+    is_taken,
+    is_transient,
+    is_unreachable,
+    is_unsupported,
+)
+from bytecheckpoint.storage.s3_requests import Patience, S3Requests
+from bytecheckpoint.storage.store import Block
+
+_MIN_PART_BYTES = 5 << 20
+"""S3 takes no smaller one, but for the last."""
+_PART_BYTES = 16 << 20
+_MAX_PARTS = 9000
+"""S3 takes 10,000."""
+_WRITER = "bytecheckpoint-write"
+"""Under which an object's metadata says who wrote it: how a lost answer is told from another writer's object."""
+_CLEAN_UP_S = 10.0
+
+
+class TakenError(Exception):
+    """The name exists, and what is there is another writer's."""
+
+
+class Target(NamedTuple):
+    """An object that is to be."""
+
+    key: str
+    is_new: bool
+    """Whether the name must be free."""
+    writer: str
+    """Unlike that of any other write."""
+
+
+def new_target(key: str, *, replace: bool) -> Target:
+    return Target(key, is_new=not replace, writer=secrets.token_hex(16))
+
+
+def upload(
+    requests: S3Requests, target: Target, blocks: Sequence[Block], num_bytes: int, *, in_flight: int, timeout_s: float
+) -> None:
+    """Publishes the object, once all blocks are left. Memory is that of the blocks, which are entered `in_flight` at a
+    time; where they are too small or too many for parts, `in_flight` parts of up to 64 MiB, more from 576 GiB on. What
+    has 16 MiB or less is copied.
+
+    Raises TakenError, FailedRequestError, and what a block's `content` raises.
+    """
+    patience = Patience(timeout_s, threading.Event())
+    if num_bytes <= _PART_BYTES:
+        _put(requests, target, _copied(blocks, num_bytes), patience)
+        return
+    _Parts(requests, target, patience).send(_as_parts(blocks, num_bytes), in_flight=in_flight)
+
+
+def _put(requests: S3Requests, target: Target, content: memoryview, patience: Patience) -> None:
+    body = content if content.nbytes else b""
+    parameters = {"Key": target.key, "Body": body, "Metadata": {_WRITER: target.writer}, **_checksum(requests, content)}
+    _publish(requests, target, partial(requests.send, "put_object", **parameters), patience)
+
+
+def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], patience: Patience) -> None:
+    """The request that makes the object visible. What was carried out while its answer was lost is a success."""
+
+    def attempt(number: int) -> None:
+        condition = {"IfNoneMatch": "*"} if target.is_new and requests.has_conditions else {}
+        try:
+            request(**condition)
+        except S3_ERRORS as error:
+            if condition and is_unsupported(error):
+                requests.has_conditions = False
+                request()
+            # What is refused now may have been done by an attempt whose answer did not arrive.
+            elif number == 0 or is_transient(error) or not _is_there(requests, target, patience):
+                raise
+
+    try:
+        requests.persist(attempt, patience)
+    except FailedRequestError as failed:
+        if is_taken(failed.error):
+            raise TakenError from failed
+        if not is_transient(failed.error) or not _is_there(requests, target, patience):
+            raise
+    if target.is_new and not requests.has_conditions and not _is_there(requests, target, patience):
+        raise TakenError
+
+
+def _is_there(requests: S3Requests, target: Target, patience: Patience) -> bool:
+    """Whether the object is the one of this write. False where that cannot be found out."""
+    with suppress(FailedRequestError):
+        found = requests.head(target.key, patience._replace(timeout_s=min(patience.timeout_s, _CLEAN_UP_S)))
+        return found is not None and found.get("Metadata", {}).get(_WRITER) == target.writer
+    return False
+
+
+class _Parts:
+    """A multipart upload."""
+
+    def __init__(self, requests: S3Requests, target: Target, patience: Patience) -> None:
+        self._requests = requests
+        self._target = target
+        self._patience = patience
+        self._upload_id = ""
+        self._may_have_others = False
+        """Whether the service may have begun an upload whose answer was lost."""
+        self._failures: list[FailedRequestError] = []
+        """Of parts, in the order of time."""
+
+    def send(self, parts: Sequence[Block], *, in_flight: int) -> None:
+        numbers = {part.byte_offset: number for number, part in enumerate(parts, 1)}
+        sent: dict[int, dict[str, object]] = {}
+
+        def take(content: memoryview, byte_offset: int) -> None:
+            number = numbers[byte_offset]
+            sent[number] = self._send_part(number, content)
+
+        try:
+            self._begin()
+            take_blocks(parts, take, num_threads=in_flight)
+            listed = {"Parts": [sent[number] for number in sorted(sent)]}
+            request = partial(self._request, "complete_multipart_upload", MultipartUpload=listed)
+            _publish(self._requests, self._target, request, self._patience)
+        except FailedRequestError as failed:
+            first = self._failures[0] if self._failures else failed
+            self._abort(first)
+            raise first from first.error
+        except BaseException as error:
+            self._abort(error)
+            raise
+        if self._may_have_others:
+            self._abort_others()
+
+    def _begin(self) -> None:
+        def attempt(_number: int) -> None:
+            metadata = {_WRITER: self._target.writer}
+            try:
+                answer = self._requests.send("create_multipart_upload", Key=self._target.key, Metadata=metadata)
+            except S3_ERRORS as error:
+                self._may_have_others = self._may_have_others or (is_transient(error) and not is_unreachable(error))
+                raise
+            self._upload_id = answer["UploadId"]
+
+        self._requests.persist(attempt, self._patience)
+
+    def _send_part(self, number: int, content: memoryview) -> dict[str, object]:
+        """What completing the upload says about this part."""
+        checksum = _checksum(self._requests, content)
+
+        def attempt(_number: int) -> dict[str, object]:
+            answer = self._request("upload_part", PartNumber=number, Body=content, **checksum)
+            told = {name: value for name, value in answer.items() if name in checksum}
+            return {"PartNumber": number, "ETag": answer["ETag"], **told}
+
+        try:
+            return self._requests.persist(attempt, self._patience)
+        except FailedRequestError as failed:
+            self._failures.append(failed)
+            self._patience.stop.set()  # others may be waiting to try theirs again
+            raise
+
+    def _request(self, operation: str, **parameters: Any) -> Any:
+        return self._requests.send(operation, Key=self._target.key, UploadId=self._upload_id, **parameters)
+
+    def _abort(self, error: BaseException) -> None:
+        patience = Patience(_CLEAN_UP_S, threading.Event())
+        try:
+            if self._upload_id:
+                self._requests.persist(lambda _: self._request("abort_multipart_upload"), patience)
+        except FailedRequestError as failed:
+            if not is_no_upload(failed.error):
+                error.add_note("parts that were uploaded may be left, which `bcp gc` removes")
+        if self._may_have_others:
+            self._abort_others()
+
+    def _abort_others(self) -> None:
+        """Hazard: all uploads of this object. No other save uses its name."""
+        patience = Patience(_CLEAN_UP_S, threading.Event())
+        with suppress(FailedRequestError):
+            found = self._requests.call("list_multipart_uploads", patience, Prefix=self._target.key)
+            for other in found.get("Uploads", ()):
+                if other["Key"] == self._target.key:
+                    self._requests.call(
+                        "abort_multipart_upload", patience, Key=other["Key"], UploadId=other["UploadId"]
+                    )
+
+
+def _checksum(requests: S3Requests, content: memoryview) -> dict[str, str]:
+    """What the service compares with the bytes that reached it."""
+    if not requests.has_checksums:
+        return {}
+    return {"ChecksumCRC32": base64.b64encode(zlib.crc32(content).to_bytes(4, "big")).decode()}
+
+
+def _as_parts(blocks: Sequence[Block], num_bytes: int) -> Sequence[Block]:
+    """The blocks themselves where they can be parts, so that nothing is copied."""
+    part_bytes = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
+    is_large_enough = all(block.byte_length >= _MIN_PART_BYTES for block in blocks[:-1])
+    return blocks if is_large_enough and len(blocks) <= _MAX_PARTS else _joined(blocks, part_bytes)
+
+
+def _joined(blocks: Sequence[Block], part_bytes: int) -> list[Block]:
+    """Neighbours as one, each of at least so many bytes but for the last."""
+    groups: list[list[Block]] = []
+    for block in blocks:
+        if not groups or sum(other.byte_length for other in groups[-1]) >= part_bytes:
+            groups.append([])
+        groups[-1].append(block)
+    return [_join(group) for group in groups]
+
+
+def _join(group: Sequence[Block]) -> Block:
+    num_bytes = sum(block.byte_length for block in group)
+    return Block(group[0].byte_offset, num_bytes, lambda: nullcontext(_copied(group, num_bytes)))
+
+
+def _copied(blocks: Sequence[Block], num_bytes: int) -> memoryview:
+    """One after the other: memory that blocks share may not suffice to hold them all."""
+    memory = memoryview(bytearray(num_bytes))
+    position = 0
+    for block in blocks:
+        with entered(block) as content:
+            memory[position : position + block.byte_length] = content
+        position += block.byte_length
+    return memory

@@ -1,0 +1,182 @@
+"""The contract of stores on servers that speak other languages than S3: WebDAV in this process, Azure's where there is
+an emulator.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+import pytest
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage.fsspec_store import FsspecStore
+
+from .store_contract import StoreContract, get, pattern, put
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of client libraries and servers
+
+
+@contextmanager
+def _serving_webdav(folder: Path) -> Iterator[str]:
+    from wsgidav.wsgidav_app import WsgiDAVApp
+
+    class Handler(WSGIRequestHandler):
+        def log_message(self, *_args: object) -> None:
+            pass
+
+    class Server(ThreadingMixIn, WSGIServer):
+        daemon_threads = True
+
+    application = WsgiDAVApp(
+        {
+            "provider_mapping": {"/": str(folder)},
+            "simple_dc": {"user_mapping": {"*": True}},
+            "logging": {"enable": False},
+            "verbose": 0,
+        }
+    )
+
+    def limited(environ, start_response):
+        # wsgidav reads on where a body ends, and decodes chunked ones itself, which werkzeug's server would do as well.
+        if environ.get("CONTENT_LENGTH"):
+            body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+            environ["wsgi.input"] = io.BytesIO(body)
+        return application(environ, start_response)
+
+    server = Server(("127.0.0.1", 0), Handler)
+    server.set_app(limited)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def webdav(tmp_path_factory) -> Iterator[tuple[str, Path]]:
+    pytest.importorskip("webdav4")
+    pytest.importorskip("wsgidav")
+    folder = tmp_path_factory.mktemp("webdav")
+    with _serving_webdav(folder) as url:
+        yield url, folder
+
+
+class TestWebdavStore(StoreContract):
+    @pytest.fixture
+    def store(self, webdav):
+        url, _ = webdav
+        return FsspecStore(f"webdav://root-{uuid.uuid4().hex}/new", {"base_url": url})
+
+    @pytest.mark.parametrize(("num_bytes", "block_bytes"), [(1, 4096), (100_003, 5000), ((2 << 20) + 5, 1 << 19)])
+    def test_blocks_land_in_order(self, store, num_bytes, block_bytes):
+        super().test_blocks_land_in_order(store, num_bytes, block_bytes, 0)
+
+    def test_deleting(self, store):
+        """Unlike elsewhere, folders stay when their last file goes."""
+        put(store, "a/b", b"1")
+        store.delete("a/b")
+        store.delete("a/b")
+        store.delete("never/was")
+        assert store.list("a") == {}
+
+    def test_what_is_not_finished_is_not_listed(self, store, webdav):
+        put(store, "x", b"1")
+        (folder,) = (path.parent for path in webdav[1].rglob("x") if path.parent.parent.name in str(store))
+        (folder / ".tmp-123").write_bytes(b"")
+        assert store.list("") == {"x": 1}
+
+    def test_writability_is_checked_without_a_trace(self, store, webdav):
+        store.check_writable()
+        assert store.list("") == {}
+        (folder,) = (path for path in webdav[1].iterdir() if path.name in str(store))
+        assert list(folder.rglob(".tmp-*")) == []
+
+
+def test_a_webdav_server_where_nobody_listens():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pytest.importorskip("webdav4")
+    store = FsspecStore("webdav://x", {"base_url": f"http://127.0.0.1:{port}"})
+    with pytest.raises(CheckpointError, match="refused"):
+        store.check_writable()
+
+
+_ACCOUNT = "devstoreaccount1"
+_ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Of every emulator; documented, and no secret."""
+
+
+def _azurite() -> str | None:
+    return os.environ.get("BCP_TEST_AZURITE") or shutil.which("azurite-blob")
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory) -> Iterator[dict[str, str]]:
+    pytest.importorskip("adlfs")
+    command = _azurite()
+    if command is None:
+        pytest.skip("azurite is not installed: `npm install azurite`, and its azurite-blob in BCP_TEST_AZURITE")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--silent", "--skipApiVersionCheck"]
+    folder = tmp_path_factory.mktemp("azurite")
+    server = subprocess.Popen([command, *arguments, "--location", str(folder)])
+    try:
+        _wait_for(port, server)
+        endpoint = f"http://127.0.0.1:{port}/{_ACCOUNT}"
+        connection = f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_ACCOUNT_KEY}"
+        options = {"connection_string": f"{connection};BlobEndpoint={endpoint};"}
+        FsspecStore("abfs://bytecheckpoint/x", options)._fs.mkdir("bytecheckpoint")
+        yield options
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait_for(port: int, server: subprocess.Popen) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "azurite has ended"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    pytest.fail("azurite does not listen")
+
+
+class TestAzureStore(StoreContract):
+    @pytest.fixture
+    def store(self, azure):
+        return FsspecStore(f"abfs://bytecheckpoint/{uuid.uuid4().hex}", azure)
+
+    def test_many_blocks(self, store):
+        data = pattern((70 << 20) + 5)
+        put(store, "large", data)
+        assert store.list("") == {"large": len(data)}
+        assert get(store, "large", 1000, 40 << 20) == data[40 << 20 :][:1000]
+
+    def test_writability_is_checked_without_a_trace(self, store):
+        store.check_writable()
+        assert store.list("") == {}
+
+
+def test_a_container_that_does_not_exist(azure):
+    store = FsspecStore("abfs://nowhere/x", azure)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        store.check_writable()
