@@ -26,6 +26,8 @@ _PLAIN_OPTIONS = frozenset(
 """Options, at any depth, whose values help to understand an error and are no secret."""
 _PASSWORDS = {"username": "password", "user": "password", "key": "secret"}
 """Options that some backend sends together, as Basic authentication does."""
+_MIN_PART = 4
+"""Characters of a part of a secret that is one itself; what is shorter is in every other word."""
 _MAX_SHOWN = 500
 
 
@@ -53,6 +55,8 @@ def _secrets_of_url(url: str) -> Iterator[str]:
     for found in _USER.finditer(url):
         yield found["user"]
         yield found["user"].partition(":")[2]
+        # Who takes the first slash for the end of the host repeats what stands before it.
+        yield from (part for part in re.split("[:/]", found["user"]) if len(part) >= _MIN_PART)
 
 
 def _option_values(options: Mapping[str, object]) -> Iterator[str]:

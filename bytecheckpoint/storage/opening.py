@@ -19,6 +19,7 @@ __all__ = ["is_remote", "join_name", "open_store"]
 _LOCAL_URL = re.compile(r"\A(?:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
 """Without what s3fs alone understands: names of access points, versions, chains of URLs."""
+_S3_QUERY = re.compile(r"\As3a?://[^?]*\?")
 _COLLAPSED_URL = re.compile(r"\A([a-z][a-z0-9+.-]+):/(?!/)")
 
 
@@ -64,6 +65,13 @@ def open_store(
 def _open_url(
     url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float | None
 ) -> Store:
+    if _S3_QUERY.match(url):
+        raise StorageError(
+            f"the URL {showable_url(url)} goes on with a query ('?...'), which would become a part of every object's "
+            "name; nothing was read or written: give credentials and other options as storage_options",
+            kind="unsupported",
+            path=showable_url(url),
+        )
     # A session of aiobotocore, which s3fs takes, is of use to s3fs only.
     if not _S3_URL.match(url) or "session" in (storage_options or {}):
         return FsspecStore(url, storage_options)
