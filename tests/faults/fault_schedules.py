@@ -34,12 +34,18 @@ class Schedule(NamedTuple):
     @property
     def timeout_s(self) -> float:
         """Of the save and the load; a request is tried for half of it. Several ranks wait for one another."""
-        return 6.0 if self.num_ranks == 1 else 16.0
+        return 6.0 if self.num_ranks == 1 else 30.0
 
     @property
     def is_for_good(self) -> bool:
-        """Whether the server stays out of reach."""
+        """Whether the server stays out of reach of the save."""
         return any(fault.count == FOR_GOOD for fault in self.save_faults)
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether somebody waits in vain for as long as may be."""
+        faults = (*self.save_faults, *self.load_faults)
+        return any(fault.count == FOR_GOOD for fault in faults) or sum(fault.kind in STALLS for fault in faults) > 1
 
 
 def draw_schedule(seed: int) -> Schedule:
