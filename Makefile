@@ -1,6 +1,7 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
 #   make test     the tests, some 10 minutes on 2 cores
+#   make test-faults       hundreds of ways in which object stores fail, for minutes
 #   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it, resume it on other layouts
@@ -26,10 +27,13 @@ BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 BENCH_OBJECTS_ARGS ?= --size 0.25
 
 .DELETE_ON_ERROR:
-.PHONY: test test-frameworks lint demo bench bench-load bench-objects cli-doc clean
+.PHONY: test test-faults test-frameworks lint demo bench bench-load bench-objects cli-doc clean
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-faults: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 # Frameworks pin what they need, so they get an environment of their own: the same rules, under another name.
 test-frameworks:

@@ -52,6 +52,12 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_args: object) -> None:
         """Nothing is logged."""
 
+    def handle_expect_100(self) -> bool:
+        """What a client waits for before it sends its body."""
+        goes_on = super().handle_expect_100()
+        self.wfile.flush()
+        return goes_on
+
     def serve(self) -> None:
         body = self._body()
         split = urlsplit(self.path)
@@ -75,8 +81,6 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = serve  # noqa: N815  http.server's names
 
     def _body(self) -> memoryview:
-        if self.headers.get("Expect") == "100-continue":
-            pass  # http.server has answered that
         body = memoryview(bytearray(int(self.headers.get("Content-Length") or 0)))
         position = 0
         while position < len(body):

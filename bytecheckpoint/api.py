@@ -358,12 +358,13 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     `path`, `step`, `storage_options` and `options` are as for `load`.
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError.
     """
-    store = open_store(path, storage_options=storage_options, writer_threads=1)
+    options = options or LoadOptions()
+    store = open_store(path, storage_options=storage_options, writer_threads=1, timeout_s=options.timeout_s)
     folder = layout.find_checkpoint(store, _wanted_step(step), location=str(store))
     manifest = layout.parse_manifest(
         layout.read_manifest_bytes(store, folder), path=join_name(str(store), folder, layout.MANIFEST_NAME), whole=False
     )
-    source = Source(store, folder, manifest, options or LoadOptions(), is_exchanged=False)
+    source = Source(store, folder, manifest, options, is_exchanged=False)
     return Checkpoint(source, source.path)
 
 

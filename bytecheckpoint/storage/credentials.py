@@ -3,43 +3,82 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from urllib.parse import unquote
+from urllib.parse import quote, quote_plus, unquote
 
 from bytecheckpoint.storage.os_errors import describe
 
-_QUERY = re.compile(r"\?.*?(?=::|\Z)")
-_USER = re.compile(r"(?<=://)[^/]*@")
-_PLAIN_OPTIONS = frozenset({"endpoint_url", "endpoint", "region_name", "region", "host", "project", "protocol"})
-"""Options whose values help to understand an error and are no secret."""
+_QUERY = re.compile(r"\?.*?(?=::|\Z)", re.DOTALL)
+_USER = re.compile(r"(?P<before>:/{1,2})(?P<user>[^/]*|[^/:@]+:(?!\d*(?:/|\Z))[^@:]*)@")
+"""What stands before the host, also of a URL that lost a slash. A password may have slashes of its own, as keys of S3
+do: after a colon that no port follows, all up to the `@` is taken for it."""
+_QUERY_FIELD = re.compile(r"[&?][^=&]*=([^&]+)")
+_STRING_FIELD = re.compile(r";[^=;]*=([^;]{8,})")
+"""Of a connection string; what is shorter is no key, but a word like `https`."""
+_PLAIN_OPTIONS = frozenset(
+    {
+        *("endpoint_url", "endpoint", "region_name", "region", "host", "project", "protocol", "profile"),
+        *("addressing_style", "signature_version", "mode", "default_cache_type", "cache_type"),
+        *("ACL", "ServerSideEncryption", "StorageClass"),
+    }
+)
+"""Options, at any depth, whose values help to understand an error and are no secret."""
+_PASSWORDS = {"username": "password", "user": "password", "key": "secret"}
+"""Options that some backend sends together, as Basic authentication does."""
+_MIN_PART = 4
+"""Characters of a part of a secret that is one itself; what is shorter is in every other word."""
 _MAX_SHOWN = 500
 
 
 def showable_url(url: str) -> str:
     """The URL without user, password and query string."""
-    return _USER.sub("", _QUERY.sub("", url))
+    return _USER.sub(r"\g<before>", _QUERY.sub("", url))
 
 
 def find_secrets(url: str, storage_options: Mapping[str, object]) -> frozenset[str]:
-    """Every text of the URL and the options that no message may repeat."""
-    secrets = set(_option_values(storage_options))
+    """Every text of the URL and the options that no message may repeat, in the forms in which it could show."""
+    secrets = {*_secrets_of_url(url), *_option_values(storage_options)}
+    for user, password in _PASSWORDS.items():
+        if user in storage_options and password in storage_options:
+            secrets.add(f"{storage_options[user]}:{storage_options[password]}")
+    plain = {*secrets, *map(unquote, secrets)}
+    quoted = {quoted for secret in plain for quoted in (quote(secret), quote(secret, safe=""), quote_plus(secret))}
+    sent = {b64encode(secret.encode()).decode() for secret in plain if ":" in secret}
+    return frozenset({*plain, *quoted, *sent, *(repr(secret)[1:-1] for secret in plain)} - {""})
+
+
+def _secrets_of_url(url: str) -> Iterator[str]:
     for query in _QUERY.findall(url):
-        secrets.add(query[1:])
-        secrets.update(part.partition("=")[2] for part in query[1:].split("&"))
-    for user in _USER.findall(url):
-        secrets.add(user[:-1])
-        secrets.add(user[:-1].partition(":")[2])
-    return frozenset({*secrets, *map(unquote, secrets)} - {""})
+        yield query[1:]
+        yield from _QUERY_FIELD.findall(query)
+    for found in _USER.finditer(url):
+        yield found["user"]
+        yield found["user"].partition(":")[2]
+        # Who takes the first slash for the end of the host repeats what stands before it.
+        yield from (part for part in re.split("[:/]", found["user"]) if len(part) >= _MIN_PART)
 
 
 def _option_values(options: Mapping[str, object]) -> Iterator[str]:
     for name, value in options.items():
-        if isinstance(value, Mapping):
+        yield from _texts(name, value)
+
+
+def _texts(name: str, value: object) -> Iterator[str]:
+    match value:
+        case Mapping():
             yield from _option_values(value)
-        elif isinstance(value, bytes):
+        case bytes():
             yield value.decode("utf-8", "replace")
-        elif isinstance(value, str) and (name not in _PLAIN_OPTIONS or "@" in value):
+        case list() | tuple():
+            parts = [part for each in value for part in _texts("", each)]
+            yield from parts
+            yield ":".join(parts)
+        case str() if "://" in value and name in _PLAIN_OPTIONS:
+            yield from _secrets_of_url(value)
+        case str() if name not in _PLAIN_OPTIONS:
             yield value
+            yield from _STRING_FIELD.findall(f";{value}")
 
 
 def tells_secret(error: BaseException | None, secrets: frozenset[str]) -> bool:

@@ -31,7 +31,8 @@ _MiB = 1 << 20
 
 _MULTIPART = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "tos"})
 """Their open file is an upload that shows nothing until it is completed."""
-_MULTIPART_CREATE = frozenset({"s3", "s3a"})
+_AZURE = frozenset({"az", "abfs", "abfss"})
+_MULTIPART_CREATE = _AZURE | frozenset({"s3", "s3a"})
 """Of those, the ones that complete an upload opened as "xb" only where there is no such object."""
 _CREATING_MOVE = frozenset({"webdav", "dav"})
 """Whose servers move something only where nothing is, if they are asked to."""
@@ -166,7 +167,7 @@ def _put(fs: Any, upload: Upload, data: bytes) -> None:
         file = MemoryFile(fs, "/" + upload.path.lstrip("/"), data)
         if fs.store.setdefault(file.path, file) is not file:
             raise FileExistsError(errno.EEXIST, "another writer was faster", upload.path)
-    elif takes(fs, "pipe_file", "mode"):
+    elif takes(fs, "pipe_file", "mode") or _protocols(fs) & _AZURE:  # adlfs has the parameter, and does not name it
         _put_if_absent(fs, upload.path, data)
     else:
         fs.pipe_file(upload.path, data)  # the check before the write is all there is

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Literal
 
 from bytecheckpoint.errors import (
@@ -29,6 +29,7 @@ MAX_MANIFEST_BYTES = 1 << 30
 _STEP_FOLDER = re.compile(r"\Astep_([0-9]{8,})\Z")
 _MAX_NAMED = 10
 _LOOKS_IN_FLIGHT = 16
+_MAX_FAILURES = 2
 
 
 def step_folder(step: int) -> str:
@@ -241,14 +242,24 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
     """Creates the (encoded) manifest: from here on the checkpoint exists.
 
-    Raises CheckpointExistsError (exists) where one stands, unless `replace`, and what `Store.write` raises.
+    Raises CheckpointExistsError (exists) where another one stands, unless `replace`, and what `Store.write` raises.
     """
     content = memoryview(manifest)
     block = Block(0, content.nbytes, lambda: nullcontext(content))
     try:
         store.write(join_name(folder, MANIFEST_NAME), [block], replace=replace)
     except CheckpointExistsError as error:
-        raise exists_error(join_name(str(store), folder)) from error
+        # A request is tried again when its answer is lost, and may then find what it has written itself. Whoever hears
+        # of another's checkpoint removes the data of his own, so a look that fails must not pass for that.
+        if not _stands(store, folder, manifest):
+            raise exists_error(join_name(str(store), folder)) from error
+
+
+def _stands(store: Store, folder: str, manifest: bytes) -> bool:
+    try:
+        return read_manifest_bytes(store, folder) == manifest
+    except (CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError):
+        return False
 
 
 def exists_error(path: str) -> CheckpointExistsError:
@@ -294,7 +305,16 @@ def files_of_checkpoint(store: Store, folder: str) -> list[str]:
 
 
 def discard(store: Store, folder: str, names: Iterable[str]) -> None:
-    """Removes data files that no manifest points to, as far as the store lets it: what stays is only a leftover."""
+    """Removes data files that no manifest points to, as far as the store lets it: what stays is only a leftover.
+
+    A store that is out of reach twice in a row is not asked any more: others wait for this rank meanwhile.
+    """
+    num_failures = 0
     for name in names:
-        with suppress(CheckpointError):
+        try:
             store.delete(join_name(folder, name))
+            num_failures = 0
+        except CheckpointError:
+            num_failures += 1
+        if num_failures == _MAX_FAILURES:
+            return

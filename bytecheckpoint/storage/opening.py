@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.fsspec_store import FsspecStore, is_known_protocol
 from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.names import join_name
@@ -18,6 +19,7 @@ __all__ = ["is_remote", "join_name", "open_store"]
 _LOCAL_URL = re.compile(r"\A(?:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
 """Without what s3fs alone understands: names of access points, versions, chains of URLs."""
+_S3_QUERY = re.compile(r"\As3a?://[^?]*\?")
 _COLLAPSED_URL = re.compile(r"\A([a-z][a-z0-9+.-]+):/(?!/)")
 
 
@@ -43,11 +45,12 @@ def open_store(
         return _open_url(location, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)
     collapsed = _COLLAPSED_URL.match(local)
     if collapsed and is_known_protocol(collapsed.group(1)):
+        shown = showable_url(local)
         raise StorageError(
-            f"{local!r} looks like a URL that lost a slash, as pathlib makes them; nothing was read or written: pass "
+            f"{shown!r} looks like a URL that lost a slash, as pathlib makes them; nothing was read or written: pass "
             "URLs as strings",
             kind="unsupported",
-            path=local,
+            path=shown,
         )
     if storage_options:
         raise CheckpointMismatchError(
@@ -62,6 +65,13 @@ def open_store(
 def _open_url(
     url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float | None
 ) -> Store:
+    if _S3_QUERY.match(url):
+        raise StorageError(
+            f"the URL {showable_url(url)} goes on with a query ('?...'), which would become a part of every object's "
+            "name; nothing was read or written: give credentials and other options as storage_options",
+            kind="unsupported",
+            path=showable_url(url),
+        )
     # A session of aiobotocore, which s3fs takes, is of use to s3fs only.
     if not _S3_URL.match(url) or "session" in (storage_options or {}):
         return FsspecStore(url, storage_options)

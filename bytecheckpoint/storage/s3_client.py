@@ -17,6 +17,8 @@ from botocore import UNSIGNED
 from botocore.config import Config
 from fsspec.config import apply_config
 
+BROKEN_OFF = "the answer broke off within its headers"
+
 _PIECE_BYTES = 256 << 10
 _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 30
@@ -82,6 +84,7 @@ def _make_client(wish: _Wish) -> S3Client:
     arguments, settings = _client_arguments(options)
     client = _create(session, arguments, settings)
     client.meta.events.register("before-send.s3", _send_in_pieces)
+    client.meta.events.register("before-parse.s3", _refuse_half_an_answer)
     secrets = {arguments.get("aws_secret_access_key"), arguments.get("aws_session_token")}
     # Where they were passed, or none are used, looking for others could ask a service of the host that is not there.
     if secrets == {None} and settings.get("signature_version") is not UNSIGNED and (found := session.get_credentials()):
@@ -139,6 +142,16 @@ def _one_of(options: dict[str, Any], name: str, other: str) -> Any:
 def _send_in_pieces(request: Any, **_of_the_event: object) -> None:
     if isinstance(request.body, memoryview):
         request.body = _Pieces(request.body)
+
+
+def _refuse_half_an_answer(response_dict: Mapping[str, Any], operation_model: Any, **_of_the_event: object) -> None:
+    """Hazard: to http.client the end of a connection is the end of the headers, so that an answer which breaks off
+    there passes for a whole one without a body: a listing of nothing.
+    """
+    headers = response_dict["headers"]
+    says_length = str(headers.get("content-length", "")).isdigit() or "transfer-encoding" in headers
+    if operation_model.http["method"] in {"GET", "HEAD", "POST"} and not says_length:
+        raise ConnectionError(BROKEN_OFF)
 
 
 class _Pieces:

@@ -5,6 +5,7 @@ was asked to slow down. It knows objects and parts of uploads by their keys only
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import IncompleteReadError
 
-from bytecheckpoint.storage.s3_client import S3Client
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.s3_client import BROKEN_OFF, S3Client
 from bytecheckpoint.storage.s3_errors import (
     S3_ERRORS,
     FailedRequestError,
@@ -32,6 +34,9 @@ _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 10.0
 _READ_BYTES = 1 << 20
 """At a time, from the connection to where it belongs."""
+
+_PARTIAL = 206
+_CONTENT_RANGE = re.compile(r"\Abytes (?P<first>\d+)-(?P<last>\d+)/(?P<size>\d+|\*)\Z")
 
 Answer = TypeVar("Answer")
 
@@ -66,11 +71,13 @@ class S3Requests:
     def __init__(self, client: S3Client, bucket: str) -> None:
         self._client = client.client
         self._more = client.more
-        self.service = Service(str(client.client.meta.endpoint_url), bucket)
+        self.service = Service(showable_url(str(client.client.meta.endpoint_url)), bucket)
         self.has_checksums = client.client.meta.config.request_checksum_calculation != "when_required"
         self.has_conditions = True
         """Whether the service is not known to refuse `If-None-Match`."""
         self._has_answered = client.has_answered
+        self._has_given_up = False
+        """Whether the last that is known is that a request was tried in vain for all of its time."""
         self._brake = Brake(f"{self.service.endpoint}/{bucket}")
 
     def send(self, operation: str, **parameters: Any) -> Mapping[str, Any]:
@@ -98,9 +105,11 @@ class S3Requests:
                 left_s = self._limit_s(error, patience) - (time.monotonic() - started)
                 if pause_s is None or pause_s > left_s or patience.stop.wait(pause_s):
                     seconds = time.monotonic() - started
+                    self._has_given_up = pause_s is not None
                     raise FailedRequestError(error, num_attempts=number, seconds=seconds) from error
             else:
                 self._has_answered.set()
+                self._has_given_up = False
                 return answer
 
     def _pause_after(self, error: Exception, number: int) -> float | None:
@@ -116,7 +125,9 @@ class S3Requests:
 
     def _limit_s(self, error: Exception, patience: Patience) -> float:
         is_nobody_there = is_unreachable(error) and not self._has_answered.is_set()
-        return min(patience.timeout_s, _FIRST_CONTACT_S) if is_nobody_there else patience.timeout_s
+        # After an outage that ends a save there is still to be cleaned up, while others wait for this rank.
+        is_hopeless = is_nobody_there or self._has_given_up
+        return min(patience.timeout_s, _FIRST_CONTACT_S) if is_hopeless else patience.timeout_s
 
     def head(self, key: str, patience: Patience) -> Mapping[str, Any] | None:
         """What the service tells of an object; None where there is none."""
@@ -154,12 +165,15 @@ class S3Requests:
 
 
 def _check_range(answer: Mapping[str, Any], first: int, last: int) -> None:
-    found = str(answer.get("ContentRange", ""))
-    if not found and first == 0 and int(answer.get("ContentLength", 0)) == last + 1:
-        return  # the whole object was wanted, and some services say so
-    start, _, rest = found.removeprefix("bytes ").partition("-")
-    end, _, size = rest.partition("/")
-    if start != str(first) or not end.isdigit():
-        raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer says {found or 'nothing'!r}")
-    if int(end) < last:
-        raise EndOfObjectError(int(size) if size.isdigit() else int(end) + 1)
+    num_bytes = int(answer["ContentLength"])
+    if answer["ResponseMetadata"]["HTTPStatusCode"] != _PARTIAL:
+        if first == 0 and num_bytes == last + 1:
+            return  # the whole object was wanted, and some services say so
+        raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer has the object's first bytes")
+    found = _CONTENT_RANGE.match(str(answer.get("ContentRange", "")))
+    if found is None or int(found["last"]) + 1 - int(found["first"]) != num_bytes:
+        raise ConnectionError(BROKEN_OFF)
+    if int(found["first"]) != first:
+        raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer says {found[0]!r}")
+    if int(found["last"]) < last:
+        raise EndOfObjectError(int(found["size"]) if found["size"] != "*" else int(found["last"]) + 1)

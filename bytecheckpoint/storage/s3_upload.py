@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bytecheckpoint.storage.blocks import entered, take_blocks
+from bytecheckpoint.storage.s3_client import BROKEN_OFF
 from bytecheckpoint.storage.s3_errors import (
     S3_ERRORS,
     FailedRequestError,
@@ -34,6 +35,8 @@ _MAX_PARTS = 9000
 _WRITER = "bytecheckpoint-write"
 """Under which an object's metadata says who wrote it: how a lost answer is told from another writer's object."""
 _CLEAN_UP_S = 10.0
+_LOOKS = 2
+"""At an object that is not said to be one's own: an answer may break off within its headers."""
 
 
 class TakenError(Exception):
@@ -87,8 +90,8 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
             if condition and is_unsupported(error):
                 requests.has_conditions = False
                 request()
-            # What is refused now may have been done by an attempt whose answer did not arrive.
-            elif number == 0 or is_transient(error) or not _is_there(requests, target, patience):
+            # What is refused now may have been done by an attempt whose answer did not arrive, one of botocore's too.
+            elif is_transient(error) or not (number or is_taken(error)) or not _is_there(requests, target, patience):
                 raise
 
     try:
@@ -96,17 +99,27 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
     except FailedRequestError as failed:
         if is_taken(failed.error):
             raise TakenError from failed
-        if not is_transient(failed.error) or not _is_there(requests, target, patience):
+        if not is_transient(failed.error) or not _is_seen(requests, target, patience):
             raise
     if target.is_new and not requests.has_conditions and not _is_there(requests, target, patience):
         raise TakenError
 
 
 def _is_there(requests: S3Requests, target: Target, patience: Patience) -> bool:
-    """Whether the object is the one of this write. False where that cannot be found out."""
-    with suppress(FailedRequestError):
+    """Whether the object is the one of this write. Raises FailedRequestError where that cannot be found out: who took
+    his own object for another's would take back what belongs to it.
+    """
+    for _ in range(_LOOKS):
         found = requests.head(target.key, patience._replace(timeout_s=min(patience.timeout_s, _CLEAN_UP_S)))
-        return found is not None and found.get("Metadata", {}).get(_WRITER) == target.writer
+        if found is None or found.get("Metadata", {}).get(_WRITER) == target.writer:
+            return found is not None
+    return False
+
+
+def _is_seen(requests: S3Requests, target: Target, patience: Patience) -> bool:
+    """As `_is_there`, for a write that is known to have failed otherwise."""
+    with suppress(FailedRequestError):
+        return _is_there(requests, target, patience)
     return False
 
 
@@ -165,6 +178,8 @@ class _Parts:
 
         def attempt(_number: int) -> dict[str, object]:
             answer = self._request("upload_part", PartNumber=number, Body=content, **checksum)
+            if "ETag" not in answer:
+                raise ConnectionError(BROKEN_OFF)
             told = {name: value for name, value in answer.items() if name in checksum}
             return {"PartNumber": number, "ETag": answer["ETag"], **told}
 

@@ -11,6 +11,7 @@ from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest import DataFile, Manifest, encode_manifest
@@ -27,11 +28,12 @@ from bytecheckpoint.storage.layout import (
     latest_step,
     parse_step,
     read_manifest,
+    read_manifest_bytes,
     step_folder,
 )
 from bytecheckpoint.storage.local_store import LocalStore
 
-from .faulty_store import FaultyStore
+from .faulty_store import Fault, FaultyStore, unavailable
 from .store_contract import put
 
 
@@ -232,7 +234,7 @@ def test_files_are_checked_up_front(store):
 def test_a_committed_checkpoint_is_replaced_only_when_asked(store):
     _commit(store, 7)
     with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
-        _commit(store, 7)
+        _commit(store, 7, metadata={"of": "another"})
     assert (caught.value.kind, caught.value.path) == ("exists", f"{store}/step_00000007")
     commit(store, step_folder(7), encode_manifest(Manifest(save_id="new", step=7)), replace=True)
     assert read_manifest(store, step_folder(7)).save_id == "new"
@@ -253,3 +255,34 @@ def test_discarding_goes_on_where_one_file_stays(store):
         put(store, f"s/data/{at}", b"x")
     discard(FaultyStore(store, fail_at=2), "s", ["data/0", "data/1", "data/2", "data/never"])
     assert store.list("s/data") == {"1": 1}
+
+
+def test_discarding_ends_where_the_store_is_out_of_reach(store):
+    put(store, "s/data/0", b"x")
+    faulty = FaultyStore(store, fail_at=1, broken_from_then_on=True)
+    discard(faulty, "s", [f"data/{at}" for at in range(10)])
+    assert len(faulty.operations) == 2
+
+
+def taken():
+    return CheckpointExistsError("there is one", kind="exists")
+
+
+def test_a_commit_that_meets_itself_is_a_success(store):
+    """Its answer was lost, and the store has tried again."""
+    commit(FaultyStore(store, fail_at=1, fault=Fault.AFTER, make_error=taken), "s", b"mine", replace=False)
+    assert read_manifest_bytes(store, "s") == b"mine"
+
+
+def test_a_commit_that_meets_another_is_refused(store):
+    commit(store, "s", b"theirs", replace=False)
+    with pytest.raises(CheckpointExistsError):
+        commit(store, "s", b"mine", replace=False)
+    assert read_manifest_bytes(store, "s") == b"theirs"
+
+
+def test_a_commit_that_cannot_tell_whom_it_meets_does_not_say_that_it_is_another(store):
+    errors = iter([taken(), unavailable(), unavailable()])
+    faulty = FaultyStore(store, fail_at=1, fault=Fault.AFTER, make_error=lambda: next(errors), broken_from_then_on=True)
+    with pytest.raises(StorageError):
+        commit(faulty, "s", b"mine", replace=False)

@@ -20,7 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import pytest
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointExistsError
 from bytecheckpoint.storage.fsspec_store import FsspecStore
 
 from .store_contract import StoreContract, get, pattern, put
@@ -136,6 +136,7 @@ def azure(tmp_path_factory) -> Iterator[dict[str, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     arguments = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--silent", "--skipApiVersionCheck"]
+    arguments += ["--disableTelemetry"]
     folder = tmp_path_factory.mktemp("azurite")
     server = subprocess.Popen([command, *arguments, "--location", str(folder)])
     try:
@@ -169,6 +170,8 @@ class TestAzureStore(StoreContract):
         data = pattern((70 << 20) + 5)
         put(store, "large", data)
         assert store.list("") == {"large": len(data)}
+        with pytest.raises(CheckpointExistsError):
+            put(store, "large", data)
         assert get(store, "large", 1000, 40 << 20) == data[40 << 20 :][:1000]
 
     def test_writability_is_checked_without_a_trace(self, store):

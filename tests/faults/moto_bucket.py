@@ -1,0 +1,108 @@
+"""moto's S3 on 127.0.0.1, and a look at what is in its bucket that goes through no client library."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from html import unescape
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import pytest
+
+from bytecheckpoint.manifest import decode_manifest
+
+REGION = "us-east-1"
+_SIGNED = f"AWS4-HMAC-SHA256 Credential=access/20260101/{REGION}/s3/aws4_request"
+"""moto asks for a signature, and looks no further into it."""
+
+
+@contextmanager
+def running_moto() -> Iterator[Bucket]:
+    """The bucket on a server of its own. What moto keeps is the whole process', whichever server it came through."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
+        server.start()
+        bucket = Bucket(server.get_host_and_port()[1])
+        bucket.create()
+        try:
+            yield bucket
+        finally:
+            server.stop()
+
+
+class Bucket:
+    """The bucket named `bucket`."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    def create(self) -> None:
+        with suppress(urllib.error.HTTPError):  # it is there
+            self._ask("PUT", "/bucket")
+
+    def clear(self, prefix: str) -> None:
+        """Removes all objects and uploads below the prefix."""
+        for key in self.objects(prefix):
+            self._ask("DELETE", f"/bucket/{quote(key)}")
+        for key, upload_id in self._uploads(prefix):
+            self._ask("DELETE", f"/bucket/{quote(key)}?{urlencode({'uploadId': upload_id})}")
+
+    def objects(self, prefix: str) -> dict[str, bytes]:
+        listing = self._ask("GET", f"/bucket?{urlencode({'list-type': 2, 'prefix': prefix})}").decode()
+        keys = map(unescape, re.findall(r"<Key>(.*?)</Key>", listing))
+        return {key: self._ask("GET", f"/bucket/{quote(key)}") for key in keys}
+
+    def uploads(self, prefix: str) -> list[str]:
+        """The keys of uploads that were neither completed nor aborted."""
+        return [key for key, _ in self._uploads(prefix)]
+
+    def _uploads(self, prefix: str) -> list[tuple[str, str]]:
+        listing = self._ask("GET", "/bucket?uploads").decode()
+        found = re.findall(r"<Upload>.*?<Key>(.*?)</Key>.*?<UploadId>(.*?)</UploadId>.*?</Upload>", listing, re.DOTALL)
+        return [(unescape(key), upload_id) for key, upload_id in found if unescape(key).startswith(prefix)]
+
+    def _ask(self, method: str, path: str) -> bytes:
+        request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": _SIGNED})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bytes(answer.read())
+
+
+def storage_options(url: str, **more: Any) -> dict[str, Any]:
+    """For s3fs, to reach a server at this URL; whatever the client library retries by itself is done soon."""
+    return {
+        "key": "access",
+        "secret": "secret",
+        "endpoint_url": url,
+        "client_kwargs": {"region_name": REGION},
+        **more,
+    }
+
+
+def what_is_partial(objects: dict[str, bytes]) -> list[str]:
+    """The objects of which only a part is there, by what they say of themselves."""
+    return [key for key, content in objects.items() if not _is_whole(key, content)]
+
+
+def _is_whole(key: str, content: bytes) -> bool:
+    try:
+        if key.endswith(".safetensors"):
+            header_bytes = int.from_bytes(content[:8], "little")
+            header = json.loads(content[8 : 8 + header_bytes])
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return len(content) == 8 + header_bytes + max(ends, default=0)
+        if key.endswith("/manifest.bcp"):
+            return bool(decode_manifest(content).save_id)
+        return bool(json.loads(content))  # telemetry
+    except ValueError:
+        return False

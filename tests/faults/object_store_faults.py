@@ -1,0 +1,231 @@
+"""Saves and loads through a proxy that lets go wrong what a seed says, against moto's server: nothing partial is ever
+visible, nothing acknowledged is lost, nobody takes its own write for another's, nothing hangs, and no upload is left.
+
+    python tests/faults/object_store_faults.py --count 500
+    python tests/faults/object_store_faults.py --first 17 --count 1     # one schedule again, with all of its requests
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+from faults.fault_proxy import FaultProxy, running_proxy
+from faults.fault_schedules import Schedule, draw_schedule
+from faults.moto_bucket import Bucket, running_moto, what_is_partial
+from faults.s3_calls import UNTOUCHED, Ended, Place, load_there, save_there
+from faults.seams import Seen
+
+OLD, NEW, LATER = 1.0, 2.0, 3.0
+HUNG_S = 90.0
+"""A call that takes that long hangs: its process is killed and says where it was."""
+GAVE_UP = re.compile(r"after \d+ attempts? in (?P<seconds>\d+(\.\d+)?) s")
+MAY_BE_COMMITTED = "whether the checkpoint was committed"
+
+
+class Outcome(NamedTuple):
+    """What came of a schedule in which everything held that must."""
+
+    save: str
+    load: str
+    num_met: int
+    """Faults."""
+    longest_s: float
+    """That a save or a load took."""
+
+
+class BrokenPromiseError(AssertionError):
+    """Something did not hold."""
+
+
+class Trial:
+    """One schedule, carried out."""
+
+    def __init__(self, schedule: Schedule, bucket: Bucket, proxy: FaultProxy, workers: WorkerPool) -> None:
+        self._schedule = schedule
+        self._bucket = bucket
+        self._proxy = proxy
+        self._workers = workers
+        self._prefix = f"seed{schedule.seed}/"
+        self._longest_s = 0.0
+        self.story = [str(schedule)]
+        """What was done, and what the proxy saw of it."""
+
+    def run(self) -> Outcome:
+        old_step, new_step = (None, None) if self._schedule.overwrites else (1, 2)
+        self._save(OLD, self._place(old_step))
+        saved = self._save_with_faults(new_step)
+        is_new = self._check_saved(saved, old_step, new_step)
+        num_met = len(self._proxy.met)
+        loaded = self._load_with_faults(NEW if is_new else OLD, new_step if is_new else old_step)
+        if saved.error is not None and not is_new:
+            self._save(LATER, self._place(new_step), overwrite=self._schedule.overwrites)
+            self._must(self._load(self._place(new_step)).value == LATER, "what was saved again is not there")
+        return Outcome(
+            "acknowledged" if saved.error is None else "failed, but committed" if is_new else "failed",
+            "loaded" if loaded.error is None else "failed",
+            num_met + len(self._proxy.met),
+            self._longest_s,
+        )
+
+    def _save_with_faults(self, step: int | None) -> Ended:
+        """Also sees to it that nothing partial is visible, and that the manifest is sent last."""
+        schedule, place = self._schedule, self._place(step, through_proxy=True)
+        at_commit: list[dict[str, bytes]] = []
+
+        def look(line: str) -> None:
+            if line.startswith("PUT") and "/manifest.bcp" in line:
+                at_commit.append(self._bucket.objects(self._prefix))
+
+        self._proxy.begin(schedule.save_faults, schedule.pace)
+        self._proxy.before_passing = look
+        ended = self._ask(save_there, place, NEW, schedule.is_async, schedule.overwrites)
+        self._heal()
+        self._proxy.before_passing = None
+        afterwards = self._bucket.objects(self._prefix)
+        for objects in (afterwards, *at_commit):
+            self._must(not what_is_partial(objects), f"visible in part: {what_is_partial(objects)}")
+        for objects in at_commit:
+            new = [key for key, data in afterwards.items() if "/data/" in key and objects.get(key) != data]
+            self._must(not new, f"written after the manifest was sent: {new}")
+        return ended
+
+    def _check_saved(self, ended: Ended, old_step: int | None, new_step: int | None) -> bool:
+        """Whether the new checkpoint stands. Looks at the server itself."""
+        place = self._place(new_step)
+        is_there = new_step is None or new_step in bcp.steps(place.url, storage_options=place.storage_options)
+        value = self._load(place).value if is_there else None
+        is_new = value == NEW
+        if ended.error is None:
+            self._must(is_new, f"what was acknowledged is not there: {value}")
+        else:
+            self._check_error(ended.error)
+            self._must(not is_new or MAY_BE_COMMITTED in ended.error.message, "committed, against what the error says")
+        self._must(is_new or not is_there or value == OLD, f"what is visible is not whole: {value}")
+        if old_step != new_step:
+            self._must(self._load(self._place(old_step)).value == OLD, "the previous checkpoint is lost")
+        if not (self._schedule.is_for_good or self._has_late_upload()):
+            uploads = self._bucket.uploads(self._prefix)
+            self._must(not uploads, f"uploads are left that could have been aborted: {uploads}")
+        return is_new
+
+    def _load_with_faults(self, value: float, step: int | None) -> Ended:
+        before = self._bucket.objects(self._prefix)
+        self._proxy.begin(self._schedule.load_faults, self._schedule.pace)
+        ended = self._ask(load_there, self._place(step, through_proxy=True))
+        self._heal()
+        self._must(self._bucket.objects(self._prefix) == before, "a load has changed what is stored")
+        if ended.error is None:
+            self._must(ended.value == value, f"loaded {ended.value} instead of {value}")
+        else:
+            self._check_error(ended.error)
+            is_as_it_was = "Nothing of the state" in ended.error.message + ended.error.own
+            self._must(not is_as_it_was or ended.value == UNTOUCHED, "overwritten, against what the error says")
+        return ended
+
+    def _check_error(self, error: Seen) -> None:
+        self._must(error.cls in {"StorageError", "CheckpointSaveError"}, "an outage is reported as something else")
+        self._must(GAVE_UP.search(error.message) is not None, "the error does not name attempts and seconds")
+
+    def _has_late_upload(self) -> bool:
+        """Whether an upload may have begun when its client had given up."""
+        return any(met.fault.kind == "late" and "uploads" in met.line for met in self._proxy.met)
+
+    def _place(self, step: int | None, *, through_proxy: bool = False) -> Place:
+        return Place(
+            url=f"s3://bucket/{self._prefix}run",
+            step=step,
+            endpoint=self._proxy.url if through_proxy else self._bucket.url,
+            timeout_s=self._schedule.timeout_s if through_proxy else HUNG_S,
+            stalled_s=1 if through_proxy else HUNG_S / 3,
+            in_parts=self._schedule.in_parts,
+        )
+
+    def _save(self, value: float, place: Place, *, overwrite: bool = False) -> None:
+        ended = self._ask(save_there, place, value, False, overwrite)
+        self._must(ended.error is None, f"a save that meets no fault fails: {ended.error}")
+
+    def _load(self, place: Place) -> Ended:
+        ended = self._ask(load_there, place)
+        self._must(ended.error is None, f"a load that meets no fault fails: {ended.error}")
+        return ended
+
+    def _ask(self, function: Any, *args: Any) -> Ended:
+        """What all ranks say alike, and the longest that it took one."""
+        num_ranks = self._schedule.num_ranks
+        try:
+            by_rank = self._workers.run(
+                function, *args, world_size=num_ranks, timeout_s=HUNG_S, process_group=num_ranks > 1
+            )
+        except Exception as error:
+            raise self._broken(f"neither done nor failed as it should: {error}") from error
+        self._longest_s = max(self._longest_s, *(ended.seconds for ended in by_rank))
+        self.story += [f"{function.__name__}: {by_rank[0]}"]
+        self._must(len({ended.error for ended in by_rank}) == 1, f"ranks tell different things: {by_rank}")
+        if by_rank[0].error is None:
+            self._must(len({ended.value for ended in by_rank}) == 1, f"ranks hold different things: {by_rank}")
+        return by_rank[0]
+
+    def _heal(self) -> None:
+        self._proxy.heal()
+        self.story += [f"    {line}" for line in self._proxy.lines]
+
+    def _must(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise self._broken(what)
+
+    def _broken(self, what: str) -> BrokenPromiseError:
+        command = f"python tests/faults/object_store_faults.py --first {self._schedule.seed} --count 1"
+        return BrokenPromiseError("\n".join([what, *self.story, f"once more: {command}"]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first schedule")
+    parser.add_argument("--count", type=int, default=500, help="how many schedules")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # of client libraries, and of saves that go on
+    outcomes, num_broken = [], 0
+    pool = WorkerPool()
+    try:
+        with running_moto() as bucket, running_proxy(bucket.port) as proxy:
+            for seed in range(arguments.first, arguments.first + arguments.count):
+                trial = Trial(draw_schedule(seed), bucket, proxy, pool)
+                try:
+                    outcomes.append(trial.run())
+                    said = [*(trial.story if arguments.count == 1 else ()), str(outcomes[-1])]
+                except BrokenPromiseError as error:
+                    num_broken += 1
+                    said = [str(error)]
+                sys.stdout.write("\n".join([f"{seed}:", *said, ""]))
+                sys.stdout.flush()
+                bucket.clear(f"seed{seed}/")
+    finally:
+        pool.close()
+    sys.stdout.write(summary(outcomes, num_broken))
+    return 1 if num_broken else 0
+
+
+def summary(outcomes: Sequence[Outcome], num_broken: int) -> str:
+    saves = Counter(outcome.save for outcome in outcomes)
+    loads = Counter(outcome.load for outcome in outcomes)
+    num_met, longest_s = sum(outcome.num_met for outcome in outcomes), max(outcome.longest_s for outcome in outcomes)
+    return (
+        f"{len(outcomes) + num_broken} schedules, {num_met} faults: promises were broken in {num_broken}\n"
+        f"saves: {dict(saves)}\nloads: {dict(loads)}\nat most {longest_s:.1f} s\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
