@@ -9,6 +9,8 @@ from typing import Any
 
 from bytecheckpoint.manifest import Manifest
 
+OWN_FORMAT = "bytecheckpoint"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
@@ -18,7 +20,9 @@ class CheckpointInfo:
     """Where it stands: the path or URL of its folder."""
     step: int | None
     save_id: str
-    """New for every save; part of the names of its data files."""
+    """New for every save; part of the names of its data files. Empty where another program wrote the checkpoint."""
+    format: str
+    """`bytecheckpoint`, or what another program wrote: `safetensors`, `torch.save`, `torch.distributed.checkpoint`."""
     num_bytes: int
     """Of all its data files, headers included."""
     num_tensors: int
@@ -75,6 +79,7 @@ def describe_checkpoint(manifest: Manifest, *, path: str, seconds: Mapping[str, 
         path=path,
         step=manifest.step,
         save_id=manifest.save_id,
+        format=manifest.foreign_format or OWN_FORMAT,
         num_bytes=sum(file.byte_length for file in manifest.files),
         num_tensors=len(manifest.tensors),
         world_size=world_size if isinstance(world_size, int) else None,

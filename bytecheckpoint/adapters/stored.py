@@ -4,8 +4,7 @@ key_map, plain data decoded for one rank.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -20,12 +19,10 @@ from bytecheckpoint.adapters.plain_data import (
     keep_in_tree,
     leaves,
 )
+from bytecheckpoint.adapters.renaming import KeyMap, renamer
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
-
-KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
-"""From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
 Scope = Literal["shared", "whole", "either", "rank"]
 """Plain data must be the same on all ranks wherever they have the same keys, or the same with all its keys; it may
@@ -100,13 +97,15 @@ class Stored:
         key_map: KeyMap | None,
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
+        below: str = "",
     ) -> None:
+        """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too."""
         self._manifest = manifest
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
         self._takes_all = include is None and not exclude
-        self._is_as_saved = self._takes_all and key_map is None
-        self.rename = renamer(key_map)
+        self._is_as_saved = self._takes_all and key_map is None and not below
+        self.rename = renamer(key_map, below)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
         """By checkpoint FQN, whatever include and exclude say."""
@@ -320,36 +319,6 @@ def _descend(tree: Any, path: str) -> Any:
 
 def _matches(fqn: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(fqn, glob) for glob in globs)
-
-
-def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
-    """A key_map in any of its forms as a function from checkpoint FQN to state FQN."""
-    if key_map is None:
-        return lambda fqn: fqn
-    if callable(key_map):
-        return key_map
-    if isinstance(key_map, Mapping):
-        names = dict(key_map)
-        return lambda fqn: names.get(fqn, fqn)
-    rules = list(key_map)
-
-    def rename(fqn: str) -> str:
-        for pattern, replacement in rules:
-            fqn = _substitute(pattern, replacement, fqn)
-        return fqn
-
-    return rename
-
-
-def _substitute(pattern: str, replacement: str, fqn: str) -> str:
-    try:
-        return re.sub(pattern, replacement, fqn)
-    except re.error as error:
-        raise CheckpointMismatchError(
-            f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing "
-            "was loaded",
-            kind="conflict",
-        ) from error
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:
