@@ -165,6 +165,8 @@ class _Reader:
         """Parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""
         shapes = models[0].value.get("frozen_param_shapes") or {}
         for name, shape in shapes.items():
+            if f"model.{name}" in self._parts.tensors:  # universal checkpoints may have them
+                continue
             lengths = lengths_of(shape)
             views = [saved.value["frozen_param_fragments"][name] for saved in models]
             if len(views) == 1 or views[0].shape == lengths:
