@@ -1,5 +1,5 @@
-"""What it costs to open a checkpoint that another program wrote: seconds until its tensors are known, those of them that
-the processor was at work, and peak memory above that of the imports.
+"""What it costs to open a checkpoint that another program wrote: seconds until its tensors are known, those that the
+processor was at work, and peak memory above that of the imports.
 
     python benchmarks/foreign.py                      2 GiB of each format, in folders under /tmp
     python benchmarks/foreign.py --gib 0.5 --folder /data

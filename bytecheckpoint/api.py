@@ -249,8 +249,8 @@ def load(
     before every check that can be made up front has passed on every rank.
 
     Args:
-        path: As for `save`; or a safetensors file or folder, a torch.distributed.checkpoint folder or a torch.save
-            file, which are read as they are.
+        path: As for `save`; or a safetensors file or folder, a folder of torch.distributed.checkpoint or DeepSpeed, or
+            a torch.save file, which are read as they are.
         state: As for `save`: its tensors are the memory that is filled, its plain data is replaced in its containers.
             Modules on the meta device get memory, optimizers without state get state.
         framework: As for `save`.

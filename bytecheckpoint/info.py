@@ -22,7 +22,8 @@ class CheckpointInfo:
     save_id: str
     """New for every save; part of the names of its data files. Empty where another program wrote the checkpoint."""
     format: str
-    """`bytecheckpoint`, or what another program wrote: `safetensors`, `torch.save`, `torch.distributed.checkpoint`."""
+    """`bytecheckpoint`, or what another program wrote: `safetensors`, `torch.save`, `torch.distributed.checkpoint`,
+    `deepspeed`."""
     num_bytes: int
     """Of all its data files, headers included."""
     num_tensors: int

@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed itself has saved, read in place: they hold what DeepSpeed says that its engines held, and those
+"""Folders that DeepSpeed itself has saved, read in place: they hold what DeepSpeed says that its engines held; those
 of universal checkpoints, which its own program makes of them, hold the same.
 """
 
