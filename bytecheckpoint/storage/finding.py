@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.foreign.file_bytes import damaged
 from bytecheckpoint.storage.foreign.formats import Place, find_file, find_folder, find_step, read_manifest
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
@@ -121,7 +122,10 @@ def manifest_bytes(found: Found) -> bytes:
     """
     if found.foreign is None:
         return layout.read_manifest_bytes(found.store, found.folder)
-    content = encode_manifest(read_manifest(found.store, found.foreign))
+    try:
+        content = encode_manifest(read_manifest(found.store, found.foreign))
+    except CheckpointSaveError as error:
+        raise damaged(found.path, f"it says of its tensors what cannot be: {error.__cause__}") from error
     layout.parse_manifest(content, path=found.manifest_path, whole=True)
     return content
 

@@ -127,6 +127,16 @@ def other_shape(metadata: Any) -> None:
     metadata.state_dict_metadata["w"].size = torch.Size([9, 9])
 
 
+def impossible_shape(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = (1 << 70, 0)
+    metadata.state_dict_metadata["w"].chunks = []
+
+
+def deep_path(metadata: Any) -> None:
+    metadata.planner_data["w"] = ("w", *[0] * 50_000)
+    other_dtype(metadata)
+
+
 def other_dtype(metadata: Any) -> None:
     metadata.state_dict_metadata["w"].properties.dtype = torch.int8
 
@@ -151,6 +161,8 @@ DAMAGE = {
     move_far: "truncated",
     negative: "bad_manifest",
     other_shape: "bad_manifest",
+    impossible_shape: "bad_manifest",
+    deep_path: "bad_manifest",
     other_dtype: "bad_manifest",
     swap: "bad_manifest",
     without_places: "bad_manifest",

@@ -219,6 +219,12 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
         bcp.load(path, {"optimizer": other, "model": wider})
 
 
+def test_a_dict_that_only_looks_like_an_optimizer_is_plain_data(tmp_path: Path) -> None:
+    odd = {"state": {}, "param_groups": [{"params": [[1], {}]}]}
+    assert bcp.open(save({"x": odd}, tmp_path)).objects["x.param_groups"] == [{"params": [[1], {}]}]
+    assert bcp.open(save({"x": {"state.weight": 1, "state.bias": 2}}, tmp_path)).objects["x.state.bias"] == 2
+
+
 def refused(path: Path) -> bcp.CheckpointError:
     with pytest.raises(bcp.CheckpointError) as caught:
         bcp.open(path)

@@ -108,7 +108,7 @@ def _translated(path: str, function: Any, *args: Any) -> Any:
         return function(*args)
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(path, f"it is not what DeepSpeed writes: {type(error).__name__}: {error}") from error
 
 

@@ -10,7 +10,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable
 from bytecheckpoint.storage.foreign.pickle_machine import PickleError
 from bytecheckpoint.storage.foreign.pickled_values import Instance, find_value, instances
-from bytecheckpoint.storage.foreign.plain_values import DtypeName, Size
+from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, DtypeName, Size
 from bytecheckpoint.storage.foreign.torch_file import unpickle
 
 _METADATA = "torch.distributed.checkpoint.metadata."
@@ -78,7 +78,7 @@ def read_metadata(content: bytes, path: str) -> Metadata:
         return _parse(found, path)
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(path, f"it does not describe a checkpoint: {type(error).__name__}: {error}") from error
 
 
@@ -170,5 +170,5 @@ def _lengths(value: Any) -> tuple[int, ...]:
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
     """Planners of other kinds keep something else there."""
     for fqn, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        if isinstance(path, tuple) and path and all(type(key) in {str, int} for key in path):
+        if isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(type(key) in {str, int} for key in path):
             yield fqn, path

@@ -48,6 +48,8 @@ def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
     if not all(isinstance(values, dict) for values in state.values()):
         return None
     keys = [key for group in groups for key in group["params"]]
+    if not {*map(type, keys)} <= {int, str}:
+        return None
     names = _names(groups)
     is_by_position = names is None and all(type(key) is int for key in keys)
     if len(set(map(str, keys))) < len(keys) or not (is_by_position or names or set(map(type, keys)) <= {str}):

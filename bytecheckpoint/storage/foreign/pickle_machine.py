@@ -59,7 +59,7 @@ def read_pickle_at(
     machine = _Machine(content, start, find_global, find_persistent)
     try:
         return machine.run(), machine.position
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, struct.error) as error:
         if isinstance(error, PickleError | CheckpointError):
             raise
         raise PickleError(f"it is damaged at byte {machine.position}: {type(error).__name__}: {error}") from error

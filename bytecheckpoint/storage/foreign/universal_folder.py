@@ -65,11 +65,13 @@ def _add_groups(
     shapes: list[dict[str, tuple[int, ...]]],
     result: Result,
 ) -> None:
-    groups: list[Mapping[str, Any]] = [{}] * len(shapes)
+    """The hyperparameters of each group; ZeRO 3, which has several groups of parameters for one of the user's, keeps
+    those deeper.
+    """
+    groups: list[Mapping[str, Any]] = []
     if num_bytes is not None:
         value = open_file(f"{UNIVERSAL_FOLDER}/{_OPTIMIZER}", num_bytes).value
-        inner = value.get("optimizer_state_dict", value)
-        found = value.get("param_groups") or (inner.get("param_groups") if isinstance(inner, dict) else None) or []
-        groups = found if len(found) == len(shapes) else [*found[:1], *found[:1] * (len(shapes) - 1)] or groups
-    for names, group in zip(shapes, groups, strict=True):
-        result.add_group(list(names), group)
+        groups = (value if "param_groups" in value else value["optimizer_state_dict"])["param_groups"]
+    for index, names in enumerate(shapes):
+        is_same = len(groups) == len(shapes)
+        result.add_group(list(names), groups[index if is_same else 0] if groups else {})
