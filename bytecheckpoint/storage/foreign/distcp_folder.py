@@ -5,7 +5,7 @@ is an archive of torch.save. Whatever sharded the state (FSDP2, tensor paralleli
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointNotFoundError
@@ -24,6 +24,8 @@ from bytecheckpoint.storage.names import check_name, join_name
 from bytecheckpoint.storage.store import Store
 
 METADATA_NAME = ".metadata"
+_MAX_HEAD_BYTES = 4096
+_CHECKSUM_BYTES = 4
 
 
 def read_folder(store: Store, folder: str) -> Parts:
@@ -42,6 +44,21 @@ def read_folder(store: Store, folder: str) -> Parts:
     return reader.parts
 
 
+class _Head(NamedTuple):
+    """How an archive begins, before the storage of the tensor in it."""
+
+    num_bytes: int
+    checksum_offset: int
+    content: bytes
+    """Without that checksum."""
+    view: StoredView
+    storage_bytes: int
+
+
+def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
+    return head[:checksum_offset] + head[checksum_offset + _CHECKSUM_BYTES :]
+
+
 class _Folder:
     """The data files, and what has been found in them."""
 
@@ -53,6 +70,8 @@ class _Folder:
         self._files: list[FileBytes] = []
         self._views: dict[bytes, Any] = {}
         """What pickles say: those of equal parts are equal."""
+        self._heads: dict[int, _Head] = {}
+        """By length of the archive, the latest."""
         self.parts = Parts(path)
 
     def open_files(self, metadata: Metadata) -> None:
@@ -98,15 +117,35 @@ class _Folder:
         if 0 in chunk.lengths:
             return []
         number = self._numbers[chunk.item.file]
-        archive = self._archive(chunk.item, fqn)
-        view = self._view(archive, fqn)
+        view, start, num_bytes = self._place(chunk.item, fqn)
         if view.dtype != dtype or view.shape != chunk.lengths:
             what = f"{dtype}{list(chunk.lengths)} in {METADATA_NAME}, {view.dtype}{list(view.shape)} in the file"
             raise damaged(self._files[number].path, f"a part of {fqn!r:.200} is {what}")
-        start, num_bytes = archive.storage(view.storage)
         path = self._files[number].path
         inside = chunks_of(view, fqn, file=number, byte_offset=start, byte_length=num_bytes, path=path)
         return [each._replace(region=_moved(each.region, chunk.offsets)) for each in inside]
+
+    def _place(self, item: Item, fqn: str) -> tuple[StoredView, int, int]:
+        """The tensor that an archive is, and where its storage begins in the file and how many bytes it has.
+
+        Most archives begin with the same bytes as an earlier one of their length, but for a checksum: then their
+        storage is in the same place.
+        """
+        file = self._files[self._numbers[item.file]]
+        known = self._heads.get(item.byte_length)
+        if known is not None:
+            head = file.read(item.byte_offset, known.num_bytes)
+            if _without_checksum(head, known.checksum_offset) == known.content:
+                return known.view, item.byte_offset + known.num_bytes, known.storage_bytes
+        archive = self._archive(item, fqn)
+        view = self._view(archive, fqn)
+        start, storage_bytes = archive.storage(view.storage)
+        head_bytes = start - item.byte_offset
+        if head_bytes <= _MAX_HEAD_BYTES:
+            at = archive.checksum_offset(view.storage)
+            content = _without_checksum(file.read(item.byte_offset, head_bytes), at)
+            self._heads[item.byte_length] = _Head(head_bytes, at, content, view, storage_bytes)
+        return view, start, storage_bytes
 
     def _archive(self, item: Item, fqn: str) -> TorchArchive:
         file = self._files[self._numbers[item.file]]

@@ -53,6 +53,10 @@ class TorchArchive:
     def pickle(self) -> bytes:
         return self._zip.read(self._folder + _PICKLE, max_bytes=MAX_PICKLE_BYTES)
 
+    def checksum_offset(self, ref: StorageRef) -> int:
+        """Where the checksum of a storage stands before it, from the start of the archive."""
+        return self._zip.checksum_offset(f"{self._folder}data/{ref.key}")
+
     def storage(self, ref: StorageRef) -> tuple[int, int]:
         """Where in the file a storage begins, and its length in bytes."""
         name = f"{self._folder}data/{ref.key}"

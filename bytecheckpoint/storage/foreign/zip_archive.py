@@ -19,6 +19,7 @@ _END_64_LOCATOR = struct.Struct("<4sLQL")  # signature, disk, offset of the foll
 _END_64 = struct.Struct("<4sQ2H2L4Q")  # signature, size, versions, disks, entries (2), directory bytes and offset
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_LOCAL_CHECKSUM = 14
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
 _ZIP_64_EXTRA = 1
 _ENCRYPTED = 1
@@ -65,6 +66,10 @@ class ZipArchive:
         if start + member.byte_length > member.limit:
             self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
         return self._start + int(start)
+
+    def checksum_offset(self, name: str) -> int:
+        """Where the checksum of a member's bytes is that stands before them, from the start of the archive."""
+        return self.members[name].header_offset + _LOCAL_CHECKSUM
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """The bytes of a member."""
