@@ -9,17 +9,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, Literal
 
-import msgspec
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.key_maps import KeyMap
+from bytecheckpoint.adapters.renaming import KeyMap
 from bytecheckpoint.adapters.state import collect_all, entries_of, finish_all
-from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.aftermath import telling
-from bytecheckpoint.agreement import Agreed, Target, agree, check_same, propose, wish_of
+from bytecheckpoint.agreement import Agreed, Target, agree, propose, wish_of
 from bytecheckpoint.background import write_in_background
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.clock import Clock
@@ -29,16 +26,18 @@ from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, Verdict, match_again, match_state, share_findings
+from bytecheckpoint.matching import Match, Verdict, match_again, share_findings
+from bytecheckpoint.naming import View, match_named
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
+from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
 from bytecheckpoint.save_handle import SaveHandle
 from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
+from bytecheckpoint.sources import Asked, open_alone, open_together, wanted_step
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.opening import is_remote, open_store
+from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.store import Store
 from bytecheckpoint.tier import Tier
 from bytecheckpoint.uploading import write_upload_and_commit
@@ -224,11 +223,13 @@ def load(
 ) -> LoadReport:
     """Fills the state of all ranks, in place, from a checkpoint that any layout may have saved.
 
-    Restores the top-level entries that the state names and leaves the checkpoint's others alone. Nothing is changed
+    Restores the top-level entries that the state names and leaves the checkpoint's others alone; the names of a foreign
+    checkpoint without such entries may stand below the only one that the state names. Nothing is changed
     before every check that can be made up front has passed on every rank.
 
     Args:
-        path: As for `save`.
+        path: As for `save`; or a safetensors file or folder, a folder of torch.distributed.checkpoint or DeepSpeed, or
+            a torch.save file, which are read as they are.
         state: As for `save`: its tensors are the memory that is filled, its plain data is replaced in its containers.
             Modules on the meta device get memory, optimizers without state get state.
         framework: As for `save`.
@@ -263,16 +264,12 @@ def load(
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
-        root, timeout_s = root_of(path, role), options.timeout_s
-        store = open_store(root, storage_options=storage_options, writer_threads=1, timeout_s=timeout_s)
-        source = _open_together(ranks, store, _wanted_step(step), options)
+        asked = Asked(root_of(path, role), wanted_step(step), storage_options)
+        source = open_together(ranks, asked, options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):
-        stored = Stored(
-            source.manifest, rank=ranks.rank, key_map=key_map, include=_globs(include), exclude=_globs(exclude)
-        )
-        entries = entries_of(state, framework)
-        match = match_state(entries, stored, cast=cast)
+        view = View(source.manifest, ranks.rank, key_map, _globs(include), _globs(exclude))
+        entries, stored, match = match_named(ranks, view, state, lambda: entries_of(state, framework), cast=cast)
         fetches = source.plan(match.shards, match.stored_fqns)
         # The last of what can be refused: who hears the verdict knows that every rank has come this far.
         verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
@@ -295,34 +292,6 @@ def load(
     if ranks.rank == COORDINATOR:
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
-
-
-def _wanted_step(step: object) -> int | Literal["latest"] | None:
-    return "latest" if isinstance(step, str) and step == "latest" else check_step(step)
-
-
-def _open_together(ranks: Ranks, store: Store, step: int | Literal["latest"] | None, options: LoadOptions) -> Source:
-    """The checkpoint, its manifest read by one rank for all."""
-
-    def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        asked = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
-        check_same("load from", [target for target, _ in asked], ranks.names)
-        folder = layout.find_checkpoint(store, step, location=str(store))
-        # One rank decides for all, whose options may differ.
-        wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(store))
-        is_exchanged = wanted and ranks.num_ranks > 1
-        # What is passed on is verified by who reads it, for those who want that.
-        is_verified = is_exchanged and any(verify for _, verify in asked)
-        found = (folder, layout.read_manifest_bytes(store, folder), is_exchanged, is_verified)
-        return [msgspec.msgpack.encode(found)] * ranks.num_ranks
-
-    found = ranks.consult(msgspec.msgpack.encode((f"{store} (step={step})", options.verify)), find)
-    folder, content, is_exchanged, is_verified = msgspec.msgpack.decode(found, type=tuple[str, bytes, bool, bool])
-    options = replace(options, verify=options.verify or is_verified)
-    path = join_name(str(store), folder, layout.MANIFEST_NAME)
-    return Source(
-        store, folder, layout.parse_manifest(content, path=path, whole=False), options, is_exchanged=is_exchanged
-    )
 
 
 def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:
@@ -353,18 +322,14 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     storage_options: Mapping[str, Any] | None = None,
     options: LoadOptions | None = None,
 ) -> Checkpoint:
-    """A committed checkpoint to look into, in one process and without a model. Reads the manifest only.
+    """A committed checkpoint to look into, in one process and without a model. Reads the manifest only; of a foreign
+    format, what describes its tensors.
 
     `path`, `step`, `storage_options` and `options` are as for `load`.
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError.
     """
-    options = options or LoadOptions()
-    store = open_store(path, storage_options=storage_options, writer_threads=1, timeout_s=options.timeout_s)
-    folder = layout.find_checkpoint(store, _wanted_step(step), location=str(store))
-    manifest = layout.parse_manifest(
-        layout.read_manifest_bytes(store, folder), path=join_name(str(store), folder, layout.MANIFEST_NAME), whole=False
-    )
-    source = Source(store, folder, manifest, options, is_exchanged=False)
+    asked = Asked(os.fspath(path), wanted_step(step), storage_options)
+    source = open_alone(asked, options or LoadOptions())
     return Checkpoint(source, source.path)
 
 

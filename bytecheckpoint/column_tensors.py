@@ -44,17 +44,21 @@ class SoleChunks(NamedTuple):
 
 
 class ColumnTensors(Mapping[str, TensorRecord]):
-    """The tensors in these columns, by FQN, whose chunks lie in the files that `bounds` is about.
+    """The tensors in these columns, by FQN, whose chunks lie in the files that `bounds` is about, and may share bytes
+    there or not.
 
     What is asked for raises CheckpointCorruptError (bad_manifest) where the chunks in question cannot be right.
     """
 
-    def __init__(self, fqns: Sequence[str], columns: Columns, bounds: FileBounds) -> None:
+    def __init__(
+        self, fqns: Sequence[str], columns: Columns, bounds: FileBounds, *, may_share_bytes: bool = False
+    ) -> None:
         self._indices = dict(zip(fqns, range(len(fqns)), strict=True))
         if len(self._indices) != len(fqns):
             raise bad_manifest("it lists a tensor twice")
         self.columns = columns
         self._bounds = bounds
+        self._may_share_bytes = may_share_bytes
         self._first_dims = _starts(columns.num_dims)
         self._first_chunks = _starts(columns.num_chunks)
         self._first_parts = _starts(columns.num_dims * columns.is_grid)
@@ -81,7 +85,7 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         return pairwise(bounds)
 
     def _refuse_shared_bytes(self, spans: Spans, first_chunk: int = 0) -> None:
-        found = find_shared_bytes(spans)
+        found = None if self._may_share_bytes else find_shared_bytes(spans)
         if found is not None:
             chunks = [first_chunk + chunk for chunk in found]
             fqns = list(self._indices)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from bytecheckpoint.manifest import Manifest
 
+OWN_FORMAT = "bytecheckpoint"
 Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
 
 
@@ -20,7 +21,10 @@ class CheckpointInfo:
     """Where it stands: the path or URL of its folder."""
     step: int | None
     save_id: str
-    """New for every save; part of the names of its data files."""
+    """New for every save; part of the names of its data files. Empty where another program wrote the checkpoint."""
+    format: str
+    """`bytecheckpoint`, or what another program wrote: `safetensors`, `torch.save`, `torch.distributed.checkpoint`,
+    `deepspeed`."""
     num_bytes: int
     """Of all its data files, headers included."""
     num_tensors: int
@@ -107,6 +111,7 @@ def describe_checkpoint(manifest: Manifest, *, path: str, seconds: Mapping[str, 
         path=path,
         step=manifest.step,
         save_id=manifest.save_id,
+        format=manifest.foreign_format or OWN_FORMAT,
         num_bytes=sum(file.byte_length for file in manifest.files),
         num_tensors=len(manifest.tensors),
         world_size=world_size if isinstance(world_size, int) else None,

@@ -77,7 +77,11 @@ class Manifest:
     """A whole checkpoint but for its data."""
 
     save_id: str
+    """Empty where the files are of another format, which has none."""
     step: int | None = None
+    foreign_format: str = ""
+    """What the files are, where no save of this library wrote them: a name of storage/foreign. Chunks may share bytes
+    then, because tensors there may be views of one memory."""
     files: Sequence[DataFile] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -133,16 +137,18 @@ class Manifest:
     def refuse_shared_bytes(
         self, fqns: Sequence[str], files: np.ndarray, byte_offsets: np.ndarray, byte_lengths: np.ndarray
     ) -> None:
-        """Raises CheckpointCorruptError (bad_manifest) where two chunks share a byte. They are given as columns, with
-        the FQN of each, and none twice.
+        """Raises CheckpointCorruptError (bad_manifest) where two chunks share a byte that must not. They are given as
+        columns, with the FQN of each, and none twice.
         """
+        if self.foreign_format:
+            return
         found = find_shared_bytes(Spans(FileBounds(self.files).starts[files] + byte_offsets, byte_lengths))
         if found is not None:
             first, second = found
             raise shared_bytes((fqns[first], fqns[second]), self.files[files[second]], int(byte_offsets[second]))
 
 
-class _Wire(msgspec.Struct):
+class _Wire(msgspec.Struct, omit_defaults=True):
     """The body of the file. Fields may be added; a reader ignores those that it does not know.
 
     `memoryview` are columns of integers, and stay where they are in the body. `Raw` has a number of items and is
@@ -176,6 +182,7 @@ class _Wire(msgspec.Struct):
     rank_objects: msgspec.Raw
     metadata: msgspec.Raw
     provenance: msgspec.Raw
+    foreign_format: str = ""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -215,6 +222,7 @@ def _to_wire(manifest: Manifest) -> _Wire:
         rank_objects=_encode_items(rank_objects, MAX_OBJECTS, "objects of single ranks"),
         metadata=_encode_metadata(manifest.metadata),
         provenance=_encode_metadata(manifest.provenance),
+        foreign_format=manifest.foreign_format,
     )
 
 
@@ -256,8 +264,9 @@ def open_manifest(data: bytes) -> Manifest:
         manifest = Manifest(
             save_id=wire.save_id,
             step=wire.step,
+            foreign_format=wire.foreign_format,
             files=files,
-            tensors=ColumnTensors(fqns, columns, FileBounds(files)),
+            tensors=ColumnTensors(fqns, columns, FileBounds(files), may_share_bytes=bool(wire.foreign_format)),
             aliases=_decode_items(wire.aliases, dict[str, str], MAX_OBJECTS, "tied tensors"),
             objects=_decode_items(wire.objects, dict[str, bytes], MAX_OBJECTS, "objects"),
             rank_objects=_decode_rank_objects(wire.rank_objects),

@@ -118,9 +118,9 @@ def check_manifest(manifest: Manifest, columns: Columns) -> None:
 
 
 def _check_identity(manifest: Manifest) -> None:
-    if not manifest.save_id:
+    if not manifest.save_id and not manifest.foreign_format:
         raise bad_manifest("its save id is empty")
-    if "/" in manifest.save_id or _UNSAFE_NAME.search(manifest.save_id):
+    if manifest.save_id and ("/" in manifest.save_id or _UNSAFE_NAME.search(manifest.save_id)):
         raise _path_escape("save id", manifest.save_id)
     if manifest.step is not None and not 0 <= manifest.step < MAX_BYTES:
         raise bad_manifest(f"its step is {manifest.step}, not a number from 0 on")

@@ -31,20 +31,25 @@ class Source:
     """A committed checkpoint that is being read."""
 
     def __init__(
-        self, store: Store, folder: str, manifest: Manifest, options: LoadOptions, *, is_exchanged: bool
+        self,
+        store: Store,
+        folder: str,
+        manifest: Manifest,
+        options: LoadOptions,
+        *,
+        is_exchanged: bool,
+        path: str | None = None,
     ) -> None:
-        """`is_exchanged` says whether ranks pass on to others what they read: that takes half of the scratch memory."""
+        """`is_exchanged` says whether ranks pass on to others what they read: that takes half of the scratch memory.
+        `path` is where it stands, as messages and reports show it, where that is not the folder.
+        """
         self.store = store
         self.folder = folder
         self.manifest = manifest
         self.options = options
         self.is_exchanged = is_exchanged
+        self.path = join_name(str(store), folder) if path is None else path
         self.changes = Changes()
-
-    @property
-    def path(self) -> str:
-        """Where it stands, as messages and reports show it."""
-        return join_name(str(self.store), self.folder)
 
     @property
     def _scratch_bytes(self) -> int:

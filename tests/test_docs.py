@@ -131,6 +131,19 @@ def test_the_way_through_a_local_disk_runs(tmp_path: Path) -> None:
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
+def test_checkpoints_of_others_are_read_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"lm_head.weight": torch.ones(20, 2)}, "pytorch_model.bin")
+    Path("Llama-3.1-8B").mkdir()
+    torch.save(model.state_dict(), "Llama-3.1-8B/pytorch_model.bin")
+    Path("run").mkdir()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "run/step-1000")
+    (block,) = blocks_of(ROOT / "docs" / "foreign.md")
+    run(block, {"bcp": bcp, "model": model, "optimizer": optimizer})
+
+
 def test_there_is_no_block_of_python_that_no_test_knows() -> None:
     numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
     assert numbers == {
@@ -140,6 +153,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "format.md": 2,
         "frameworks.md": 4,
         "local_stage.md": 1,
+        "foreign.md": 1,
     }
 
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
 from bytecheckpoint.storage.store import Store
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -73,9 +71,8 @@ def _parse_value(text: str) -> Any:
 
 def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, Any]) -> Opened:
     """The checkpoint that is meant. Raises what `bcp.open` raises."""
-    store = open_store(path, storage_options=storage_options, writer_threads=1)
-    folder = layout.find_checkpoint(store, "latest" if step is None else step, location=str(store))
-    return Opened(store, folder, layout.read_manifest(store, folder), join_name(str(store), folder))
+    found = find_checkpoint(path, "latest" if step is None else step, Opening(storage_options))
+    return Opened(found.store, found.folder, manifest_of(found), found.path)
 
 
 def options_for(paths: Sequence[str], storage_options: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError
-from bytecheckpoint.info import describe_checkpoint
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
+from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint, manifest_of
+from bytecheckpoint.storage.foreign.formats import find_folder
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.store import Store
@@ -57,6 +65,8 @@ class Listed:
     world_size: int | None = None
     created_at: datetime | None = None
     save_id: str | None = None
+    format: str = OWN_FORMAT
+    """Another one where other programs wrote it."""
     problem: str | None = None
     """Why the manifest cannot be read."""
 
@@ -71,9 +81,12 @@ def ls(*, root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
     read. Exit code 1 where one of them is damaged.
     """
     store = open_store(root, storage_options=storage_options, writer_threads=1)
-    found = _find(store)
+    found: list[Listed] = []
+    with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
+        found = _find(store)
     if not found:
-        layout.find_checkpoint(store, "latest", location=str(store))  # raises: it knows best what is there instead
+        alone = find_checkpoint(root, "latest", Opening(storage_options))  # or it says what is there instead
+        found = [_read(alone, None) or _gone(alone)]
     if as_json:
         print_json({"root": str(store), "checkpoints": [_as_json(item) for item in found]})
     else:
@@ -92,8 +105,9 @@ def _find(store: Store) -> list[Listed]:
 def _look_into(store: Store, folder: str) -> Listed | None:
     listing = store.list(folder)
     path, step = join_name(str(store), folder), layout.parse_step(folder)
-    if layout.has_manifest(listing):
-        return _committed(store, folder, path, step)
+    foreign = None if layout.has_manifest(listing) else find_folder(folder, listing)
+    if layout.has_manifest(listing) or foreign:
+        return _read(Found(store, 0, folder, foreign), step)
     data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in listing else {}
     if step is None and not data:
         return None
@@ -101,11 +115,14 @@ def _look_into(store: Store, folder: str) -> Listed | None:
     return Listed(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
 
 
-def _committed(store: Store, folder: str, path: str, step: int | None) -> Listed | None:
+def _read(found: Found, step: int | None) -> Listed | None:
+    folder, path = found.folder, found.path
+    own_format = found.foreign.format if found.foreign else OWN_FORMAT
     try:
-        info = describe_checkpoint(layout.read_manifest(store, folder), path=path, seconds={})
-    except (CheckpointCorruptError, UnsafeCheckpointError) as error:
-        return Listed(folder=folder, path=path, step=step, committed=True, num_bytes=0, problem=error.message)
+        info = describe_checkpoint(manifest_of(found), path=path, seconds={})
+    except (CheckpointCorruptError, CheckpointMismatchError, UnsafeCheckpointError) as error:
+        what = error.message
+        return Listed(folder=folder, path=path, step=step, committed=True, num_bytes=0, format=own_format, problem=what)
     except CheckpointNotFoundError:  # deleted since it was listed
         return None
     return Listed(
@@ -118,6 +135,13 @@ def _committed(store: Store, folder: str, path: str, step: int | None) -> Listed
         world_size=info.world_size,
         created_at=info.created_at,
         save_id=info.save_id,
+        format=info.format,
+    )
+
+
+def _gone(found: Found) -> Listed:
+    raise CheckpointNotFoundError(
+        f"{found.path} was there and is gone, or a file of it is", kind="not_found", path=found.path
     )
 
 
@@ -142,8 +166,14 @@ def _print(root: str, found: list[Listed]) -> None:
             screen.line(item.problem, style="red")
 
 
+def _state(item: Listed) -> str:
+    if not item.committed:
+        return _NOT_COMMITTED
+    return "committed" if item.format == OWN_FORMAT else item.format
+
+
 def _row(item: Listed, now: datetime) -> list[str]:
-    state = "damaged" if item.problem else "committed" if item.committed else _NOT_COMMITTED
+    state = "damaged" if item.problem else _state(item)
     return [
         "-" if item.step is None else str(item.step),
         "-" if item.problem else size_text(item.num_bytes),

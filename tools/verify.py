@@ -120,6 +120,12 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
             f"{count_text(len(tensors), 'tensor')} hit",
             style="bold red",
         )
+    elif manifest.foreign_format:
+        screen.line(
+            f"{opened.path}: every file is there with its size, and every tensor lies in them, but there are no "
+            f"checksums ({manifest.foreign_format}) to tell whether their bytes are as they were written",
+            style="bold yellow",
+        )
     else:
         sampled = "" if sample_percent >= 100 else f", as far as the {sample_percent:g} % that were read can tell"
         unsure = "" if not result.unchecked_files else ", but for files without checksums"

@@ -122,9 +122,9 @@ class OptimizerEntry:
         found = self._find(stored)
         if found is None:
             text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
-            expectation.problems.append(Problem("missing_key", self.fqn, text))
-            return expectation
+            return expectation._replace(problems=[Problem("missing_key", self.fqn, text)])
         expectation.claims.update(found.shared_claims())
+        expectation.problems.extend(found.number_problems())
         for names in self._optimized.all_names():
             expectation.claims.update(found.claims(names))
         for optimizer in self.optimizers:
@@ -190,7 +190,9 @@ class OptimizerEntry:
         if self._found is None:
             tree = stored.entry_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
-                self._found = StoredOptimizer(self.fqn, tree, stored)
+                held = [group for optimizer in self.optimizers for group in self._param_groups(optimizer)]
+                names = [each for _, parameters in held for each in self._optimized.names(parameters)]
+                self._found = StoredOptimizer(self.fqn, tree, stored, names)
         return self._found
 
     def _hyperparameters(

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.key_maps import KeyMap, renamed_alike, renamer
 from bytecheckpoint.adapters.plain_data import (
     TensorRef,
     decode_plain,
@@ -20,6 +19,7 @@ from bytecheckpoint.adapters.plain_data import (
     keep_in_tree,
     leaves,
 )
+from bytecheckpoint.adapters.renaming import KeyMap, renamed_alike, renamer
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.manifest import Manifest
 
@@ -96,14 +96,16 @@ class Stored:
         key_map: KeyMap | None,
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
+        below: str = "",
     ) -> None:
+        """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too."""
         self._manifest = manifest
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
         self._takes_all = include is None and not exclude
-        self._is_renamed = key_map is not None
+        self._is_renamed = key_map is not None or bool(below)
         self._is_as_saved = self._takes_all and not self._is_renamed
-        self.rename = renamer(key_map)
+        self.rename = renamer(key_map, below)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
         """By checkpoint FQN, whatever include and exclude say."""

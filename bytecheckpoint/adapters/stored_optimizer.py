@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
@@ -10,6 +10,9 @@ from bytecheckpoint.adapters.parameter_names import MODEL, ParameterNames
 from bytecheckpoint.adapters.plain_data import join_fqn, leaves
 from bytecheckpoint.adapters.stored import Problem, Stored, StoredTensor, StoredTree
 from bytecheckpoint.adapters.subclasses import is_facts
+
+BY_POSITION = "by_position"
+"""Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups: torch's own way."""
 
 
 class StoredGroup(NamedTuple):
@@ -27,13 +30,14 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
 class StoredOptimizer:
     """An optimizer in a checkpoint. Parameters are asked for by the names that they have in the state."""
 
-    def __init__(self, fqn: str, found: StoredTree, stored: Stored) -> None:
+    def __init__(self, fqn: str, found: StoredTree, stored: Stored, names: Sequence[ParameterNames]) -> None:
+        """`names` are those of the live optimizer's parameters, in its order."""
         self._fqn = fqn
         self._stored = stored
         self._tree: Mapping[str, Any] = found.tree
         self._tree_fqn = found.fqn
         self._groups = {
-            name: StoredGroup(f"{found.fqn}.groups.{first}.values", group["values"])
+            name: StoredGroup(join_fqn(found.fqn, f"groups.{first}.values"), group["values"])
             for first, group in found.tree["groups"].items()
             for name in group["params"]
         }
@@ -44,13 +48,23 @@ class StoredOptimizer:
         """FQN of a parameter in the state -> the name that it was saved under."""
         self._by_tensor: dict[str, str] = {}
         """Checkpoint FQN under which a parameter's elements lie -> the same."""
+        self._is_by_position = BY_POSITION in found.tree
+        self._num_parameters = len(names)
+        if self._is_by_position:
+            is_same = len(names) == len(self._groups)
+            order = enumerate(names if is_same else ())
+            self._by_state_fqn = {fqn: str(at) for at, of_parameter in order for fqn in of_parameter.fqns}
+        else:
+            self._find_by_name()
+        # Where two come to one name, exclude has left one of them out.
+        self._sources = {stored.rename(source): source for source in sorted(stored.saved, key=stored.takes)}
+
+    def _find_by_name(self) -> None:
         for name in self._groups:
             for state_fqn in self._state_fqns(name):
                 self._by_state_fqn.setdefault(state_fqn, name)
-            if self._source(name) in stored.saved:
-                self._by_tensor.setdefault(stored.saved[self._source(name)].fqn, name)
-        # Where two come to one name, exclude has left one of them out.
-        self._sources = {stored.rename(source): source for source in sorted(stored.saved, key=stored.takes)}
+            if self._source(name) in self._stored.saved:
+                self._by_tensor.setdefault(self._stored.saved[self._source(name)].fqn, name)
 
     @cached_property
     def has_subclasses(self) -> bool:
@@ -58,7 +72,7 @@ class StoredOptimizer:
         return any(map(is_facts, leaves(self._tree["state"], "")))
 
     def _tensors_by_name(self) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
-        prefix = f"{self._tree_fqn}.state."
+        prefix = f"{join_fqn(self._tree_fqn, 'state')}."
         tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
         for fqn, tensor in self._stored.tensors.items():
             if not tensor.fqn.startswith(prefix):
@@ -83,7 +97,7 @@ class StoredOptimizer:
         """
         source = self._source(name)
         sources = [source] if source in self._stored.saved else [join_fqn(MODEL, name), name]
-        renamed = [new for new in map(self._stored.rename, sources) if new not in sources]
+        renamed = [new for new in map(self._stored.rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources]
         if renamed:
             return renamed
         in_optimizer = self._renamed_in_optimizer(name)
@@ -119,15 +133,15 @@ class StoredOptimizer:
         """State FQNs of all that was saved of a parameter's state."""
         for name in self._names(names):
             yield from (fqn for fqn, _ in self._tensors.get(name, {}).values())
-            plain = leaves(self._tree["state"].get(name, {}), f"{self._tree_fqn}.state.{name}")
+            plain = leaves(self._tree["state"].get(name, {}), join_fqn(self._tree_fqn, f"state.{name}"))
             yield from map(self._stored.rename, plain)
 
     def shared_claims(self) -> Iterator[str]:
         """State FQNs of what belongs to no single parameter."""
         for key in self._tree.keys() - {"state"}:
-            yield from map(self._stored.rename, leaves(self._tree[key], f"{self._tree_fqn}.{key}"))
+            yield from map(self._stored.rename, leaves(self._tree[key], join_fqn(self._tree_fqn, key)))
         if not self._tree["state"]:
-            yield self._stored.rename(f"{self._tree_fqn}.state")
+            yield self._stored.rename(join_fqn(self._tree_fqn, "state"))
 
     def is_excluded(self, names: ParameterNames) -> bool:
         """Whether exclude leaves out the parameter itself, under every name that it has."""
@@ -141,6 +155,9 @@ class StoredOptimizer:
 
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
         """Whether a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
+        if self._is_by_position:  # of the parameters themselves nothing is known
+            shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
+            return all(found == shape or len(found) != len(shape) for found in shapes)
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
@@ -150,6 +167,16 @@ class StoredOptimizer:
                 stored_as = list(self.parameter_shape(names) or ())
                 text = f"{fqn}: of a parameter of shape {stored_as} in the checkpoint, {list(shape)} in the state"
                 yield Problem("shape", fqn, text)
+
+    def number_problems(self) -> list[Problem]:
+        """Why parameters that are called by their position cannot be those of the live optimizer."""
+        if not self._is_by_position or len(self._groups) == self._num_parameters:
+            return []
+        text = (
+            f"{self._fqn}: of {len(self._groups)} parameters without names in the checkpoint, of "
+            f"{self._num_parameters} in the state, so that nobody can tell which is which"
+        )
+        return [Problem("conflict", self._fqn, text)]
 
     def group(self, names: ParameterNames) -> StoredGroup | None:
         return next((self._groups[name] for name in self._names(names)), None)
@@ -167,14 +194,14 @@ class StoredOptimizer:
         name = next((name for name in self._names(names) if name in self._tree["state"]), None)
         if name is None:
             return {}
-        prefix = f"{self._tree_fqn}.state.{name}"
+        prefix = join_fqn(self._tree_fqn, f"state.{name}")
         values = {key: (join_fqn(prefix, key), value) for key, value in self._tree["state"][name].items()}
         return {key: (fqn, value) for key, (fqn, value) in values.items() if self._takes_all(value, fqn)}
 
     def facts(self) -> dict[str, Any]:
         """What else the framework of the optimizer saved with it, where include and exclude leave it."""
         facts: Mapping[str, Any] = self._tree.get("facts", {})
-        prefix = f"{self._tree_fqn}.facts"
+        prefix = join_fqn(self._tree_fqn, "facts")
         return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}
 
     def _takes_all(self, value: Any, fqn: str) -> bool:

@@ -43,13 +43,20 @@ _STORED_DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
+_NEWER_DTYPES = {
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "complex64",
+}
+"""Names that the format has got since: read, and never written."""
 _INTEGERS = {1: "U8", 2: "I16", 4: "I32", 8: "I64", 16: "I64"}
 """By item size, for every other dtype. Newer names of the format are left out: older readers refuse the whole file."""
 _STORED_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64"), 8),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 
 
@@ -84,6 +91,12 @@ class Header(NamedTuple):
     metadata: dict[str, str]
     data_offset: int
     """Where tensor data starts, in bytes from the start of the file."""
+
+
+def torch_dtype_of(stored: str) -> str:
+    """Torch's name of a dtype of the format."""
+    names = {name: dtype for dtype, name in _STORED_DTYPES.items()} | _NEWER_DTYPES
+    return names[stored]
 
 
 def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
@@ -213,11 +226,27 @@ def decode_header(data: bytes | bytearray) -> Header:
     fields, metadata, entry = _decoders()
     try:
         raw = fields.decode(text)
+        _refuse_repeated(bytes(text), raw)
         texts = metadata.decode(raw.pop(_METADATA)) if _METADATA in raw else {}
         wires = {name: entry.decode(value) for name, value in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _bad_header(f"it cannot be decoded: {error}") from error
     return _checked(wires, texts, data_offset=_LENGTH.size + num_bytes)
+
+
+def _refuse_repeated(text: bytes, raw: Mapping[str, object]) -> None:
+    """Raises CheckpointCorruptError (bad_manifest) for a name that stands there twice, of which a decoder sees one."""
+    num_tensors = len(raw) - (_METADATA in raw)
+    if text.count(b'"data_offsets"') <= num_tensors:
+        return  # a look that costs little: each tensor has at least one of these
+    lengths: list[int] = []
+
+    def count(items: list[tuple[str, object]]) -> None:
+        lengths.append(len(items))
+
+    json.loads(text, object_pairs_hook=count)
+    if lengths[-1] != len(raw):
+        raise _bad_header(f"{lengths[-1] - len(raw)} of its names stand there twice")
 
 
 def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_offset: int) -> Header:

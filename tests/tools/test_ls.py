@@ -30,6 +30,7 @@ def test_json_has_the_facts_of_the_manifests(call, saved_root) -> None:
             "world_size": 1,
             "created_at": info.created_at.isoformat(),
             "save_id": info.save_id,
+            "format": "bytecheckpoint",
             "problem": None,
         }
 

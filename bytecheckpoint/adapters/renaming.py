@@ -1,4 +1,4 @@
-"""From the names that a checkpoint has to those of the state: a `key_map` in any of its forms."""
+"""How the names of a checkpoint become those of the state. It knows no checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 """From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
 
-def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
-    """A key_map in any of its forms as a function from checkpoint FQN to state FQN."""
+def renamer(key_map: KeyMap | None, below: str) -> Callable[[str], str]:
+    """From checkpoint FQN to state FQN: a key_map in any of its forms, and the name below which all others stand."""
+    return _lowered(_mapped(key_map), below)
+
+
+def _mapped(key_map: KeyMap | None) -> Callable[[str], str]:
     if key_map is None:
         return lambda fqn: fqn
     if callable(key_map):
@@ -28,6 +32,18 @@ def renamer(key_map: KeyMap | None) -> Callable[[str], str]:
         return fqn
 
     return rename
+
+
+def _lowered(rename: Callable[[str], str], below: str) -> Callable[[str], str]:
+    """The same with a name before all others; what has no name gets that one."""
+    if not below:
+        return rename
+
+    def lower(fqn: str) -> str:
+        name = rename(fqn)
+        return f"{below}.{name}" if name else below
+
+    return lower
 
 
 def _substitute(pattern: str, replacement: str, fqn: str) -> str:

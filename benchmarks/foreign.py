@@ -1,0 +1,118 @@
+"""What it costs to open a checkpoint that another program wrote: seconds until its tensors are known, those that the
+processor was at work, and peak memory above that of the imports.
+
+    python benchmarks/foreign.py                      2 GiB of each format, in folders under /tmp
+    python benchmarks/foreign.py --gib 0.5 --folder /data
+
+The targets, for 2 GB: under 2 s and under 300 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import bytecheckpoint as bcp
+
+LAYER_BYTES = 1 << 24
+PARTS_OF_LAYER = 12
+"""Tensors of a layer: 2 GiB are about 1,500 of them."""
+ROUNDS = 5
+SECONDS_TARGET, MB_TARGET = 2.0, 300.0
+
+
+def main() -> None:
+    """Prints a line for each format."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0, help="of each checkpoint")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room for them")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="bcp-foreign-"))
+    print(f"{'format':>30}{'tensors':>9}{'open s':>9}{'spread':>14}{'cpu s':>8}{'peak MB':>9}")
+    try:
+        for name, write in WRITERS.items():
+            path = folder / name
+            in_a_process(write, path, arguments.gib)
+            measure(name, path)
+            (shutil.rmtree if path.is_dir() else Path.unlink)(path)
+    finally:
+        shutil.rmtree(folder)
+
+
+def state(gib: float) -> dict[str, torch.Tensor]:
+    num_layers = max(1, round(gib * (1 << 30) / LAYER_BYTES))
+    numel = LAYER_BYTES // PARTS_OF_LAYER // 2
+    return {
+        f"layers.{layer}.part{part}.weight": torch.zeros(numel, dtype=torch.bfloat16)
+        for layer in range(num_layers)
+        for part in range(PARTS_OF_LAYER)
+    }
+
+
+def write_safetensors(path: Path, gib: float) -> None:
+    path.mkdir()
+    save_file(state(gib), path / "model.safetensors")
+
+
+def write_torch_file(path: Path, gib: float) -> None:
+    torch.save(state(gib), path)
+
+
+def write_dcp(path: Path, gib: float) -> None:
+    warnings.simplefilter("ignore")  # that it is one process is meant
+    dcp.save(state(gib), checkpoint_id=path, no_dist=True)
+
+
+WRITERS: dict[str, Callable[[Path, float], None]] = {
+    "safetensors": write_safetensors,
+    "torch.save": write_torch_file,
+    "torch.distributed.checkpoint": write_dcp,
+}
+
+
+def in_a_process(function: Callable[..., None], *args: object) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{function.__name__} ended with {process.exitcode}")
+
+
+def measure(name: str, path: Path) -> None:
+    results: multiprocessing.Queue[tuple[int, float, float, float]] = multiprocessing.get_context("spawn").Queue()
+    found = []
+    for _ in range(ROUNDS):
+        in_a_process(open_once, path, results)
+        found.append(results.get())
+    seconds = [of_round[1] for of_round in found]
+    cpu, peak = statistics.median(of_round[2] for of_round in found), max(of_round[3] for of_round in found)
+    spread = f"{min(seconds):.3f}-{max(seconds):.3f}"
+    verdict = "" if statistics.median(seconds) < SECONDS_TARGET and peak < MB_TARGET else "  MISSED"
+    times = f"{statistics.median(seconds):>9.3f}{spread:>14}{cpu:>8.3f}"
+    print(f"{name:>30}{found[0][0]:>9}{times}{peak:>9.1f}{verdict}", flush=True)
+
+
+def open_once(path: Path, results: multiprocessing.Queue[tuple[int, float, float, float]]) -> None:
+    open_checkpoint = bcp.open  # which imports torch
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, cpu_started = time.perf_counter(), time.process_time()
+    num_tensors = len(open_checkpoint(path))
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    results.put((num_tensors, seconds, cpu_seconds, (peak - before) / 1024))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Under which names a state finds what a checkpoint holds. This library's own checkpoints have the names of the state
+that was saved; a foreign one may hold the tensors of a single model, without a name for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bytecheckpoint.adapters.renaming import KeyMap
+from bytecheckpoint.adapters.state import Entry
+from bytecheckpoint.adapters.stored import Stored
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.matching import Match, match_state
+from bytecheckpoint.ranks import Ranks
+
+
+class View(NamedTuple):
+    """What the caller wants to see of a checkpoint."""
+
+    manifest: Manifest
+    rank: int
+    key_map: KeyMap | None
+    include: Sequence[str] | None
+    exclude: Sequence[str] | None
+
+    def stored(self, below: str) -> Stored:
+        """The checkpoint with all of its names below this one; as they are below ""."""
+        manifest, rank, key_map, include, exclude = self
+        return Stored(manifest, rank=rank, key_map=key_map, include=include, exclude=exclude, below=below)
+
+
+class Matched(NamedTuple):
+    """A state compared with a checkpoint."""
+
+    entries: list[Entry]
+    stored: Stored
+    match: Match
+
+    @property
+    def fit(self) -> int:
+        """How well they fit: what would be loaded, without what is in the way of loading."""
+        return len(self.match.shards) - len(self.match.problems)
+
+
+def match_named(
+    ranks: Ranks, view: View, state: Mapping[str, Any], take_apart: Callable[[], list[Entry]], *, cast: bool
+) -> Matched:
+    """The state compared with the checkpoint as it is, or, where that is foreign and the state has one name only, with
+    the whole checkpoint below that name: whichever fits better, on all ranks together.
+
+    `take_apart` makes the entries of the state, which serve for one comparison.
+    """
+
+    def below(name: str) -> Matched:
+        entries, stored = take_apart(), view.stored(name)
+        return Matched(entries, stored, match_state(entries, stored, cast=cast))
+
+    as_it_is = below("")
+    if not view.manifest.foreign_format:
+        return as_it_is
+    named = below(str(*state)) if len(state) == 1 else None
+    fits = (as_it_is.fit, as_it_is.fit if named is None else named.fit)
+
+    def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        found = [msgspec.msgpack.decode(payload, type=tuple[int, int]) for payload in payloads]
+        is_better = sum(second - first for first, second in found) > 0
+        return [msgspec.msgpack.encode(is_better)] * len(payloads)
+
+    is_better = msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(fits), choose), type=bool)
+    return named if is_better and named is not None else as_it_is

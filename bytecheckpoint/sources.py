@@ -1,0 +1,83 @@
+"""The checkpoint that a load or a look is about: found, and its manifest read, by one rank for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from bytecheckpoint.agreement import check_same
+from bytecheckpoint.location import check_step
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.ranks import Ranks
+from bytecheckpoint.reading import Source
+from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_bytes, open_above
+from bytecheckpoint.storage.layout import parse_manifest
+from bytecheckpoint.storage.opening import is_remote
+
+
+class Asked(NamedTuple):
+    """What the caller asks for."""
+
+    root: str
+    """The path or URL, with the role."""
+    step: int | Literal["latest"] | None
+    storage_options: Mapping[str, Any] | None
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True):
+    """What the rank that looked tells all."""
+
+    levels: int
+    """As in `finding.Found`."""
+    folder: str
+    path: str
+    manifest_path: str
+    manifest: bytes
+    is_exchanged: bool
+    is_verified: bool
+
+
+def wanted_step(step: object) -> int | Literal["latest"] | None:
+    """Raises CheckpointMismatchError (conflict) for what is none."""
+    return "latest" if isinstance(step, str) and step == "latest" else check_step(step)
+
+
+def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
+    """The checkpoint that all ranks load. Raises what `find_checkpoint` and `manifest_bytes` raise."""
+    opening = Opening(asked.storage_options, options.timeout_s)
+
+    def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        wishes = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
+        check_same("load from", [target for target, _ in wishes], ranks.names)
+        found = find_checkpoint(asked.root, asked.step, opening)
+        # One rank decides for all, whose options may differ.
+        wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(found.store))
+        is_exchanged = wanted and ranks.num_ranks > 1
+        # What is passed on is verified by who reads it, for those who want that.
+        is_verified = is_exchanged and any(verify for _, verify in wishes)
+        content = manifest_bytes(found)
+        told = _Told(found.levels, found.folder, found.path, found.manifest_path, content, is_exchanged, is_verified)
+        return [msgspec.msgpack.encode(told)] * ranks.num_ranks
+
+    store = open_above(asked.root, 0, opening)
+    payload = msgspec.msgpack.encode((f"{store} (step={asked.step})", options.verify))
+    told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
+    return Source(
+        open_above(asked.root, told.levels, opening) if told.levels else store,
+        told.folder,
+        parse_manifest(told.manifest, path=told.manifest_path, whole=False),
+        replace(options, verify=options.verify or told.is_verified),
+        is_exchanged=told.is_exchanged,
+        path=told.path,
+    )
+
+
+def open_alone(asked: Asked, options: LoadOptions) -> Source:
+    """The checkpoint that one process looks into. Raises the same."""
+    opening = Opening(asked.storage_options, options.timeout_s)
+    found = find_checkpoint(asked.root, asked.step, opening)
+    manifest = parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=False)
+    return Source(found.store, found.folder, manifest, options, is_exchanged=False, path=found.path)

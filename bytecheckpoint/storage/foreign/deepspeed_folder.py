@@ -1,0 +1,221 @@
+"""Folders of DeepSpeed: ZeRO 1, 2 and 3, the optimizer for bfloat16, and training without ZeRO.
+
+A parameter in full precision, and each piece of its optimizer state, is a set of ranges in the flat buffers that the
+ranks have saved. `model` has the weights in full precision, `module` those of lower precision, where ranks have them
+whole; `optimizer` has the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged, not_readable
+from bytecheckpoint.storage.foreign.flat_ranges import Buffer, chunks_of_runs, divided_runs
+from bytecheckpoint.storage.foreign.parts import Parts, plain_tree
+from bytecheckpoint.storage.foreign.pickled_values import Call, StoredView, find_value, instances
+from bytecheckpoint.storage.foreign.torch_file import TorchArchive, chunks_of, unpickle
+from bytecheckpoint.storage.foreign.universal_folder import UNIVERSAL_FOLDER, read_universal
+from bytecheckpoint.storage.foreign.zero_state import Result, ZeroState, lengths_of, read_zero_state
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.store import Store
+
+_MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
+_OPTIMIZER = re.compile(r"\A(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
+_OTHER = re.compile(r"\A(?:layer_\d+.*-model_\d+.*|layer_\d+_expert_.*|expp_rank_.*)_states\.pt\Z")
+
+_LOADED = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_LEFT = ("optimizer", "ds_config", "universal_checkpoint_info", "checkpoint_parallel_dimensions", "autotp_uc_info")
+
+_CLASSES: Mapping[str, Any] = MappingProxyType(
+    {
+        **instances(
+            "deepspeed.utils.tensor_fragment.fragment_address",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+        ),
+        "deepspeed.runtime.zero.config.ZeroStageEnum": Call(lambda stage: stage),
+    }
+)
+
+
+class Saved(NamedTuple):
+    """A file of a rank."""
+
+    archive: TorchArchive
+    file: int
+    path: str
+    value: Any
+
+    def buffer(self, view: Any, what: str) -> tuple[Buffer, str]:
+        """A flat tensor of it, and its dtype. Raises CheckpointCorruptError (bad_manifest) where it is none."""
+        if not isinstance(view, StoredView) or len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
+            raise damaged(self.path, f"{what} is no flat tensor")
+        start, num_bytes = self.archive.storage(view.storage)
+        item_bytes = itemsize(view.dtype)
+        if (view.item_offset + view.shape[0]) * item_bytes > num_bytes:
+            raise damaged(self.path, f"{what} reaches out of its storage")
+        return Buffer(self.file, start + view.item_offset * item_bytes, view.shape[0]), view.dtype
+
+    def chunks(self, view: StoredView, fqn: str) -> list[Chunk]:
+        """Of a whole tensor in it."""
+        start, num_bytes = self.archive.storage(view.storage)
+        return chunks_of(view, fqn, file=self.file, byte_offset=start, byte_length=num_bytes, path=self.path)
+
+
+def is_folder(names: set[str]) -> bool:
+    """Whether a folder with these files is one of a step."""
+    return any(_MODEL.match(name) or _OPTIMIZER.match(name) for name in names)
+
+
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+    """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
+    parts = Parts(join_name(str(store), folder))
+    names = {name for name, num_bytes in listing.items() if num_bytes is not None}
+    models = _by_rank(names, _MODEL, parts.path)
+    optimizers = _by_rank(names, _OPTIMIZER, parts.path)
+    odd = sorted(name for name in names if _OTHER.match(name))
+    if odd:
+        advice = "make it universal with DeepSpeed's ds_to_universal, or save it from one"
+        raise not_readable(parts.path, f"{odd[0]!r:.200} is of a pipeline or of experts", advice)
+    reader = _Reader(store, folder, listing, parts)
+    model_files = [reader.open(name) for name in models]
+    if not model_files:
+        raise _missing(parts.path, "has optimizer states and no model states")
+    state = None
+    if UNIVERSAL_FOLDER in listing and listing[UNIVERSAL_FOLDER] is None:
+        found = (reader.open_sized, store, folder, model_files[0], Result(parts))
+        state = _translated(model_files[0].path, read_universal, *found)
+    elif optimizers:
+        optimizer_files = [reader.open(name) for name in optimizers]
+        state = _translated(optimizer_files[0].path, read_zero_state, model_files, optimizer_files, Result(parts))
+    _translated(model_files[0].path, reader.add_frozen, model_files)
+    _translated(model_files[0].path, reader.add_model, model_files[0], state)
+    return parts
+
+
+def _translated(path: str, function: Any, *args: Any) -> Any:
+    """What a function gives, whose stumbling over values of another kind becomes an error about the file."""
+    try:
+        return function(*args)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"it is not what DeepSpeed writes: {type(error).__name__}: {error}") from error
+
+
+def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
+    """The files, in the order of their ranks. Raises where ranks are missing, or tensors are cut in other ways too."""
+    found: dict[int, str] = {}
+    for name in names:
+        match = pattern.match(name)
+        if match is None:
+            continue
+        rank, model_parallel = int(match.group(1) or 0), int(match.group(2))
+        if model_parallel:
+            advice = "make it universal with DeepSpeed's ds_to_universal, which knows how tensors were cut"
+            raise not_readable(path, f"{name!r:.200} is of a model that is divided by tensor parallelism", advice)
+        found[rank] = name
+    missing = sorted(set(range(len(found))) - set(found))
+    if missing:
+        raise _missing(path, f"has no file of rank {missing[0]} like {found[max(found)]!r}")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _missing(path: str, what: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"{path} {what}; nothing was loaded: restore the files of all ranks, or take another checkpoint",
+        kind="missing_file",
+        path=path,
+    )
+
+
+class _Reader:
+    """The files of a folder, and what lies in model states."""
+
+    def __init__(self, store: Store, folder: str, listing: Mapping[str, int | None], parts: Parts) -> None:
+        self._store = store
+        self._folder = folder
+        self._listing = listing
+        self._parts = parts
+
+    def open(self, name: str) -> Saved:
+        """A file of the folder itself."""
+        saved = self.open_sized(name, self._listing[name] or 0)
+        if not isinstance(saved.value, dict):
+            raise damaged(saved.path, "it has no dict")
+        return saved
+
+    def open_sized(self, name: str, num_bytes: int) -> Saved:
+        """A file at or below the folder."""
+        file = FileBytes(self._store, join_name(self._folder, name), num_bytes)
+        archive = TorchArchive(file, 0, num_bytes)
+        value = unpickle(archive.pickle, file.path, _find_class)
+        return Saved(archive, self._parts.add_file(name, num_bytes), file.path, value)
+
+    def add_frozen(self, models: list[Saved]) -> None:
+        """Parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""
+        shapes = models[0].value.get("frozen_param_shapes") or {}
+        for name, shape in shapes.items():
+            if f"model.{name}" in self._parts.tensors:  # universal checkpoints may have them
+                continue
+            lengths = lengths_of(shape)
+            views = [saved.value["frozen_param_fragments"][name] for saved in models]
+            if len(views) == 1 or views[0].shape == lengths:
+                self._add(models[0], f"model.{name}", views[0])
+                continue
+            found = [saved.buffer(view, name) for saved, view in zip(models, views, strict=True)]
+            item_bytes = itemsize(found[0][1])
+            runs = list(divided_runs(lengths, 0, [[buffer] for buffer, _ in found], item_bytes=item_bytes))
+            chunks = chunks_of_runs(lengths, runs, item_bytes=item_bytes)
+            self._parts.add_tensor(f"model.{name}", found[0][1], lengths, chunks)
+
+    def add_model(self, saved: Saved, state: ZeroState | None) -> None:
+        """Adds what is saved with the model, but for what lies in flat buffers."""
+        value, parts = saved.value, self._parts
+        flat = state.names if state else frozenset()
+        for name, view in value["module"].items():
+            # ZeRO 3 leaves empty tensors in the place of parameters.
+            if isinstance(view, StoredView) and not (name in flat and not all(view.shape)):
+                fqn = f"module.{name}" if name in flat else f"model.{name}"
+                if fqn not in parts.tensors:  # what is frozen
+                    self._add(saved, fqn, view)
+        for alias, name in _pairs(value.get("shared_params")):
+            if f"model.{alias}" not in parts.tensors and f"model.{name}" in parts.tensors:
+                parts.add_alias(f"model.{alias}", f"model.{name}")
+        facts = {"engine": {name: value[name] for name in _COUNTERS if type(value.get(name)) is int}}
+        if isinstance(value.get("lr_scheduler"), dict):
+            facts["lr_scheduler"] = value["lr_scheduler"]
+        if state is not None:
+            parts.trees["optimizer"] = self._plain(saved, {**state.tree, "facts": facts}, "optimizer")
+        else:
+            parts.trees |= {name: self._plain(saved, fact, name) for name, fact in facts.items()}
+        known = {*_LOADED, *_COUNTERS, *_LEFT, "lr_scheduler"}
+        for key, item in value.items():
+            if key not in known and item is not None and str(key) not in parts.trees:
+                parts.trees[str(key)] = self._plain(saved, item, str(key))
+        steps = value.get("global_steps")
+        parts.step = steps if type(steps) is int and steps >= 0 else None
+
+    def _plain(self, saved: Saved, value: Any, fqn: str) -> Any:
+        return plain_tree(value, fqn, path=saved.path, on_tensor=lambda name, view: self._add(saved, name, view))
+
+    def _add(self, saved: Saved, fqn: str, view: StoredView) -> None:
+        self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+
+
+def _pairs(value: Any) -> Iterator[tuple[str, str]]:
+    yield from ((str(alias), str(name)) for alias, name in (value or {}).items())
+
+
+def _find_class(module: str, name: str) -> Any:
+    found = _CLASSES.get(f"{module}.{name}")
+    return find_value(module, name) if found is None else found

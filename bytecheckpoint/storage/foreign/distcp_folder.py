@@ -1,0 +1,221 @@
+"""Folders of torch.distributed.checkpoint: a `.metadata` file, and `.distcp` files in which each tensor, or part of it,
+is an archive of torch.save. Whatever sharded the state (FSDP2, tensor parallelism, Megatron), they look the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.region import Region
+from bytecheckpoint.storage.foreign import strides
+from bytecheckpoint.storage.foreign.distcp_metadata import Item, Metadata, StoredChunk, StoredTensor, read_metadata
+from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged, not_readable, too_much
+from bytecheckpoint.storage.foreign.megatron_stacks import unstacked, unstacked_shape
+from bytecheckpoint.storage.foreign.parts import Parts, plain_tree
+from bytecheckpoint.storage.foreign.pickle_machine import MAX_PICKLE_BYTES
+from bytecheckpoint.storage.foreign.pickled_values import StoredView, find_value
+from bytecheckpoint.storage.foreign.plain_values import TensorRef
+from bytecheckpoint.storage.foreign.torch_file import ZIP_MAGIC, TorchArchive, chunks_of, unpickle
+from bytecheckpoint.storage.names import check_name, join_name
+from bytecheckpoint.storage.store import Store
+
+METADATA_NAME = ".metadata"
+_MAX_HEAD_BYTES = 4096
+_CHECKSUM_BYTES = 4
+
+
+def read_folder(store: Store, folder: str) -> Parts:
+    """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
+    listing = store.list(folder)
+    num_bytes = listing[METADATA_NAME] or 0
+    file = FileBytes(store, join_name(folder, METADATA_NAME), num_bytes)
+    if num_bytes > MAX_PICKLE_BYTES:
+        raise too_much(file.path, f"it has {num_bytes} bytes, at most {MAX_PICKLE_BYTES} are read")
+    metadata = read_metadata(file.read(0, num_bytes), file.path)
+    reader = _Folder(store, folder, listing, join_name(str(store), folder))
+    reader.open_files(metadata)
+    for fqn, tensor in metadata.tensors.items():
+        reader.add_tensor(fqn, tensor, unstacked_shape(metadata.attributes, fqn, tensor.shape, file.path))
+    reader.add_objects(metadata)
+    return reader.parts
+
+
+class _Head(NamedTuple):
+    """How an archive begins, before the storage of the tensor in it."""
+
+    num_bytes: int
+    checksum_offset: int
+    content: bytes
+    """Without that checksum."""
+    view: StoredView
+    storage_bytes: int
+
+
+def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
+    return head[:checksum_offset] + head[checksum_offset + _CHECKSUM_BYTES :]
+
+
+class _Folder:
+    """The data files, and what has been found in them."""
+
+    def __init__(self, store: Store, folder: str, listing: Mapping[str, int | None], path: str) -> None:
+        self._store = store
+        self._folder = folder
+        self._listing = listing
+        self._numbers: dict[str, int] = {}
+        self._files: list[FileBytes] = []
+        self._views: dict[bytes, Any] = {}
+        """What pickles say: those of equal parts are equal."""
+        self._heads: dict[int, _Head] = {}
+        """By length of the archive, the latest."""
+        self.parts = Parts(path)
+
+    def open_files(self, metadata: Metadata) -> None:
+        items = [chunk.item for tensor in metadata.tensors.values() for chunk in tensor.chunks]
+        for item in sorted((*items, *metadata.objects.values())):
+            if item.file not in self._numbers:
+                self._open(check_name(item.file))
+            num_bytes = self._files[self._numbers[item.file]].byte_length
+            if item.byte_offset + item.byte_length > num_bytes:
+                path = join_name(self.parts.path, item.file)
+                what = f"it has {num_bytes} bytes, and {METADATA_NAME} has something at byte {item.byte_offset} of it"
+                raise damaged(path, what, kind="truncated")
+
+    def _open(self, name: str) -> None:
+        parent, _, last = name.rpartition("/")
+        listing = self._store.list(join_name(self._folder, parent)) if parent else self._listing
+        num_bytes = listing.get(last)
+        if num_bytes is None:
+            path = join_name(self.parts.path, name)
+            raise CheckpointNotFoundError(
+                f"{path} is not there, and {METADATA_NAME} says that tensors lie in it; nothing was loaded: restore "
+                "it, or take another checkpoint",
+                kind="missing_file",
+                path=path,
+            )
+        self._numbers[name] = self.parts.add_file(name, num_bytes)
+        self._files.append(FileBytes(self._store, join_name(self._folder, name), num_bytes))
+
+    def add_tensor(self, fqn: str, tensor: StoredTensor, shape: tuple[int, ...] | None) -> None:
+        """`shape` is the true one of a tensor that Megatron has cut to pieces and stacked."""
+        dtype = tensor.dtype
+        chunks = [found for chunk in tensor.chunks for found in self._chunks(fqn, dtype, tensor.shape, chunk)]
+        if shape is not None:
+            chunks = [found for chunk in chunks for found in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
+        if len(chunks) > max(strides.MAX_CHUNKS, len(tensor.chunks)):
+            what = f"{fqn!r:.200} lies in {len(chunks)} pieces, because its parts are strided"
+            raise not_readable(self.parts.path, what, "save contiguous tensors")
+        self.parts.add_tensor(fqn, dtype, tensor.shape if shape is None else shape, chunks)
+
+    def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> list[Chunk]:
+        if len(chunk.offsets) != len(shape) or len(chunk.lengths) != len(shape):
+            raise damaged(self.parts.path, f"{fqn!r:.200} of shape {list(shape)} has a part at {list(chunk.offsets)}")
+        if 0 in chunk.lengths:
+            return []
+        number = self._numbers[chunk.item.file]
+        view, start, num_bytes = self._place(chunk.item, fqn)
+        if view.dtype != dtype or view.shape != chunk.lengths:
+            what = f"{dtype}{list(chunk.lengths)} in {METADATA_NAME}, {view.dtype}{list(view.shape)} in the file"
+            raise damaged(self._files[number].path, f"a part of {fqn!r:.200} is {what}")
+        path = self._files[number].path
+        inside = chunks_of(view, fqn, file=number, byte_offset=start, byte_length=num_bytes, path=path)
+        return [each._replace(region=_moved(each.region, chunk.offsets)) for each in inside]
+
+    def _place(self, item: Item, fqn: str) -> tuple[StoredView, int, int]:
+        """The tensor that an archive is, and where its storage begins in the file and how many bytes it has.
+
+        Most archives begin with the same bytes as an earlier one of their length, but for a checksum: then their
+        storage is in the same place.
+        """
+        file = self._files[self._numbers[item.file]]
+        known = self._heads.get(item.byte_length)
+        if known is not None:
+            head = file.read(item.byte_offset, known.num_bytes)
+            if _without_checksum(head, known.checksum_offset) == known.content:
+                return known.view, item.byte_offset + known.num_bytes, known.storage_bytes
+        archive = self._archive(item, fqn)
+        view = self._view(archive, fqn)
+        start, storage_bytes = archive.storage(view.storage)
+        head_bytes = start - item.byte_offset
+        if head_bytes <= _MAX_HEAD_BYTES:
+            at = archive.checksum_offset(view.storage)
+            content = _without_checksum(file.read(item.byte_offset, head_bytes), at)
+            self._heads[item.byte_length] = _Head(head_bytes, at, content, view, storage_bytes)
+        return view, start, storage_bytes
+
+    def _archive(self, item: Item, fqn: str) -> TorchArchive:
+        file = self._files[self._numbers[item.file]]
+        magic = file.read(item.byte_offset, min(item.byte_length, len(ZIP_MAGIC)))
+        if magic != ZIP_MAGIC:
+            file.damaged(
+                f"{fqn!r:.200} should be at byte {item.byte_offset}, and no archive of torch.save begins there"
+            )
+        return TorchArchive(file, item.byte_offset, item.byte_offset + item.byte_length)
+
+    def _view(self, archive: TorchArchive, fqn: str) -> StoredView:
+        content = archive.pickle
+        view = self._views.get(content)
+        if view is None:
+            view = self._views[content] = unpickle(content, self.parts.path, find_value)
+        if not isinstance(view, StoredView):
+            raise damaged(self.parts.path, f"{fqn!r:.200} is no tensor in its file")
+        return view
+
+    def add_objects(self, metadata: Metadata) -> None:
+        """Plain data, in the containers that it came from, with the tensors that stand there as well."""
+        root: dict[Any, Any] = {}
+        values = {fqn: TensorRef(fqn) for fqn in metadata.tensors}
+        values |= {fqn: self._object(fqn, item) for fqn, item in metadata.objects.items()}
+        for fqn, value in values.items():
+            path = metadata.paths.get(fqn, (fqn,))
+            self._put(root, path if ".".join(map(str, path)) == fqn else (fqn,), value)
+        nested = {key: _with_lists(value) for key, value in root.items()}
+        self.parts.take_apart(nested, on_tensor=self._refuse_view)
+
+    def _object(self, fqn: str, item: Item) -> Any:
+        number = self._numbers[item.file]
+        file = self._files[number]
+        archive = self._archive(item, fqn)
+
+        def add(name: str, view: StoredView) -> None:
+            start, num_bytes = archive.storage(view.storage)
+            chunks = chunks_of(view, name, file=number, byte_offset=start, byte_length=num_bytes, path=file.path)
+            self.parts.add_tensor(name, view.dtype, view.shape, chunks)
+
+        value = unpickle(archive.pickle, file.path, find_value)
+        if isinstance(value, StoredView):
+            add(fqn, value)
+            return TensorRef(fqn)
+        return plain_tree(value, fqn, path=file.path, on_tensor=add)
+
+    def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+        at = root
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+            if type(at) is not dict:
+                raise damaged(
+                    self.parts.path, f"{'.'.join(map(str, path))!r:.200} lies in something that is no container"
+                )
+        if path[-1] in at:
+            raise damaged(self.parts.path, f"it has {'.'.join(map(str, path))!r:.200} twice")
+        at[path[-1]] = value
+
+    def _refuse_view(self, fqn: str, _view: StoredView) -> None:
+        raise damaged(self.parts.path, f"{fqn!r:.200} is a tensor in the wrong place")
+
+
+def _with_lists(value: Any) -> Any:
+    """The containers with lists where keys were positions: those of dicts are texts."""
+    if type(value) is not dict:
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    is_list = bool(items) and all(type(key) is int for key in items) and set(items) == set(range(len(items)))
+    return [items[index] for index in range(len(items))] if is_list else items
+
+
+def _moved(region: Region, offsets: tuple[int, ...]) -> Region:
+    return Region(tuple(map(int.__add__, region.offsets, offsets)), region.lengths)

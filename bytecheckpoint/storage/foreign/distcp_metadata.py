@@ -1,0 +1,174 @@
+"""The `.metadata` of a torch.distributed.checkpoint folder: a pickle of torch's own classes, read as records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable
+from bytecheckpoint.storage.foreign.pickle_machine import PickleError
+from bytecheckpoint.storage.foreign.pickled_values import Instance, find_value, instances
+from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, DtypeName, Size
+from bytecheckpoint.storage.foreign.torch_file import unpickle
+
+_METADATA = "torch.distributed.checkpoint.metadata."
+_CLASSES: Mapping[str, Any] = MappingProxyType(
+    instances(
+        *(
+            _METADATA + name
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "MetadataIndex",
+                "TensorProperties",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+    )
+)
+
+
+class Item(NamedTuple):
+    """Where the bytes of a chunk, or of an object, are."""
+
+    file: str
+    byte_offset: int
+    byte_length: int
+
+
+class StoredChunk(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    item: Item
+
+
+class StoredTensor(NamedTuple):
+    """A tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[StoredChunk]
+
+
+class Metadata(NamedTuple):
+    """What the file says."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, Item]
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Of names that were made by joining the keys of nested containers: those keys."""
+    attributes: Mapping[str, Any]
+    """What else it has: frameworks add to it."""
+
+
+def read_metadata(content: bytes, path: str) -> Metadata:
+    """Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (pickle_refused)."""
+    found = unpickle(content, path, _find_class)
+    try:
+        return _parse(found, path)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"it does not describe a checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _find_class(module: str, name: str) -> Any:
+    found = _CLASSES.get(f"{module}.{name}")
+    return find_value(module, name) if found is None else found
+
+
+def _parse(found: Any, path: str) -> Metadata:
+    fields = dict(_fields(found, "Metadata", "MCoreMetadata"))
+    items = _items(fields.pop("storage_data", None), path)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Item] = {}
+    for fqn, description in fields.pop("state_dict_metadata").items():
+        if type(fqn) is not str:
+            raise PickleError("a name in it is no text")
+        if _is_a(description, "BytesStorageMetadata"):
+            objects[fqn] = _taken(items, fqn, None)
+            continue
+        of_tensor = _fields(description, "TensorStorageMetadata")
+        shape = _lengths(of_tensor["size"])
+        chunks = [StoredChunk(*place, _taken(items, fqn, place[0])) for place in _chunks(of_tensor["chunks"])]
+        tensors[fqn] = StoredTensor(_dtype(of_tensor["properties"]), shape, chunks)
+    return Metadata(tensors, objects, dict(_paths(fields.pop("planner_data", None))), fields)
+
+
+def _is_a(value: Any, *names: str) -> bool:
+    return isinstance(value, Instance) and value.kind.rpartition(".")[2] in names
+
+
+def _fields(value: Any, *names: str) -> dict[str, Any]:
+    if not _is_a(value, *names):
+        raise PickleError(f"it has no {names[0]} where one should be")
+    fields: dict[str, Any] = value.fields
+    return fields
+
+
+def _chunks(chunks: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for chunk in chunks:
+        fields = _fields(chunk, "ChunkStorageMetadata")
+        yield _lengths(fields["offsets"]), _lengths(fields["sizes"])
+
+
+def _items(storage_data: Any, path: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+    items = {}
+    for index, info in storage_data.items():
+        of_index, of_info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        if of_info.get("transform_descriptors"):
+            how = ", ".join(map(str, of_info["transform_descriptors"]))
+            advice = "load it with torch.distributed.checkpoint, and save it without extensions"
+            raise not_readable(path, f"{of_index['fqn']!r:.200} was changed on its way to the file ({how:.80})", advice)
+        offset = of_index.get("offset")
+        place = of_index["fqn"], None if offset is None else _lengths(offset)
+        numbers = of_info["offset"], of_info["length"]
+        if (
+            not all(type(number) is int and number >= 0 for number in numbers)
+            or type(of_info["relative_path"]) is not str
+        ):
+            raise PickleError(f"the place of {of_index['fqn']!r:.200} is none")
+        items[place] = Item(of_info["relative_path"], *numbers)
+    return items
+
+
+def _taken(items: dict[tuple[str, tuple[int, ...] | None], Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
+    item = items.get((fqn, offset))
+    if item is None and offset is not None:
+        item = items.get((fqn, None))
+    if item is None:
+        where = "" if offset is None else f" at {list(offset)}"
+        raise PickleError(f"it does not say where {fqn!r:.200}{where} is")
+    return item
+
+
+def _dtype(properties: Any) -> str:
+    state = properties.state if _is_a(properties, "TensorProperties") else None
+    dtype = state["dtype"] if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
+    if not isinstance(dtype, DtypeName):
+        raise PickleError("it has a tensor without a dtype")
+    return dtype.name
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    if not all(type(length) is int and length >= 0 for length in lengths):
+        raise PickleError("it has a shape that is none")
+    return lengths
+
+
+def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    """Planners of other kinds keep something else there."""
+    for fqn, path in planner_data.items() if isinstance(planner_data, dict) else ():
+        if isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(type(key) in {str, int} for key in path):
+            yield fqn, path

@@ -1,0 +1,129 @@
+"""Which foreign format a folder or file is, told by its contents, and its reader. Names of files say what a folder is,
+the first bytes what a file is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage.foreign import deepspeed_folder, distcp_folder, safetensors_files, torch_file
+from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged
+from bytecheckpoint.storage.foreign.parts import Parts
+from bytecheckpoint.storage.names import check_name, join_name
+from bytecheckpoint.storage.store import Store
+
+Format = Literal["safetensors", "torch.save", "torch.distributed.checkpoint", "deepspeed"]
+
+_TORCH_SOLE = "pytorch_model.bin"
+_HEAD_BYTES = 16
+_DEEPSPEED_LATEST, _MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
+_MAX_POINTER_BYTES = 1024
+_MEGATRON_STEP = "iter_{:07d}"
+_STEP_FOLDERS = ("global_step{}", _MEGATRON_STEP, "checkpoint-{}")
+"""Of DeepSpeed, Megatron and the Trainer of transformers."""
+
+
+class Place(NamedTuple):
+    """A foreign checkpoint, found and not yet read."""
+
+    folder: str
+    """Inside the store."""
+    file: str
+    """Inside the folder; "" where the folder is the checkpoint."""
+    format: Format
+
+
+def find_folder(folder: str, listing: Mapping[str, int | None]) -> Place | None:
+    """The checkpoint that a folder with this listing is, if any."""
+    files = {name for name, num_bytes in listing.items() if num_bytes is not None}
+    if distcp_folder.METADATA_NAME in files:
+        return Place(folder, "", "torch.distributed.checkpoint")
+    if deepspeed_folder.is_folder(files):
+        return Place(folder, "", "deepspeed")
+    if any(name.endswith(safetensors_files.SUFFIX) for name in files):
+        return Place(folder, "", "safetensors")
+    if _TORCH_SOLE in files:
+        return Place(folder, _TORCH_SOLE, "torch.save")
+    return None
+
+
+def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> Place | None:
+    """The checkpoint of a step in the root with this listing, if any: None is the one to which a file there points."""
+    names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
+    for name in (name for name in names if listing.get(name, 0) is None):
+        place = find_folder(name, store.list(name))
+        if place is not None:
+            return place
+    return None
+
+
+def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
+    """What DeepSpeed and Megatron say is the newest."""
+    names = []
+    for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
+        num_bytes = listing.get(pointer)
+        if num_bytes and num_bytes <= _MAX_POINTER_BYTES:
+            text = FileBytes(store, pointer, num_bytes).read(0, num_bytes).decode("utf-8", "replace").strip()
+            is_number = pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal()
+            names.append(_MEGATRON_STEP.format(int(text)) if is_number else check_name(text))
+    return names
+
+
+def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
+    """The checkpoint that a file is.
+
+    Raises CheckpointNotFoundError (not_found) for one of no format that is known, CheckpointCorruptError (truncated)
+    for an empty one.
+    """
+    file = FileBytes(store, join_name(folder, name), num_bytes)
+    if not num_bytes:
+        raise damaged(file.path, "it is empty", kind="truncated")
+    head = file.read(0, min(num_bytes, _HEAD_BYTES))
+    if name.endswith(safetensors_files.INDEX_SUFFIX) or head[8:9] == b"{":
+        return Place(folder, name, "safetensors")
+    if head.startswith((torch_file.ZIP_MAGIC, torch_file.LEGACY_MAGIC)):
+        return Place(folder, name, "torch.save")
+    raise CheckpointNotFoundError(
+        f"{file.path} is a file of no format that is known: neither safetensors nor torch.save wrote it, as far as its "
+        "first bytes tell; it was not touched: give the folder of a checkpoint, or the path of such a file",
+        kind="not_found",
+        path=file.path,
+    )
+
+
+def read_manifest(store: Store, place: Place) -> Manifest:
+    """The manifest of a foreign checkpoint: of its files, only what describes tensors is read.
+
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError,
+    UnsafeCheckpointError or StorageError.
+    """
+    return _read(store, place).manifest(place.format)
+
+
+def _read(store: Store, place: Place) -> Parts:
+    folder, name, kind = place
+    listing = store.list(folder)
+    if kind == "torch.distributed.checkpoint":
+        return distcp_folder.read_folder(store, folder)
+    if kind == "deepspeed":
+        return deepspeed_folder.read_folder(store, folder, listing)
+    if kind == "torch.save":
+        return _read_torch_file(store, folder, name, listing)
+    if not name:
+        return safetensors_files.read_folder(store, folder, listing)
+    if name.endswith(safetensors_files.INDEX_SUFFIX):
+        return safetensors_files.read_indexed(store, folder, name)
+    return safetensors_files.read_files(store, folder, [name])
+
+
+def _read_torch_file(store: Store, folder: str, name: str, listing: Mapping[str, int | None]) -> Parts:
+    file = FileBytes(store, join_name(folder, name), listing.get(name) or 0)
+    parts = Parts(file.path)
+    if file.read(0, min(file.byte_length, _HEAD_BYTES)).startswith(torch_file.LEGACY_MAGIC):
+        torch_file.refuse_legacy(file.path)
+    archive = torch_file.TorchArchive(file, 0, file.byte_length)
+    torch_file.read_archive(archive, parts, parts.add_file(name, file.byte_length))
+    return parts

@@ -1,0 +1,202 @@
+"""What readers of foreign formats find, put together to a manifest: files, tensors as chunks in them, plain data as
+trees. It knows no format.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.storage.foreign.file_bytes import damaged, too_much
+from bytecheckpoint.storage.foreign.optimizers import as_saved_here, without_tensors
+from bytecheckpoint.storage.foreign.pickled_values import (
+    ByteStream,
+    Instance,
+    PickledArray,
+    PickledDtype,
+    StoredView,
+)
+from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, DtypeName, Size, TensorRef, encode_value
+
+MAX_VALUES = 1 << 20
+_ATOMS_A_VALUE = 16
+"""Numbers and texts in a list, which cost less."""
+EXTRA_STATE = "_extra_state"
+"""The key under which modules keep extra state: an object of its own, wherever it stands."""
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DtypeName, Size})
+
+OnTensor = Callable[[str, StoredView], None]
+"""Takes a tensor of a pickle and the FQN at which it stands."""
+
+
+def join_fqn(fqn: str, key: object) -> str:
+    return f"{fqn}.{key}" if fqn else str(key)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What was found so far."""
+
+    path: str
+    """Of the checkpoint, for messages."""
+    files: list[DataFile] = field(default_factory=list)
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)
+    """Plain data by FQN."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+
+    def add_file(self, name: str, byte_length: int) -> int:
+        """Its number."""
+        self.files.append(DataFile(name, byte_length))
+        return len(self.files) - 1
+
+    def add_tensor(self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
+        """Raises CheckpointMismatchError (conflict) for a name that is taken."""
+        self._refuse_taken(fqn)
+        self.tensors[fqn] = tensor_record(dtype, tuple(shape), chunks)
+
+    def add_alias(self, fqn: str, stored_fqn: str) -> None:
+        """Another name of a tensor that was added."""
+        self._refuse_taken(fqn)
+        self.aliases[fqn] = stored_fqn
+
+    def _refuse_taken(self, fqn: str) -> None:
+        if fqn in self.tensors or fqn in self.aliases:
+            raise two_of(self.path, fqn)
+
+    def take_apart(self, value: Any, *, on_tensor: OnTensor) -> None:
+        """Adds the plain data of a whole state, with TensorRefs for the tensors in it. Each of these is given to
+        `on_tensor`, or is a TensorRef already: a tensor that was added, and gets the name of where it stands.
+
+        What is no dict stands below the name `value`; an optimizer alone has no name.
+        """
+        renamed: dict[str, str] = {}
+        walk = _Walk(self.path, on_tensor, renamed)
+        root = value if isinstance(value, dict) else {"value": value}
+        if as_saved_here(root) is not None:
+            self.trees[""] = walk.plain(root, "", MAX_DEPTH)
+        else:
+            walk.extra = {}
+            for key, item in root.items():
+                name = key if type(key) is str else str(key)
+                found = walk.plain(item, name, MAX_DEPTH)
+                if not isinstance(found, TensorRef) or is_extra_state(name):
+                    self.trees[name] = found
+            self.trees |= walk.extra
+        self._rename(renamed)
+
+    def _rename(self, renamed: Mapping[str, str]) -> None:
+        moved = [(new, self.tensors.pop(old)) for old, new in renamed.items()]
+        for new, record in moved:
+            self._refuse_taken(new)
+            self.tensors[new] = record
+
+    def manifest(self, foreign_format: str) -> Manifest:
+        return Manifest(
+            save_id="",
+            step=self.step,
+            foreign_format=foreign_format,
+            files=self.files,
+            tensors=self.tensors,
+            aliases=self.aliases,
+            objects={fqn: encode_value(tree, path=self.path) for fqn, tree in self.trees.items()},
+            metadata=self.metadata,
+        )
+
+
+def two_of(path: str, fqn: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{path} holds two tensors that come to the name {fqn!r:.200}; nothing was loaded: save them under names that "
+        "differ, or give the path of one of its files",
+        kind="conflict",
+        path=path,
+    )
+
+
+def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
+    """The value at an FQN with TensorRefs for the tensors in it, each of which is given to `on_tensor`.
+
+    Raises CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError (limits_exceeded).
+    """
+    walk = _Walk(path, on_tensor, {})
+    return walk.plain(value, fqn, MAX_DEPTH)
+
+
+class _Walk:
+    """Counts what it meets: a small pickle can say the same list a billion times."""
+
+    def __init__(self, path: str, on_tensor: OnTensor, renamed: dict[str, str]) -> None:
+        self._path = path
+        self._on_tensor = on_tensor
+        self._num_values = 0
+        self._renamed = renamed
+        self.extra: dict[str, Any] | None = None
+        """Extra state of modules, by FQN, where it is taken out."""
+
+    def plain(self, value: Any, fqn: str, depth: int) -> Any:
+        self._num_values += 1
+        if self._num_values > MAX_VALUES or depth == 0:
+            what = f"nested more than {MAX_DEPTH} deep" if depth == 0 else f"of more than {MAX_VALUES} values"
+            raise too_much(self._path, f"its plain data is {what}")
+        match value:
+            case StoredView():
+                self._on_tensor(fqn, value)
+                return TensorRef(fqn)
+            case TensorRef():
+                if value.fqn != fqn:
+                    self._renamed[value.fqn] = fqn
+                return TensorRef(fqn)
+            case Instance():
+                return self._dict(value.fields, fqn, depth)
+            case PickledArray():
+                return value.array
+            case PickledDtype():
+                return value.dtype.str
+            case ByteStream():
+                return value.content
+            case dict():
+                return self._dict(value, fqn, depth)
+        if type(value) in {list, tuple, set, frozenset}:
+            return self._sequence(value, fqn, depth)
+        if type(value) in _ATOMS or isinstance(value, np.generic | np.ndarray):
+            return value
+        raise damaged(self._path, f"its pickle has a {type(value).__name__} at {fqn!r:.200}, where a value should be")
+
+    def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
+        """A list, a tuple, or a set as a list."""
+        if _ATOMS.issuperset(map(type, value)):
+            self._num_values += len(value) // _ATOMS_A_VALUE
+            return value if type(value) in {list, tuple} else list(value)
+        items = [self.plain(item, join_fqn(fqn, index), depth - 1) for index, item in enumerate(value)]
+        return tuple(items) if type(value) is tuple else items
+
+    def _dict(self, value: Mapping[Any, Any], fqn: str, depth: int) -> Any:
+        optimizer = as_saved_here(value)
+        if optimizer is not None:
+            return without_tensors(self._items(optimizer, fqn, depth))
+        return self._items(value, fqn, depth)
+
+    def _items(self, value: Mapping[Any, Any], fqn: str, depth: int) -> dict[Any, Any]:
+        taken: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            name = key if type(key) in {str, int} else str(key)
+            child = join_fqn(fqn, name)
+            found = self.plain(item, child, depth - 1)
+            if self.extra is not None and is_extra_state(child):
+                self.extra[child] = found
+            else:
+                taken[name] = found
+        return taken
+
+
+def is_extra_state(fqn: str) -> bool:
+    return fqn.rpartition(".")[2] == EXTRA_STATE

@@ -1,0 +1,221 @@
+"""Folders laid out as DeepSpeed lays them out, with the numbers of its sources: docs/foreign.md says which. Real ones
+are in tests/frameworks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import sys
+import types
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_files import assert_same
+
+import bytecheckpoint as bcp
+
+SHAPES = {"a.weight": (5,), "b.weight": (2, 3), "c.weight": (4, 2)}
+"""5, 6 and 8 elements: on two ranks a part begins inside of `b.weight`, on four ranks inside of each."""
+
+
+def value(name: str, key: str) -> torch.Tensor:
+    shape = SHAPES[name]
+    generator = torch.Generator().manual_seed(sum(map(ord, name + key)))
+    return torch.randn(shape, generator=generator)
+
+
+@pytest.fixture
+def classes(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Classes that DeepSpeed pickles, under their names."""
+
+    class fragment_address:  # noqa: N801
+        def __init__(self, numel: int, start: int) -> None:
+            self.numel, self.start = numel, start
+
+    class LossScaler:
+        def __init__(self) -> None:
+            self.cur_scale = 1
+
+    stages = enum.IntEnum("ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3})
+    homes = {
+        "deepspeed.utils.tensor_fragment": fragment_address,
+        "deepspeed.runtime.fp16.loss_scaler": LossScaler,
+        "deepspeed.runtime.zero.config": stages,
+    }
+    for module, cls in homes.items():
+        cls.__module__, cls.__qualname__ = module, cls.__name__
+        parts = module.split(".")
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            if name not in sys.modules or length == len(parts):
+                monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        setattr(sys.modules[module], cls.__name__, cls)
+    return types.SimpleNamespace(fragment_address=fragment_address, LossScaler=LossScaler, stages=stages)
+
+
+def model_states(module: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        "module": module,
+        "buffer_names": ["mean"],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((name, torch.Size(shape)) for name, shape in SHAPES.items())],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {"tied.weight": "b.weight"},
+        "lr_scheduler": {"last_epoch": 3},
+        "global_steps": 7,
+        "global_samples": 28,
+        "skipped_steps": 0,
+        "dp_world_size": 2,
+        "ds_version": "0.19.8",
+        "my_epoch": 4,
+    }
+
+
+def write_shared(folder: Path, num_ranks: int, classes: types.SimpleNamespace) -> None:
+    """As ZeRO 1 and 2: fp32 without padding, the state of the optimizer with it."""
+    folder.mkdir(parents=True)
+    module = {name: value(name, "weight").bfloat16() for name in SHAPES} | {"mean": torch.ones(3)}
+    torch.save(model_states(module), folder / "mp_rank_00_model_states.pt")
+    total = sum(map(math.prod, SHAPES.values()))
+    part = -(-total // (2 * num_ranks)) * 2
+    flat = {
+        key: torch.cat(
+            [*(value(name, key).flatten() for name in SHAPES), torch.full((part * num_ranks - total,), 99.0)]
+        )
+        for key in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    for rank in range(num_ranks):
+        start, end = rank * part, (rank + 1) * part
+        state = {key: flat[key][start:end].clone() for key in ("exp_avg", "exp_avg_sq")}
+        optimizer = {
+            "loss_scaler": classes.LossScaler(),
+            "zero_stage": classes.stages.gradients,
+            "partition_count": [num_ranks],
+            "single_partition_of_fp32_groups": [flat["weight"][start : max(start, min(end, total))].clone()],
+            "base_optimizer_state": {
+                "state": {0: {**state, "step": torch.tensor(5.0)}},
+                "param_groups": [{"lr": 0.25, "betas": (0.9, 0.99), "params": [0]}],
+            },
+            "param_slice_mappings": [OrderedDict(a=classes.fragment_address(5, 0))],
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}, folder / name)
+
+
+def write_divided(folder: Path, num_ranks: int, classes: types.SimpleNamespace, *, num_buffers: int = 1) -> None:
+    """As ZeRO 3, where parameters are divided one by one, and buffers may end between them."""
+    folder.mkdir(parents=True)
+    names = list(SHAPES)
+    groups = [names] if num_buffers == 1 else [names[:1], names[1:]]
+    for rank in range(num_ranks):
+        of_rank = {
+            key: [torch.cat([shard(name, key, rank, num_ranks) for name in group]) for group in groups]
+            for key in ("weight", "exp_avg")
+        }
+        states = model_states({name: torch.empty(0) for name in SHAPES} | {"mean": torch.ones(3)})
+        states["param_shapes"] = [OrderedDict((name, torch.Size(SHAPES[name])) for name in group) for group in groups]
+        torch.save(states, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        optimizer = {
+            "zero_stage": classes.stages.weights,
+            "partition_count": num_ranks,
+            "fp32_flat_groups": of_rank["weight"],
+            "optimizer_state_dict": {
+                "state": {index: {"exp_avg": each, "step": 5} for index, each in enumerate(of_rank["exp_avg"])},
+                "param_groups": [{"lr": 0.25, "betas": (0.9, 0.99), "params": list(range(len(groups)))}],
+            },
+        }
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}, folder / name)
+
+
+def shard(name: str, key: str, rank: int, num_ranks: int) -> torch.Tensor:
+    flat = value(name, key).flatten()
+    share = -(-flat.numel() // num_ranks)
+    mine = flat[rank * share : (rank + 1) * share]
+    return torch.cat([mine, torch.full((share - mine.numel(),), 99.0)])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 11])
+def test_parameters_are_found_in_what_ranks_share(tmp_path: Path, num_ranks: int, classes: Any) -> None:
+    write_shared(tmp_path / "run" / "global_step7", num_ranks, classes)
+    (tmp_path / "run" / "latest").write_text("global_step7")
+    checkpoint = bcp.open(tmp_path / "run")
+    found = checkpoint.state_dict()
+    assert checkpoint.info.format == "deepspeed"
+    assert checkpoint.info.step == 7
+    for name in SHAPES:
+        assert_same({"": found[f"model.{name}"]}, {"": value(name, "weight")})
+        assert_same({"": found[f"module.{name}"]}, {"": value(name, "weight").bfloat16()})
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert_same({"": found[f"optimizer.state.{name}.{key}"]}, {"": value(name, key)})
+        assert found[f"optimizer.state.{name}.step"] == 5.0
+    assert torch.equal(found["model.tied.weight"], found["model.b.weight"])
+    assert torch.equal(found["model.mean"], torch.ones(3))
+    objects = checkpoint.objects
+    assert objects["optimizer.groups.a.weight.values.lr"] == 0.25
+    assert (objects["optimizer.facts.engine.global_steps"], objects["my_epoch"]) == (7, 4)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 11])
+def test_parameters_are_found_that_are_divided_one_by_one(
+    tmp_path: Path, num_ranks: int, num_buffers: int, classes: Any
+) -> None:
+    write_divided(tmp_path / "global_step7", num_ranks, classes, num_buffers=num_buffers)
+    checkpoint = bcp.open(tmp_path / "global_step7")
+    found = checkpoint.state_dict()
+    for name in SHAPES:
+        assert_same({"": found[f"model.{name}"]}, {"": value(name, "weight")})
+        assert_same({"": found[f"optimizer.state.{name}.exp_avg"]}, {"": value(name, "exp_avg")})
+        assert checkpoint.objects[f"optimizer.state.{name}.step"] == 5
+    assert not any(fqn.startswith("module.") for fqn in found)
+
+
+class Part(torch.nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("write", [write_shared, write_divided], ids=["shared", "divided"])
+def test_a_model_and_its_optimizer_go_on_without_deepspeed(tmp_path: Path, write: Any, classes: Any) -> None:
+    write(tmp_path / "global_step7", 3, classes)
+    model = torch.nn.ModuleDict({name[0]: Part(shape) for name, shape in SHAPES.items()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    bcp.load(tmp_path / "global_step7", {"model": model, "optimizer": optimizer}, exclude=["model.mean", "model.tied*"])
+    for name in SHAPES:
+        parameter = model[name[0]].weight
+        assert torch.equal(parameter, value(name, "weight"))
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], value(name, "exp_avg"))
+        assert optimizer.state[parameter]["step"] == 5.0
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_what_is_missing_or_cut_in_other_ways_is_said(tmp_path: Path, classes: Any) -> None:
+    folder = tmp_path / "global_step7"
+    write_shared(folder, 2, classes)
+
+    def kind_of() -> str:
+        with pytest.raises(bcp.CheckpointError) as caught:
+            bcp.open(folder)
+        return caught.value.kind
+
+    (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").rename(tmp_path / "kept")
+    assert kind_of() == "missing_file"
+    (tmp_path / "kept").rename(folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(tmp_path / "kept")
+    assert kind_of() == "bad_manifest"
+    (tmp_path / "kept").rename(folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    assert bcp.open(folder)
+    (folder / "mp_rank_01_model_states.pt").write_bytes(b"")
+    assert kind_of() == "unsupported_version"
+    (folder / "mp_rank_01_model_states.pt").unlink()
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    assert kind_of() == "missing_file"
+    torch.save({"module": {}, "param_shapes": [{"a.weight": (500,)}]}, folder / "mp_rank_00_model_states.pt")
+    assert kind_of() == "bad_manifest"

@@ -1,0 +1,413 @@
+"""Files that torch.save wrote: views, shared storages, plain data, optimizers; and that none of them runs anything."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pickle
+import struct
+import types
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from foreign_files import Touch, assert_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bytecheckpoint as bcp
+from bytecheckpoint.region import find_tiling_fault
+
+MIB = 1 << 20
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+
+
+def save(value: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint.pt"
+    torch.save(value, path)
+    return path
+
+
+def test_tensors_of_every_dtype_are_read_by_name(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.arange(12).to(torch.float32).to(dtype).reshape(3, 4) for dtype in DTYPES}
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 4)}
+    checkpoint = bcp.open(save(tensors, tmp_path))
+    assert_same(checkpoint.state_dict(), tensors)
+    assert checkpoint.info.format == "torch.save"
+
+
+def test_a_state_dict_alone_is_loaded_into_the_module(tmp_path: Path) -> None:
+    saved, loaded = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    path = save(saved.state_dict(), tmp_path)
+    bcp.load(path, {"model": loaded})
+    assert_same(dict(loaded.state_dict()), dict(saved.state_dict()))
+
+
+def test_views_of_one_storage_are_each_what_they_were(tmp_path: Path) -> None:
+    base = torch.arange(60, dtype=torch.float32).reshape(5, 12)
+    tensors = {
+        "whole": base,
+        "same": base,
+        "rows": base[1:3],
+        "columns": base[:, 3:7],
+        "every_other": base[::2, 1::3],
+        "transposed": base.t(),
+        "expanded": base[0].expand(4, 12),
+        "one": base[2, 5],
+        "overlapping": base.flatten().unfold(0, 5, 2),
+        "none_of_it": base[5:],
+    }
+    checkpoint = bcp.open(save(tensors, tmp_path))
+    assert_same(checkpoint.state_dict(), tensors)
+    assert checkpoint.manifest.aliases == {"same": "whole"}
+    assert torch.equal(checkpoint["transposed"][2:9:3, 1:4], base.t()[2:9:3, 1:4])
+
+
+shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    tensor = torch.arange(400, dtype=torch.int32)
+    shape = draw(shapes)
+    strides = [draw(st.integers(0, 9)) for _ in shape]
+    return tensor.as_strided(shape, strides, draw(st.integers(0, 40)))
+
+
+@given(st.lists(views(), min_size=1, max_size=4))
+@settings(max_examples=25, deadline=None)
+def test_any_strides_are_read_exactly(tmp_path_factory: pytest.TempPathFactory, tensors: list[torch.Tensor]) -> None:
+    named = {f"t{index}": tensor for index, tensor in enumerate(tensors)}
+    checkpoint = bcp.open(save(named, tmp_path_factory.mktemp("views")))
+    assert_same(checkpoint.state_dict(), named)
+    for record in checkpoint.manifest.tensors.values():
+        assert find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks]) is None
+
+
+def test_a_large_transposed_matrix_is_refused_by_name(tmp_path: Path) -> None:
+    path = save({"model": {"weight": torch.empty(300, 300).t()}}, tmp_path)
+    with pytest.raises(bcp.CheckpointCorruptError) as caught:
+        bcp.open(path)
+    assert caught.value.kind == "unsupported_version"
+    assert "model.weight" in caught.value.message
+    assert ".contiguous()" in caught.value.message
+
+
+def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
+    state = {
+        "epoch": 3,
+        "losses": [0.5, 0.25],
+        "nested": {"tuple": (1, "two", None), "tensor": torch.ones(2), "list": [torch.zeros(1), {"a": 1}]},
+        "ordered": OrderedDict(b=1, a=2),
+        "default": defaultdict(list, {"x": [1]}),
+        "counter": Counter("aab"),
+        "array": np.arange(6, dtype=">f4").reshape(2, 3),
+        "scalar": np.float64(2.5),
+        "fortran": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda:1"),
+        "complex": 1 + 2j,
+        "bytes": b"\x00\xff",
+        "large": 1 << 70,
+        "set": {1},
+        "path": Path("/a/b"),
+        "args": argparse.Namespace(lr=0.1, layers=[1, 2]),
+        "more": types.SimpleNamespace(name="x"),
+        "none": None,
+        7: "number",
+    }
+    objects = bcp.open(save(state, tmp_path)).objects
+    assert objects["epoch"] == 3
+    assert objects["losses"] == [0.5, 0.25]
+    assert objects["nested.tuple"] == (1, "two", None)
+    assert objects["nested.list.1.a"] == 1
+    assert (objects["ordered.b"], objects["default.x"], objects["counter.a"]) == (1, [1], 2)
+    assert np.array_equal(objects["array"], state["array"])
+    assert np.array_equal(objects["fortran"], state["fortran"])
+    assert (objects["scalar"], type(objects["scalar"])) == (2.5, np.float64)
+    assert (objects["size"], objects["dtype"], objects["device"]) == (torch.Size([2, 3]), torch.bfloat16, "cuda:1")
+    assert (objects["complex"], objects["bytes"], objects["large"]) == (1 + 2j, b"\x00\xff", 1 << 70)
+    assert (objects["set"], objects["path"], objects["none"]) == ([1], "/a/b", None)
+    assert (objects["args.lr"], objects["args.layers"], objects["more.name"]) == (0.1, [1, 2], "x")
+    assert objects["7"] == "number"
+    loaded = {"epoch": 0, "nested": {"tuple": (0, "", 1), "tensor": torch.zeros(2), "list": [torch.ones(1), {"a": 0}]}}
+    bcp.load(tmp_path / "checkpoint.pt", loaded)
+    assert loaded["epoch"] == 3
+    assert loaded["nested"]["tuple"] == (1, "two", None)
+    assert torch.equal(loaded["nested"]["tensor"], torch.ones(2))
+    assert loaded["nested"]["list"][1] == {"a": 1}
+
+
+def test_a_value_that_is_no_dict_has_a_name(tmp_path: Path) -> None:
+    checkpoint = bcp.open(save([torch.ones(2), 5], tmp_path))
+    assert torch.equal(checkpoint["value.0"][:], torch.ones(2))
+    assert checkpoint.objects == {"value.1": 5}
+    assert list(bcp.open(save(torch.ones(2), tmp_path))) == ["value"]
+
+
+def trained(*, names: bool = False, width: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 2))
+    decayed = [(name, each) for name, each in model.named_parameters() if each.ndim == 2]
+    others = [(name, each) for name, each in model.named_parameters() if each.ndim != 2]
+    groups = [decayed, others] if names else [[each for _, each in group] for group in (decayed, others)]
+    optimizer = torch.optim.AdamW([{"params": group, "lr": 0.1 + at} for at, group in enumerate(groups)])
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_an_optimizer_is_restored_as_torch_itself_would(tmp_path: Path, *, names: bool, fresh: bool) -> None:
+    model, optimizer = trained(names=names)
+    optimizer.param_groups[0]["lr"] = 0.625
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    other, loaded = trained()
+    if fresh:
+        loaded = torch.optim.AdamW([{"params": group["params"]} for group in loaded.param_groups])
+    bcp.load(path, {"model": other, "optimizer": loaded})
+    reference = torch.optim.AdamW([{"params": group["params"]} for group in loaded.param_groups])
+    reference.load_state_dict(torch.load(path, weights_only=True)["optimizer"])
+    assert len(loaded.state) == 4
+    for mine, theirs in zip(loaded.state.values(), reference.state.values(), strict=True):
+        assert_same(mine, theirs)
+    assert [group["lr"] for group in loaded.param_groups] == [0.625, 1.1]
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_an_optimizer_alone_is_restored(tmp_path: Path, *, names: bool) -> None:
+    _, optimizer = trained(names=names)
+    path = save(optimizer.state_dict(), tmp_path)
+    _, loaded = trained(names=True)
+    bcp.load(path, {"optimizer": loaded})
+    for mine, theirs in zip(loaded.state.values(), optimizer.state.values(), strict=True):
+        assert_same(mine, theirs)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    fewer = torch.optim.AdamW(list(model.parameters())[:3])
+    with pytest.raises(bcp.CheckpointMismatchError) as caught:
+        bcp.load(path, {"model": model, "optimizer": fewer})
+    assert "of 4 parameters without names in the checkpoint, of 3 in the state" in caught.value.message
+    wider, other = trained(width=6)
+    with pytest.raises(bcp.CheckpointMismatchError):
+        bcp.load(path, {"optimizer": other, "model": wider})
+
+
+def test_a_dict_that_only_looks_like_an_optimizer_is_plain_data(tmp_path: Path) -> None:
+    odd = {"state": {}, "param_groups": [{"params": [[1], {}]}]}
+    assert bcp.open(save({"x": odd}, tmp_path)).objects["x.param_groups"] == [{"params": [[1], {}]}]
+    assert bcp.open(save({"x": {"state.weight": 1, "state.bias": 2}}, tmp_path)).objects["x.state.bias"] == 2
+
+
+def refused(path: Path) -> bcp.CheckpointError:
+    with pytest.raises(bcp.CheckpointError) as caught:
+        bcp.open(path)
+    return caught.value
+
+
+def test_a_pickle_that_names_anything_else_is_refused_and_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    error = refused(save({"weights": torch.ones(2), "x": Touch(marker)}, tmp_path))
+    assert (type(error), error.kind) == (bcp.UnsafeCheckpointError, "pickle_refused")
+    assert "pathlib.Path.touch" in error.message or "builtins.getattr" in error.message
+    assert not marker.exists()
+
+
+def test_a_whole_module_is_refused_by_the_name_of_its_class(tmp_path: Path) -> None:
+    error = refused(save(torch.nn.Linear(2, 2), tmp_path))
+    assert error.kind == "pickle_refused"
+    assert "torch.nn.modules.linear.Linear" in error.message
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta")], ids=["sparse", "meta"]
+)
+def test_tensors_without_bytes_of_their_own_are_refused_by_name(tmp_path: Path, value: torch.Tensor) -> None:
+    error = refused(save({"a": value}, tmp_path))
+    assert error.kind == "pickle_refused"
+    assert "torch._utils._rebuild_" in error.message
+
+
+def test_a_conjugated_tensor_is_refused(tmp_path: Path) -> None:
+    error = refused(save({"a": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path))
+    assert error.kind == "bad_manifest"
+    assert "conj" in error.message
+
+
+def test_the_format_before_torch_1_6_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    error = refused(path)
+    assert error.kind == "unsupported_version"
+    assert "before 1.6" in error.message
+
+
+def test_a_program_of_torchscript_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "program.pt"
+    write_zip(path, {"archive/data.pkl": pickle.dumps({}, 2), "archive/constants.pkl": b"x"})
+    assert "TorchScript" in refused(path).message
+
+
+def write_zip(path: Path, members: dict[str, bytes], *, compression: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def members_of(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_an_archive_that_was_packed_again_is_read(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(5)}, tmp_path)
+    write_zip(path, members_of(path))
+    assert_same(bcp.open(path).state_dict(), {"a": torch.arange(5)})
+
+
+def test_a_compressed_archive_is_refused_and_never_unpacked(tmp_path: Path) -> None:
+    path = save({"a": torch.zeros(MIB)}, tmp_path)
+    write_zip(path, members_of(path), compression=zipfile.ZIP_DEFLATED)
+    error = refused(path)
+    assert error.kind == "unsupported_version"
+    assert "compressed" in error.message
+
+
+def with_pickle(tmp_path: Path, content: bytes) -> Path:
+    path = save({"a": torch.arange(5)}, tmp_path)
+    members = members_of(path)
+    name = next(name for name in members if name.endswith("data.pkl"))
+    write_zip(path, {**members, name: content})
+    return path
+
+
+def test_members_that_lead_out_are_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(5)}, tmp_path)
+    write_zip(path, {**members_of(path), "../../outside": b"x"})
+    assert refused(path).kind == "path_escape"
+
+
+def test_a_member_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(5)}, tmp_path)
+    members = members_of(path)
+    name = next(iter(members))
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, content in members.items():
+            archive.writestr(member, content)
+        with pytest.warns(UserWarning, match="Duplicate name"):
+            archive.writestr(name, members[name])
+    assert "two members" in refused(path).message
+
+
+def test_members_that_overlap_are_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(5), "b": torch.arange(5)}, tmp_path)
+    content = bytearray(path.read_bytes())
+    entries = [at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"]
+    storages = [at for at in entries if b"/data/" in content[at + 46 : at + 46 + 64]]
+    content[storages[1] + 42 : storages[1] + 46] = content[storages[0] + 42 : storages[0] + 46]
+    path.write_bytes(content)
+    assert refused(path).kind == "bad_manifest"
+
+
+def test_big_endian_numbers_are_refused(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(5)}, tmp_path)
+    members = members_of(path)
+    write_zip(path, {name: b"big" if name.endswith("byteorder") else content for name, content in members.items()})
+    assert "big-endian" in refused(path).message
+
+
+PICKLES = {
+    "empty": b"",
+    "nothing on the stack": b"\x80\x02.",
+    "cut short": b"\x80\x02X\xff\xff\xff\x7fabc",
+    "bytearray of exabytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 60) + b".",
+    "unknown instruction": b"\x80\x02\xff.",
+    "no mark": b"\x80\x02t.",
+    "calls a list": b"\x80\x02])R.",
+    "calls a text": b"\x80\x02X\x01\x00\x00\x00a)R.",
+    "builds a number": b"\x80\x02K\x01}b.",
+    "appends to a number": b"\x80\x02K\x01K\x02a.",
+    "unhashable key": b"\x80\x02}]K\x01s.",
+    "no Unicode": b"\x80\x02X\x01\x00\x00\x00\xff.",
+    "key of tuples in tuples": b"\x80\x02}" + b")" + b"\x85" * 10_000 + b"K\x01s.",
+    "wrong storage": b"\x80\x02X\x01\x00\x00\x00aQ.",
+    "extension": b"\x80\x02\x82\x01.",
+    "a list in itself": b"\x80\x02]q\x00h\x00a.",
+    "deeper than any data": b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b".",
+    "a billion lists": b"\x80\x02]q\x00"
+    + b"".join(b"](" + b"h%c" % at * 10 + b"eq%c" % (at + 1) for at in range(12))
+    + b".",
+    "many values at once": b"\x80\x02(" + b"N" * (MIB + MIB // 8) + b"t.",
+}
+
+
+@pytest.mark.parametrize("case", PICKLES)
+def test_a_damaged_or_hostile_pickle_is_one_clear_error(tmp_path: Path, case: str) -> None:
+    error = refused(with_pickle(tmp_path, PICKLES[case]))
+    assert error.kind in {"bad_manifest", "limits_exceeded"}
+    assert "checkpoint.pt" in error.message
+
+
+def test_a_memo_of_billions_costs_nothing(tmp_path: Path) -> None:
+    path = with_pickle(tmp_path, b"\x80\x02]r\xff\xff\xff\xff.")
+    assert bcp.open(path).objects == {"value": []}
+
+
+@pytest.mark.parametrize("module", ["os", "builtins", "torch", "posix", "numpy"])
+@pytest.mark.parametrize("name", ["system", "eval", "load", "exec", "__import__"])
+def test_no_global_but_the_known_ones_is_found(tmp_path: Path, module: str, name: str) -> None:
+    error = refused(with_pickle(tmp_path, f"c{module}\n{name}\n.".encode()))
+    assert error.kind == "pickle_refused"
+    assert f"{module}.{name}" in error.message
+
+
+def test_a_file_cut_anywhere_is_one_clear_error(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(300), "b": {"c": torch.ones(40), "d": 1}}, tmp_path)
+    content = path.read_bytes()
+    for length in [0, 1, 3, 4, *range(16, len(content) - 1, 211), len(content) - 1]:
+        path.write_bytes(content[:length])
+        assert refused(path).kind in {"truncated", "bad_manifest", "not_found"}
+
+
+def test_no_flipped_bit_is_more_than_an_error_or_another_value(tmp_path: Path) -> None:
+    path = save({"a": torch.arange(20), "b": {"c": torch.ones(4), "d": [1, "x"]}}, tmp_path)
+    content = path.read_bytes()
+    for at in range(0, len(content), 29):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(bcp.CheckpointError):
+            bcp.open(path).state_dict()
+
+
+def test_a_file_of_another_kind_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("hello, this is no checkpoint")
+    error = refused(path)
+    assert (type(error), error.kind) == (bcp.CheckpointNotFoundError, "not_found")

@@ -1,0 +1,118 @@
+"""Folders that DeepSpeed itself has saved, read in place: they hold what DeepSpeed says that its engines held; those
+of universal checkpoints, which its own program makes of them, hold the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+from frameworks.real_deepspeed import (
+    SETUPS,
+    Net,
+    engine_of,
+    join_deepspeed,
+    optimizer_state_of,
+    train,
+    unequal,
+    weights_of,
+)
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore"),  # DeepSpeed warns of what is not installed
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+    pytest.mark.timeout(900),
+]
+
+READ = [
+    "zero_1",
+    "zero_1_fp32",
+    "zero_1_round_robin",
+    "zero_2",
+    "zero_2_offloaded",
+    "zero_3",
+    "zero_3_fp32",
+    "zero_3_in_sub_groups",
+    "zero_3_offloaded",
+    "bf16_optimizer",
+]
+MIXED_UP = {"zero_1_round_robin"}
+"""Where DeepSpeed's own functions for single parameters give those of others."""
+UNIVERSAL = ["zero_1", "zero_2", "zero_3"]
+Held = dict[str, dict[str, torch.Tensor]]
+
+
+def train_and_save(rank: int, world_size: int, folder: str) -> tuple[Held, Held, Held]:
+    """What each engine held: weights and optimizer state as DeepSpeed says, and what the modules have."""
+    join_deepspeed(rank)
+    weights, states, modules = {}, {}, {}
+    for name in READ:
+        engine = engine_of(SETUPS[name], seed=3)
+        train(engine, 3)
+        engine.save_checkpoint(f"{folder}/{name}")
+        weights[name], states[name] = weights_of(engine), optimizer_state_of(engine)
+        if "zero_3" not in name:
+            modules[name] = {key: value.clone() for key, value in engine.module.state_dict().items()}
+    return weights, states, modules
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("foreign")
+
+
+@pytest.fixture(scope="module")
+def held(folder: Path) -> Iterator[tuple[Held, Held, Held]]:
+    pool = WorkerPool()  # of its own, because DeepSpeed keeps the process group that it met first
+    yield pool.run(train_and_save, str(folder), world_size=2, timeout_s=800)[0]
+    pool.close()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_folder_holds_what_deepspeed_says(folder: Path, held: tuple[Held, Held, Held], name: str) -> None:
+    checkpoint = bcp.open(folder / name)
+    assert checkpoint.info.format == "deepspeed"
+    assert checkpoint.info.step == 3
+    found = checkpoint.state_dict()
+    weights, states, modules = (by_name.get(name, {}) for by_name in held)
+    assert weights
+    if name not in MIXED_UP:
+        assert unequal({fqn: found[f"model.{fqn}"] for fqn in weights}, weights) == []
+        assert unequal({fqn: found[f"optimizer.state.{fqn}"] for fqn in states}, states) == []
+    for fqn, tensor in modules.items():
+        assert torch.equal(found[f"model.{fqn}"].to(tensor.dtype), tensor), fqn
+
+
+@pytest.mark.parametrize("name", ["zero_1", "zero_3"])
+def test_a_model_without_deepspeed_goes_on_from_it(folder: Path, held: tuple[Held, Held, Held], name: str) -> None:
+    model = Net(seed=9)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.5)
+    bcp.load(folder / name, {"model": model, "optimizer": optimizer}, cast=True)
+    weights, states, _ = (by_name.get(name, {}) for by_name in held)
+    assert unequal(dict(model.named_parameters()), weights) == []
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], states[f"{fqn}.exp_avg"])
+    assert optimizer.param_groups[0]["lr"] != 0.5
+
+
+@pytest.mark.parametrize("name", UNIVERSAL)
+def test_a_universal_checkpoint_holds_the_same(folder: Path, held: tuple[Held, Held, Held], name: str) -> None:
+    source, target = folder / name / "global_step3", folder / f"universal_{name}"
+    program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    arguments = ["--input_folder", str(source), "--output_folder", str(target), "--num_extract_workers", "1"]
+    arguments += ["--num_merge_workers", "1"]
+    subprocess.run([*program, *arguments], check=True, capture_output=True)
+    found = bcp.open(target).state_dict()
+    weights, states, _ = (by_name.get(name, {}) for by_name in held)
+    assert unequal({fqn: found[f"model.{fqn}"] for fqn in weights}, weights) == []
+    assert unequal({fqn: found[f"optimizer.state.{fqn}"] for fqn in states}, states) == []
