@@ -14,7 +14,7 @@ from foreign_files import assert_same
 from safetensors.torch import save, save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.storage.finding import find_checkpoint
+from bytecheckpoint.storage.finding import Opening, find_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,7 +86,7 @@ def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> No
 def test_a_file_is_found_however_its_path_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(TENSORS, "x.pt")
-    found = find_checkpoint(path.format(tmp_path), "latest", storage_options=None)
+    found = find_checkpoint(path.format(tmp_path), "latest", Opening(None))
     assert found.path == str(tmp_path / "x.pt")
 
 

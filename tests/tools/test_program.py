@@ -50,7 +50,7 @@ def test_every_command_has_help_with_an_example(call, command: str) -> None:
     ("place", "code", "kind", "words"),
     [
         ("nowhere", 3, "not_found", "there is nothing at"),
-        ("file", 3, "not_found", "is a file, not a folder"),
+        ("file", 3, "not_found", "is a file"),
         ("empty", 3, "not_found", "there is nothing at"),
         ("noise", 3, "not_found", "is no checkpoint"),
         ("nosuch://bucket/run", 4, "unsupported", "no backend is known"),
