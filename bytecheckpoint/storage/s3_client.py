@@ -24,6 +24,8 @@ _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 30
 _KEPT_CONNECTIONS = 64
 _KEPT_CLIENTS = 16
+_MAKING = threading.Lock()
+"""Clients serve many threads, and what makes them serves one at a time."""
 
 _OF_OPEN_FILES = frozenset(
     {
@@ -80,7 +82,7 @@ def _make_client(wish: _Wish) -> S3Client:
     more = dict(options.pop("s3_additional_kwargs", None) or {})
     if options.pop("requester_pays", False):
         more["RequestPayer"] = "requester"
-    session = botocore.session.Session(profile=options.pop("profile", None))
+    session = _session(wish.process, options.pop("profile", None))
     arguments, settings = _client_arguments(options)
     client = _create(session, arguments, settings)
     client.meta.events.register("before-send.s3", _send_in_pieces)
@@ -92,14 +94,22 @@ def _make_client(wish: _Wish) -> S3Client:
     return S3Client(client, more, num_connections, frozenset(filter(None, secrets)), threading.Event())
 
 
+@lru_cache(maxsize=_KEPT_CLIENTS)
+def _session(_process: int, profile: str | None) -> Any:
+    """Kept, because it keeps the description of S3 that every client of it needs."""
+    return botocore.session.Session(profile=profile)
+
+
 def _create(session: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """With what a service compares a body once, and not twice: over TLS a checksum, and else a signature."""
     s3 = {"payload_signing_enabled": False, **(settings.get("s3") or {})}
-    client = session.create_client("s3", config=Config(**{**settings, "s3": s3}), **arguments)
+    with _MAKING:
+        client = session.create_client("s3", config=Config(**{**settings, "s3": s3}), **arguments)
     if str(client.meta.endpoint_url).startswith("https:"):
         return client
     settings = {"request_checksum_calculation": "when_required", **settings}
-    return session.create_client("s3", config=Config(**settings), **arguments)
+    with _MAKING:
+        return session.create_client("s3", config=Config(**settings), **arguments)
 
 
 def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
