@@ -159,8 +159,12 @@ def _refuse_half_an_answer(response_dict: Mapping[str, Any], operation_model: An
     there passes for a whole one without a body: a listing of nothing.
     """
     headers = response_dict["headers"]
-    says_length = str(headers.get("content-length", "")).isdigit() or "transfer-encoding" in headers
-    if operation_model.http["method"] in {"GET", "HEAD", "POST"} and not says_length:
+    is_chunked = str(headers.get("transfer-encoding", "")).lower().endswith("chunked")  # and no half of the word
+    says_length = is_chunked or str(headers.get("content-length", "")).isdigit()
+    method = operation_model.http["method"]
+    # A listing is never empty: without anything in it, it still says so.
+    is_empty = method == "GET" and response_dict["body"] == b""
+    if method in {"GET", "HEAD", "POST"} and (is_empty or not says_length):
         raise ConnectionError(BROKEN_OFF)
 
 

@@ -220,7 +220,10 @@ def main() -> int:
 def summary(outcomes: Sequence[Outcome], num_broken: int) -> str:
     saves = Counter(outcome.save for outcome in outcomes)
     loads = Counter(outcome.load for outcome in outcomes)
-    num_met, longest_s = sum(outcome.num_met for outcome in outcomes), max(outcome.longest_s for outcome in outcomes)
+    num_met, longest_s = (
+        sum(outcome.num_met for outcome in outcomes),
+        max((each.longest_s for each in outcomes), default=0),
+    )
     return (
         f"{len(outcomes) + num_broken} schedules, {num_met} faults: promises were broken in {num_broken}\n"
         f"saves: {dict(saves)}\nloads: {dict(loads)}\nat most {longest_s:.1f} s\n"
