@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as _futures_thread  # noqa: F401  registers its exit hook before ours
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Turn:
         """`lock` is held by now."""
         self._lock = lock
         self.is_over = False
+        self.uploads = ExitStack()
+        """Closed when the save is over."""
 
     def end(self) -> None:
         if not self.is_over:
@@ -83,15 +85,26 @@ class InFlight:
         """
         AWAITED.refuse()
         self._add_hooks()
-        self._turn.acquire()
+        self._acquire_turn(awaits_upload=awaits_upload)
         turn = Turn(self._turn)
         try:
             with AWAITED.here():
-                with self._upload if awaits_upload else nullcontext():
-                    self._raise_unseen()
+                self._raise_unseen()
                 yield turn
         finally:
             turn.end()
+            turn.uploads.close()
+
+    def _acquire_turn(self, *, awaits_upload: bool) -> None:
+        """Waits for an upload without the turn, because a signal handler may want to save meanwhile."""
+        while True:
+            if awaits_upload:
+                with self._upload:
+                    pass
+            self._turn.acquire()
+            if not (awaits_upload and self._upload.locked()):  # who begins one holds the turn
+                return
+            self._turn.release()
 
     @contextmanager
     def uploading(self, turn: Turn, let_go: Callable[[], None]) -> Iterator[None]:
@@ -100,9 +113,11 @@ class InFlight:
         """
         let_go()
         # A synchronous save has ended its turn long ago, and holds up its caller: nothing comes in between.
-        with nullcontext() if turn.is_over else self._upload:
+        if not turn.is_over:
+            # Until all is over: who waits for the upload is to find its error.
+            turn.uploads.enter_context(self._upload)
             turn.end()
-            yield
+        yield
 
     @property
     def _handles(self) -> tuple[SaveHandle, ...]:

@@ -55,7 +55,7 @@ def failing_read(number: int) -> Iterator[None]:
         return FaultyStore(store, fail_at=number, fault=Fault.BEFORE, counts=is_of_data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.api.open_store", open_faulty)
+        patch.setattr("bytecheckpoint.storage.finding.open_store", open_faulty)
         yield
 
 

@@ -21,8 +21,8 @@ from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerDied, WorkerPool
 
 PHASES = {
-    "finding": "bytecheckpoint.api.open_store",
-    "matching": "bytecheckpoint.api.match_state",
+    "finding": "bytecheckpoint.sources.open_above",
+    "matching": "bytecheckpoint.naming.match_state",
     "planning what to exchange": "bytecheckpoint.exchange.wanted_runs",
     "dividing the work": "bytecheckpoint.exchange.divide_work",
     "connecting": "bytecheckpoint.exchange.connect",

@@ -32,8 +32,8 @@ COORDINATOR_PHASES = {
     "committing": "bytecheckpoint.storage.layout.commit",
 }
 LOAD_PHASES = {
-    "opening": "bytecheckpoint.api.open_store",
-    "matching": "bytecheckpoint.api.match_state",
+    "opening": "bytecheckpoint.sources.open_above",
+    "matching": "bytecheckpoint.naming.match_state",
     "planning": "bytecheckpoint.reading.Source.plan",
     "reading": "bytecheckpoint.reading.Source.read",
 }
