@@ -243,9 +243,23 @@ def _commit(store: Store, task: Task, folder: StagedFolder) -> None:
     content = folder.manifest() or b""
     manifest = decode_manifest(content)
     layout.check_files(store, task.folder, manifest, range(len(manifest.files)))
+    if task.overwrite:
+        _refuse_replacing_another(store, task)
     replaced = layout.files_of_checkpoint(store, task.folder) if task.overwrite else []
     layout.commit(store, task.folder, content, replace=task.overwrite)
     layout.discard(store, task.folder, replaced)
+
+
+def _refuse_replacing_another(store: Store, task: Task) -> None:
+    stands = layout.committed_save_id(store, task.folder)
+    if stands != task.stands:
+        path = join_name(str(store), task.folder)
+        raise CheckpointSaveError(
+            f"another checkpoint (save {stands}) was committed at {path} while save {task.save_id} was being finished; "
+            "nothing was replaced, and both are kept: call recover again",
+            kind="storage",
+            path=path,
+        )
 
 
 def _clean_up(store: Store, verdicts: Sequence[Verdict]) -> None:

@@ -357,6 +357,37 @@ def test_a_recovery_replaces_only_what_the_save_was_to_replace(tmp_path: Path, s
     assert loads_as(tmp_path / "run", 0, 4.0)
 
 
+def test_a_recovery_leaves_the_place_of_a_living_save_to_it(tmp_path: Path, stage: Path) -> None:
+    options = bcp.SaveOptions(local_stage=stage, overwrite=True)
+    failed_upload(tmp_path / "run", 1, 1.0, options)
+    with held_back(UPLOADING) as go:
+        newer = bcp.save(tmp_path / "run", state_of(0, 2.0), step=1, async_save=True, options=options)
+        newer.local(20)
+        assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "kept"), (1, "under_way")]
+        go.set()
+        newer.result(20)
+    assert loads_as(tmp_path / "run", 0, 2.0)
+
+
+def test_a_recovery_looks_again_before_it_replaces(tmp_path: Path, stage: Path) -> None:
+    options = bcp.SaveOptions(local_stage=stage, overwrite=True)
+    failed_upload(tmp_path / "run", 1, 1.0, options)
+    elsewhere = bcp.SaveOptions(overwrite=True)
+
+    def commit_another() -> None:
+        bcp.save(tmp_path / "run", state_of(0, 2.0), step=1, options=elsewhere)
+
+    with (
+        before("bytecheckpoint.recovering._upload_all", commit_another),
+        pytest.raises(bcp.CheckpointSaveError, match=r"nothing was replaced.*call recover again"),
+    ):
+        bcp.recover(tmp_path / "run", options=options)
+    assert loads_as(tmp_path / "run", 0, 2.0)
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "removed")]
+    assert loads_as(tmp_path / "run", 0, 2.0)
+    assert files_under(stage) == []
+
+
 def test_recovery_looks_below_its_path_only(tmp_path: Path, options: bcp.SaveOptions) -> None:
     with before(UPLOADING, raising(bcp.StorageError("gone", kind="unavailable"))):
         bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, role="actor", async_save=True, options=options).exception()

@@ -53,6 +53,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     uploads: list[str]
     commits: bool
     overwrite: bool
+    stands: str
+    """Save id of the checkpoint that is at the path and may be replaced; empty where there is none."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -78,11 +80,13 @@ def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -
     tasks: list[list[Task]] = [[] for _ in found]
     loads = [0] * len(found)
     verdicts: list[Verdict] = []
+    busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
     claimed: set[str] = set()
     """Folders for which a save has been chosen."""
     for parts in _newest_first(found):
-        save = _Save(parts, there[parts[0].folder])
-        verdict = save.verdict(is_claimed=parts[0].folder in claimed)
+        folder = parts[0].folder
+        save = _Save(parts, there[folder])
+        verdict = save.verdict(is_claimed=folder in claimed, is_busy=folder in busy)
         if verdict.outcome == "committed":
             claimed.add(verdict.folder)
         verdicts.append(verdict)
@@ -90,7 +94,8 @@ def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -
             seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
             rank = min(seers, key=lambda seer: loads[seer])
             loads[rank] += sum(part.here[name] for name in uploads)
-            tasks[rank].append(Task(part.name, part.save_id, part.folder, uploads, commits, part.overwrite))
+            stands = there[folder].save_id or ""
+            tasks[rank].append(Task(part.name, part.save_id, folder, uploads, commits, part.overwrite, stands))
     return RecoveryPlan(tasks, verdicts[::-1])
 
 
@@ -110,12 +115,12 @@ class _Save:
         self._pending = next((part for part in parts if part.needed is not None), None)
         self._here = {name for part in parts for name in part.here}
 
-    def verdict(self, *, is_claimed: bool) -> Verdict:
+    def verdict(self, *, is_claimed: bool, is_busy: bool) -> Verdict:
         first = self._parts[0]
-        outcome, what = self._outcome(is_claimed=is_claimed)
+        outcome, what = self._outcome(is_claimed=is_claimed, is_busy=is_busy)
         return Verdict(first.save_id, first.folder, first.step, outcome, what)
 
-    def _outcome(self, *, is_claimed: bool) -> tuple[str, str]:
+    def _outcome(self, *, is_claimed: bool, is_busy: bool) -> tuple[str, str]:
         alive = [part for part in self._parts if part.is_alive]
         if alive:
             return "under_way", f"a living process on {alive[0].host} has it"
@@ -129,6 +134,8 @@ class _Save:
             return "kept", "a checkpoint stands there whose manifest cannot be read: see `bcp verify`"
         if self._there.save_id and not (self._pending.overwrite and self._there.save_id in self._pending.replaces):
             return "removed", f"another checkpoint (save {self._there.save_id}) has been committed there since"
+        if is_busy:
+            return "kept", "another save to the same place is under way: call recover again when it has ended"
         missing = self._missing(self._pending.needed or {})
         if missing:
             return "kept", missing

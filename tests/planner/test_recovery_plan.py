@@ -129,5 +129,14 @@ def test_of_two_saves_to_one_place_the_later_is_finished() -> None:
     assert [outcome.split(": ")[1] for outcome in outcomes] == ["committed", "kept"]
 
 
+def test_nothing_is_finished_where_a_living_save_is_at_work() -> None:
+    old = [part(rank, save_id="old", started_at=1.0, overwrite=True) for rank in range(2)]
+    new = [part(rank, save_id="new", started_at=2.0, is_alive=True) for rank in range(2)]
+    tasks, outcomes = decide([*new, *old])
+    assert tasks == [[]]
+    assert [outcome.split(": ")[1] for outcome in outcomes] == ["kept", "under_way"]
+    assert "call recover again when it has ended" in outcomes[0]
+
+
 def test_nothing_found_is_nothing_to_do() -> None:
     assert decide([], []) == ([[], []], [])
