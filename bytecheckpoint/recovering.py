@@ -86,7 +86,8 @@ def recover(
         folders = [(task, held.enter_context(_taken_over(stage, task, options))) for task in order.tasks]
         damage = _upload_all(ranks, store, folders, options)  # all data is there before any manifest
         verdicts = [_with_damage(verdict, damage) for verdict in order.verdicts]
-        whole = [(task, folder) for task, folder in folders if task.save_id not in damage]
+        kept = {verdict.save_id for verdict in verdicts if verdict.outcome == "kept"}
+        whole = [(task, folder) for task, folder in folders if task.save_id not in kept]
         for task, folder in whole:
             if task.commits:
                 _commit(store, task, folder)
@@ -228,9 +229,15 @@ def _upload_all(
 
 
 def _with_damage(verdict: Verdict, damage: Mapping[str, str]) -> Verdict:
-    if verdict.save_id not in damage:
+    if verdict.save_id in damage:
+        return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
+    if verdict.instead_of_by not in damage:
         return verdict
-    return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
+    what = (
+        f"save {verdict.instead_of_by}, which was to be finished instead, is damaged: remove that with `bcp gc ROOT "
+        f"--local-stage FOLDER --save-id {verdict.instead_of_by} --delete`, then call recover again"
+    )
+    return msgspec.structs.replace(verdict, outcome="kept", what=what)
 
 
 def _upload(store: Store, task: Task, folder: StagedFolder, options: SaveOptions) -> None:

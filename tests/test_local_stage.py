@@ -305,19 +305,38 @@ def failed_upload(root: Path | str, step: int, value: float, options: bcp.SaveOp
     return handle
 
 
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def test_what_a_disk_has_damaged_is_kept_back(tmp_path: Path, stage: Path, options: bcp.SaveOptions) -> None:
     handle = failed_upload(tmp_path / "run", 1, 1.0, options)
     failed_upload(tmp_path / "run", 2, 2.0, options)
     (data,) = (Path(handle.local().folder or "") / "data").iterdir()
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    damage(data)
     first, second = bcp.recover(tmp_path / "run", options=options)
     assert (first.step, first.outcome) == (1, "kept")
     assert "checksum" in first.what
     assert second.outcome == "committed"
     assert bcp.steps(tmp_path / "run") == [2]
     assert len(list(stage.iterdir())) == 1
+
+
+def test_a_save_is_not_removed_in_favour_of_a_damaged_one(tmp_path: Path, stage: Path) -> None:
+    options = bcp.SaveOptions(local_stage=stage, overwrite=True)
+    failed_upload(tmp_path / "run", 1, 1.0, options)
+    later = failed_upload(tmp_path / "run", 1, 2.0, options).local()
+    (data,) = (Path(later.folder or "") / "data").iterdir()
+    damage(data)
+    first, second = bcp.recover(tmp_path / "run", options=options)
+    assert (first.outcome, second.outcome) == ("kept", "kept")
+    assert f"--save-id {later.save_id} --delete" in first.what
+    assert "checksum" in second.what
+    local_stage.remove_all(str(stage), [Path(later.folder or "").name])
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+    assert loads_as(tmp_path / "run", 0, 1.0)
 
 
 def test_a_later_commit_removes_what_it_supersedes(tmp_path: Path, stage: Path, options: bcp.SaveOptions) -> None:

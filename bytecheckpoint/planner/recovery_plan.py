@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 _MAX_NAMED = 10
+_SUPERSEDED = "a later save to the same place is finished instead"
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +67,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: str
     """As `RecoveredSave` has it."""
     what: str
+    instead_of_by: str = ""
+    """Id of the later save that is finished in its place; if that proves to be damaged, this one is still wanted."""
 
 
 class RecoveryPlan(NamedTuple):
@@ -81,14 +84,14 @@ def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -
     loads = [0] * len(found)
     verdicts: list[Verdict] = []
     busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
-    claimed: set[str] = set()
-    """Folders for which a save has been chosen."""
+    claimed: dict[str, str] = {}
+    """By folder the id of the save that has been chosen for it."""
     for parts in _newest_first(found):
         folder = parts[0].folder
         save = _Save(parts, there[folder])
-        verdict = save.verdict(is_claimed=folder in claimed, is_busy=folder in busy)
+        verdict = save.verdict(claimed_by=claimed.get(folder, ""), is_busy=folder in busy)
         if verdict.outcome == "committed":
-            claimed.add(verdict.folder)
+            claimed[folder] = verdict.save_id
         verdicts.append(verdict)
         for part, uploads, commits in save.work(verdict):
             seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
@@ -115,10 +118,11 @@ class _Save:
         self._pending = next((part for part in parts if part.needed is not None), None)
         self._here = {name for part in parts for name in part.here}
 
-    def verdict(self, *, is_claimed: bool, is_busy: bool) -> Verdict:
+    def verdict(self, *, claimed_by: str, is_busy: bool) -> Verdict:
         first = self._parts[0]
-        outcome, what = self._outcome(is_claimed=is_claimed, is_busy=is_busy)
-        return Verdict(first.save_id, first.folder, first.step, outcome, what)
+        outcome, what = self._outcome(is_claimed=bool(claimed_by), is_busy=is_busy)
+        instead_of_by = claimed_by if what == _SUPERSEDED else ""
+        return Verdict(first.save_id, first.folder, first.step, outcome, what, instead_of_by)
 
     def _outcome(self, *, is_claimed: bool, is_busy: bool) -> tuple[str, str]:
         alive = [part for part in self._parts if part.is_alive]
@@ -129,7 +133,7 @@ class _Save:
         if self._pending is None:
             return self._without_manifest()
         if is_claimed:
-            return "removed", "a later save to the same place is finished instead"
+            return "removed", _SUPERSEDED
         if self._there.save_id is None:
             return "kept", "a checkpoint stands there whose manifest cannot be read: see `bcp verify`"
         if self._there.save_id and not (self._pending.overwrite and self._there.save_id in self._pending.replaces):
