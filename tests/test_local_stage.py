@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from faults.seams import before, files_under, loads_as, raising, state_of
@@ -21,6 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import bytecheckpoint as bcp
 from bytecheckpoint import tier
 from bytecheckpoint.storage import layout, local_stage
+from bytecheckpoint.storage.local_store import LocalStore
 
 UPLOADING = "bytecheckpoint.tier.copy_file"
 
@@ -349,6 +351,52 @@ def test_a_later_commit_removes_what_it_supersedes(tmp_path: Path, stage: Path, 
         (str(tmp_path / "run" / "step_00000008"), 8),
         (str(tmp_path / "another" / "step_00000001"), 1),
     }
+
+
+def rewrite(journal: Path) -> None:
+    of_a_later_version = msgspec.msgpack.decode(journal.read_bytes()) | {"version": 2}
+    journal.write_bytes(msgspec.msgpack.encode(of_a_later_version))
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "damaged": lambda journal: journal.write_bytes(b"\xff" + journal.read_bytes()[1:]),
+    "empty": lambda journal: journal.write_bytes(b""),
+    "of a later version": rewrite,
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_what_has_a_journal_that_cannot_be_read_is_left_alone(
+    tmp_path: Path, stage: Path, options: bcp.SaveOptions, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    folder = Path(failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or "")
+    content = (folder / "journal").read_bytes()
+    UNREADABLE[how](folder / "journal")
+    bcp.save(tmp_path / "another", state_of(0, 2.0), step=5, options=options)
+    assert f"{folder}, which a save has left, is left alone" in caplog.text
+    assert bcp.recover(tmp_path / "run", options=options) == []
+    (folder / "journal").write_bytes(content)
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+    assert loads_as(tmp_path / "run", 0, 1.0)
+
+
+@pytest.mark.parametrize("operation", ["list", "read_into"])
+def test_what_cannot_be_read_at_this_moment_is_left_alone(
+    tmp_path: Path, options: bcp.SaveOptions, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    folder = failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or ""
+    original = getattr(LocalStore, operation)
+
+    def fail(store: LocalStore, *arguments: Any, **keywords: Any) -> Any:
+        if str(store) == folder:
+            raise bcp.StorageError("input/output error", kind="unavailable", path=folder)
+        return original(store, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, operation, fail)
+        assert bcp.recover(tmp_path / "run", options=options) == []
+        bcp.save(tmp_path / "another", state_of(0, 2.0), step=5, options=options)
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
 
 
 def test_a_recovery_does_not_replace_what_was_committed_meanwhile(
