@@ -149,6 +149,7 @@ def _part(stage: str, found: Found, folder: str) -> Part:
     if journal is None:
         raise TypeError("what has no journal belongs to no save")
     lengths = {file.name: file.byte_length for file in journal.files or () if file.name not in journal.direct}
+    needed, damage = _needed(stage, found)
     return Part(
         name=found.name,
         save_id=journal.save_id,
@@ -162,15 +163,24 @@ def _part(stage: str, found: Found, folder: str) -> Part:
         started_at=journal.started_at,
         is_alive=found.is_alive,
         here={name: length for name, length in lengths.items() if found.sizes.get(name) == length},
-        needed=_needed(stage, found),
+        needed=needed,
+        damage=damage,
     )
 
 
-def _needed(stage: str, found: Found) -> dict[str, int] | None:
-    content = local_stage.read_manifest(local_stage.store_of(stage, found.name)) if found.has_manifest else None
-    if content is None:
-        return None
-    return {file.name: file.byte_length for file in decode_manifest(content).files}
+def _needed(stage: str, found: Found) -> tuple[dict[str, int] | None, str]:
+    """The lengths of all data files, where the manifest is here; else why it cannot be read."""
+    if found.is_alive or not found.has_manifest:
+        return None, ""
+    try:
+        manifest = decode_manifest(local_stage.read_manifest(local_stage.store_of(stage, found.name)) or b"")
+    except CheckpointError as error:
+        path = join_name(stage, found.name, local_stage.PENDING_NAME)
+        return None, (
+            f"{path} cannot be read: {error.message}; `bcp gc ROOT --local-stage FOLDER --save-id ID --delete` removes "
+            "the save where that stays so"
+        )
+    return {file.name: file.byte_length for file in manifest.files}, ""
 
 
 def _plan(store: Store, seen: Sequence[Sequence[Part]], folders: set[str]) -> RecoveryPlan:
@@ -218,7 +228,9 @@ def _upload_all(
     for task, folder in folders:
         try:
             _upload(store, task, folder, options)
-        except CheckpointCorruptError as error:
+        except CheckpointError as error:
+            if not isinstance(error, CheckpointCorruptError) and not _is_of(folder, error.path):
+                raise
             damage[task.save_id] = error.message
 
     def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -226,6 +238,10 @@ def _upload_all(
         return [msgspec.msgpack.encode({key: what for of_rank in told for key, what in of_rank.items()})] * len(told)
 
     return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
+
+
+def _is_of(folder: StagedFolder, path: str | None) -> bool:
+    return path is not None and path.startswith(os.path.realpath(folder.path))  # errors name files without links
 
 
 def _with_damage(verdict: Verdict, damage: Mapping[str, str]) -> Verdict:

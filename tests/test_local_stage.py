@@ -326,6 +326,41 @@ def test_what_a_disk_has_damaged_is_kept_back(tmp_path: Path, stage: Path, optio
     assert len(list(stage.iterdir())) == 1
 
 
+def test_one_damaged_manifest_does_not_keep_other_saves_from_being_finished(
+    tmp_path: Path, options: bcp.SaveOptions
+) -> None:
+    folder = failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or ""
+    failed_upload(tmp_path / "run", 2, 2.0, options)
+    damage(Path(folder) / "pending.manifest")
+    first, second = bcp.recover(tmp_path / "run", options=options)
+    assert (first.outcome, second.outcome) == ("kept", "committed")
+    assert f"{folder}/pending.manifest cannot be read" in first.what
+    assert bcp.steps(tmp_path / "run") == [2]
+    assert files_under(folder)
+
+
+def test_a_data_file_that_the_disk_cannot_read_is_kept_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    options = bcp.SaveOptions(local_stage=tmp_path / "link", timeout_s=20)
+    folder = failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or ""
+    failed_upload(tmp_path / "run", 2, 2.0, options)
+    read_into = LocalStore.read_into
+
+    def fail(store: LocalStore, name: str, *arguments: Any, **keywords: Any) -> None:
+        if str(store) == folder and name.startswith("data/"):
+            path = str((Path(folder) / name).resolve())
+            raise bcp.StorageError("input/output error", kind="unavailable", path=path)
+        read_into(store, name, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "read_into", fail)
+        first, second = bcp.recover(tmp_path / "run", options=options)
+    assert (first.outcome, first.what, second.outcome) == ("kept", "input/output error", "committed")
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+    assert loads_as(tmp_path / "run", 0, 1.0, step=1)
+
+
 def test_a_save_is_not_removed_in_favour_of_a_damaged_one(tmp_path: Path, stage: Path) -> None:
     options = bcp.SaveOptions(local_stage=stage, overwrite=True)
     failed_upload(tmp_path / "run", 1, 1.0, options)

@@ -34,6 +34,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """The data files that are whole on this disk: name in the checkpoint and length in bytes."""
     needed: dict[str, int] | None
     """All data files of the checkpoint, where its manifest is on this disk."""
+    damage: str = ""
+    """Why the manifest that is on this disk cannot be read."""
 
 
 class There(NamedTuple):
@@ -116,6 +118,7 @@ class _Save:
         self._parts = parts
         self._there = there
         self._pending = next((part for part in parts if part.needed is not None), None)
+        self._damage = next((part.damage for part in parts if part.damage), "")
         self._here = {name for part in parts for name in part.here}
 
     def verdict(self, *, claimed_by: str, is_busy: bool) -> Verdict:
@@ -130,6 +133,8 @@ class _Save:
             return "under_way", f"a living process on {alive[0].host} has it"
         if self._there.save_id == self._parts[0].save_id:
             return "removed", "it had been committed"
+        if self._damage:
+            return "kept", self._damage
         if self._pending is None:
             return self._without_manifest()
         if is_claimed:

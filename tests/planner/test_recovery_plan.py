@@ -140,5 +140,13 @@ def test_nothing_is_finished_where_a_living_save_is_at_work() -> None:
     assert "call recover again when it has ended" in outcomes[0]
 
 
+def test_a_manifest_that_cannot_be_read_is_kept_with_all_that_belongs_to_it() -> None:
+    old = [part(rank, save_id="old", started_at=1.0) for rank in range(2)]
+    new = [part(0, save_id="new", started_at=2.0, needed=None, damage="it is damaged"), part(1, save_id="new")]
+    tasks, outcomes = decide([*new, *old])
+    assert outcomes == ["old: committed: every rank's data was there", "new: kept: it is damaged"]
+    assert {name for ((name, _, _), *_) in tasks} == {"old-00000"}
+
+
 def test_nothing_found_is_nothing_to_do() -> None:
     assert decide([], []) == ([[], []], [])
