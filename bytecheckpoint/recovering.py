@@ -86,7 +86,8 @@ def recover(
         folders = [(task, held.enter_context(_taken_over(stage, task, options))) for task in order.tasks]
         damage = _upload_all(ranks, store, folders, options)  # all data is there before any manifest
         verdicts = [_with_damage(verdict, damage) for verdict in order.verdicts]
-        whole = [(task, folder) for task, folder in folders if task.save_id not in damage]
+        kept = {verdict.save_id for verdict in verdicts if verdict.outcome == "kept"}
+        whole = [(task, folder) for task, folder in folders if task.save_id not in kept]
         for task, folder in whole:
             if task.commits:
                 _commit(store, task, folder)
@@ -148,6 +149,7 @@ def _part(stage: str, found: Found, folder: str) -> Part:
     if journal is None:
         raise TypeError("what has no journal belongs to no save")
     lengths = {file.name: file.byte_length for file in journal.files or () if file.name not in journal.direct}
+    needed, damage = _needed(stage, found)
     return Part(
         name=found.name,
         save_id=journal.save_id,
@@ -161,15 +163,24 @@ def _part(stage: str, found: Found, folder: str) -> Part:
         started_at=journal.started_at,
         is_alive=found.is_alive,
         here={name: length for name, length in lengths.items() if found.sizes.get(name) == length},
-        needed=_needed(stage, found),
+        needed=needed,
+        damage=damage,
     )
 
 
-def _needed(stage: str, found: Found) -> dict[str, int] | None:
-    content = local_stage.read_manifest(local_stage.store_of(stage, found.name)) if found.has_manifest else None
-    if content is None:
-        return None
-    return {file.name: file.byte_length for file in decode_manifest(content).files}
+def _needed(stage: str, found: Found) -> tuple[dict[str, int] | None, str]:
+    """The lengths of all data files, where the manifest is here; else why it cannot be read."""
+    if found.is_alive or not found.has_manifest:
+        return None, ""
+    try:
+        manifest = decode_manifest(local_stage.read_manifest(local_stage.store_of(stage, found.name)) or b"")
+    except CheckpointError as error:
+        path = join_name(stage, found.name, local_stage.PENDING_NAME)
+        return None, (
+            f"{path} cannot be read: {error.message}; `bcp gc ROOT --local-stage FOLDER --save-id ID --delete` removes "
+            "the save where that stays so"
+        )
+    return {file.name: file.byte_length for file in manifest.files}, ""
 
 
 def _plan(store: Store, seen: Sequence[Sequence[Part]], folders: set[str]) -> RecoveryPlan:
@@ -217,7 +228,9 @@ def _upload_all(
     for task, folder in folders:
         try:
             _upload(store, task, folder, options)
-        except CheckpointCorruptError as error:
+        except CheckpointError as error:
+            if not isinstance(error, CheckpointCorruptError) and not _is_of(folder, error.path):
+                raise
             damage[task.save_id] = error.message
 
     def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -227,10 +240,20 @@ def _upload_all(
     return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
 
 
+def _is_of(folder: StagedFolder, path: str | None) -> bool:
+    return path is not None and path.startswith(os.path.realpath(folder.path))  # errors name files without links
+
+
 def _with_damage(verdict: Verdict, damage: Mapping[str, str]) -> Verdict:
-    if verdict.save_id not in damage:
+    if verdict.save_id in damage:
+        return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
+    if verdict.instead_of_by not in damage:
         return verdict
-    return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
+    what = (
+        f"save {verdict.instead_of_by}, which was to be finished instead, is damaged: remove that with `bcp gc ROOT "
+        f"--local-stage FOLDER --save-id {verdict.instead_of_by} --delete`, then call recover again"
+    )
+    return msgspec.structs.replace(verdict, outcome="kept", what=what)
 
 
 def _upload(store: Store, task: Task, folder: StagedFolder, options: SaveOptions) -> None:
@@ -243,9 +266,23 @@ def _commit(store: Store, task: Task, folder: StagedFolder) -> None:
     content = folder.manifest() or b""
     manifest = decode_manifest(content)
     layout.check_files(store, task.folder, manifest, range(len(manifest.files)))
+    if task.overwrite:
+        _refuse_replacing_another(store, task)
     replaced = layout.files_of_checkpoint(store, task.folder) if task.overwrite else []
     layout.commit(store, task.folder, content, replace=task.overwrite)
     layout.discard(store, task.folder, replaced)
+
+
+def _refuse_replacing_another(store: Store, task: Task) -> None:
+    stands = layout.committed_save_id(store, task.folder)
+    if stands != task.stands:
+        path = join_name(str(store), task.folder)
+        raise CheckpointSaveError(
+            f"another checkpoint (save {stands}) was committed at {path} while save {task.save_id} was being finished; "
+            "nothing was replaced, and both are kept: call recover again",
+            kind="storage",
+            path=path,
+        )
 
 
 def _clean_up(store: Store, verdicts: Sequence[Verdict]) -> None:

@@ -146,7 +146,7 @@ class Tier:
     def remove_superseded(self) -> None:
         """Removes what dead processes have left of saves that are older than the one that was just committed."""
         if self._journal is not None:
-            with suppress(CheckpointError):
+            with suppress(CheckpointError, OSError):
                 remove_superseded(self.root, self._journal)
 
 

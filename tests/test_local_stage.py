@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from faults.seams import before, files_under, loads_as, raising, state_of
@@ -21,6 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import bytecheckpoint as bcp
 from bytecheckpoint import tier
 from bytecheckpoint.storage import layout, local_stage
+from bytecheckpoint.storage.local_store import LocalStore
 
 UPLOADING = "bytecheckpoint.tier.copy_file"
 
@@ -305,19 +307,73 @@ def failed_upload(root: Path | str, step: int, value: float, options: bcp.SaveOp
     return handle
 
 
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
 def test_what_a_disk_has_damaged_is_kept_back(tmp_path: Path, stage: Path, options: bcp.SaveOptions) -> None:
     handle = failed_upload(tmp_path / "run", 1, 1.0, options)
     failed_upload(tmp_path / "run", 2, 2.0, options)
     (data,) = (Path(handle.local().folder or "") / "data").iterdir()
-    content = bytearray(data.read_bytes())
-    content[-1] ^= 1
-    data.write_bytes(content)
+    damage(data)
     first, second = bcp.recover(tmp_path / "run", options=options)
     assert (first.step, first.outcome) == (1, "kept")
     assert "checksum" in first.what
     assert second.outcome == "committed"
     assert bcp.steps(tmp_path / "run") == [2]
     assert len(list(stage.iterdir())) == 1
+
+
+def test_one_damaged_manifest_does_not_keep_other_saves_from_being_finished(
+    tmp_path: Path, options: bcp.SaveOptions
+) -> None:
+    folder = failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or ""
+    failed_upload(tmp_path / "run", 2, 2.0, options)
+    damage(Path(folder) / "pending.manifest")
+    first, second = bcp.recover(tmp_path / "run", options=options)
+    assert (first.outcome, second.outcome) == ("kept", "committed")
+    assert f"{folder}/pending.manifest cannot be read" in first.what
+    assert bcp.steps(tmp_path / "run") == [2]
+    assert files_under(folder)
+
+
+def test_a_data_file_that_the_disk_cannot_read_is_kept_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    options = bcp.SaveOptions(local_stage=tmp_path / "link", timeout_s=20)
+    folder = failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or ""
+    failed_upload(tmp_path / "run", 2, 2.0, options)
+    read_into = LocalStore.read_into
+
+    def fail(store: LocalStore, name: str, *arguments: Any, **keywords: Any) -> None:
+        if str(store) == folder and name.startswith("data/"):
+            path = str((Path(folder) / name).resolve())
+            raise bcp.StorageError("input/output error", kind="unavailable", path=path)
+        read_into(store, name, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "read_into", fail)
+        first, second = bcp.recover(tmp_path / "run", options=options)
+    assert (first.outcome, first.what, second.outcome) == ("kept", "input/output error", "committed")
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+    assert loads_as(tmp_path / "run", 0, 1.0, step=1)
+
+
+def test_a_save_is_not_removed_in_favour_of_a_damaged_one(tmp_path: Path, stage: Path) -> None:
+    options = bcp.SaveOptions(local_stage=stage, overwrite=True)
+    failed_upload(tmp_path / "run", 1, 1.0, options)
+    later = failed_upload(tmp_path / "run", 1, 2.0, options).local()
+    (data,) = (Path(later.folder or "") / "data").iterdir()
+    damage(data)
+    first, second = bcp.recover(tmp_path / "run", options=options)
+    assert (first.outcome, second.outcome) == ("kept", "kept")
+    assert f"--save-id {later.save_id} --delete" in first.what
+    assert "checksum" in second.what
+    local_stage.remove_all(str(stage), [Path(later.folder or "").name])
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+    assert loads_as(tmp_path / "run", 0, 1.0)
 
 
 def test_a_later_commit_removes_what_it_supersedes(tmp_path: Path, stage: Path, options: bcp.SaveOptions) -> None:
@@ -330,6 +386,52 @@ def test_a_later_commit_removes_what_it_supersedes(tmp_path: Path, stage: Path, 
         (str(tmp_path / "run" / "step_00000008"), 8),
         (str(tmp_path / "another" / "step_00000001"), 1),
     }
+
+
+def rewrite(journal: Path) -> None:
+    of_a_later_version = msgspec.msgpack.decode(journal.read_bytes()) | {"version": 2}
+    journal.write_bytes(msgspec.msgpack.encode(of_a_later_version))
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "damaged": lambda journal: journal.write_bytes(b"\xff" + journal.read_bytes()[1:]),
+    "empty": lambda journal: journal.write_bytes(b""),
+    "of a later version": rewrite,
+}
+
+
+@pytest.mark.parametrize("how", UNREADABLE)
+def test_what_has_a_journal_that_cannot_be_read_is_left_alone(
+    tmp_path: Path, stage: Path, options: bcp.SaveOptions, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    folder = Path(failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or "")
+    content = (folder / "journal").read_bytes()
+    UNREADABLE[how](folder / "journal")
+    bcp.save(tmp_path / "another", state_of(0, 2.0), step=5, options=options)
+    assert f"{folder}, which a save has left, is left alone" in caplog.text
+    assert bcp.recover(tmp_path / "run", options=options) == []
+    (folder / "journal").write_bytes(content)
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+    assert loads_as(tmp_path / "run", 0, 1.0)
+
+
+@pytest.mark.parametrize("operation", ["list", "read_into"])
+def test_what_cannot_be_read_at_this_moment_is_left_alone(
+    tmp_path: Path, options: bcp.SaveOptions, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    folder = failed_upload(tmp_path / "run", 1, 1.0, options).local().folder or ""
+    original = getattr(LocalStore, operation)
+
+    def fail(store: LocalStore, *arguments: Any, **keywords: Any) -> Any:
+        if str(store) == folder:
+            raise bcp.StorageError("input/output error", kind="unavailable", path=folder)
+        return original(store, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, operation, fail)
+        assert bcp.recover(tmp_path / "run", options=options) == []
+        bcp.save(tmp_path / "another", state_of(0, 2.0), step=5, options=options)
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
 
 
 def test_a_recovery_does_not_replace_what_was_committed_meanwhile(
@@ -355,6 +457,37 @@ def test_a_recovery_replaces_only_what_the_save_was_to_replace(tmp_path: Path, s
     bcp.save(tmp_path / "run", state_of(0, 4.0), step=1, options=bcp.SaveOptions(overwrite=True))
     assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "removed")]
     assert loads_as(tmp_path / "run", 0, 4.0)
+
+
+def test_a_recovery_leaves_the_place_of_a_living_save_to_it(tmp_path: Path, stage: Path) -> None:
+    options = bcp.SaveOptions(local_stage=stage, overwrite=True)
+    failed_upload(tmp_path / "run", 1, 1.0, options)
+    with held_back(UPLOADING) as go:
+        newer = bcp.save(tmp_path / "run", state_of(0, 2.0), step=1, async_save=True, options=options)
+        newer.local(20)
+        assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "kept"), (1, "under_way")]
+        go.set()
+        newer.result(20)
+    assert loads_as(tmp_path / "run", 0, 2.0)
+
+
+def test_a_recovery_looks_again_before_it_replaces(tmp_path: Path, stage: Path) -> None:
+    options = bcp.SaveOptions(local_stage=stage, overwrite=True)
+    failed_upload(tmp_path / "run", 1, 1.0, options)
+    elsewhere = bcp.SaveOptions(overwrite=True)
+
+    def commit_another() -> None:
+        bcp.save(tmp_path / "run", state_of(0, 2.0), step=1, options=elsewhere)
+
+    with (
+        before("bytecheckpoint.recovering._upload_all", commit_another),
+        pytest.raises(bcp.CheckpointSaveError, match=r"nothing was replaced.*call recover again"),
+    ):
+        bcp.recover(tmp_path / "run", options=options)
+    assert loads_as(tmp_path / "run", 0, 2.0)
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "removed")]
+    assert loads_as(tmp_path / "run", 0, 2.0)
+    assert files_under(stage) == []
 
 
 def test_recovery_looks_below_its_path_only(tmp_path: Path, options: bcp.SaveOptions) -> None:

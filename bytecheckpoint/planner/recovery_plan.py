@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 _MAX_NAMED = 10
+_SUPERSEDED = "a later save to the same place is finished instead"
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +34,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """The data files that are whole on this disk: name in the checkpoint and length in bytes."""
     needed: dict[str, int] | None
     """All data files of the checkpoint, where its manifest is on this disk."""
+    damage: str = ""
+    """Why the manifest that is on this disk cannot be read."""
 
 
 class There(NamedTuple):
@@ -53,6 +56,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     uploads: list[str]
     commits: bool
     overwrite: bool
+    stands: str
+    """Save id of the checkpoint that is at the path and may be replaced; empty where there is none."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +69,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: str
     """As `RecoveredSave` has it."""
     what: str
+    instead_of_by: str = ""
+    """Id of the later save that is finished in its place; if that proves to be damaged, this one is still wanted."""
 
 
 class RecoveryPlan(NamedTuple):
@@ -78,19 +85,22 @@ def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -
     tasks: list[list[Task]] = [[] for _ in found]
     loads = [0] * len(found)
     verdicts: list[Verdict] = []
-    claimed: set[str] = set()
-    """Folders for which a save has been chosen."""
+    busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
+    claimed: dict[str, str] = {}
+    """By folder the id of the save that has been chosen for it."""
     for parts in _newest_first(found):
-        save = _Save(parts, there[parts[0].folder])
-        verdict = save.verdict(is_claimed=parts[0].folder in claimed)
+        folder = parts[0].folder
+        save = _Save(parts, there[folder])
+        verdict = save.verdict(claimed_by=claimed.get(folder, ""), is_busy=folder in busy)
         if verdict.outcome == "committed":
-            claimed.add(verdict.folder)
+            claimed[folder] = verdict.save_id
         verdicts.append(verdict)
         for part, uploads, commits in save.work(verdict):
             seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
             rank = min(seers, key=lambda seer: loads[seer])
             loads[rank] += sum(part.here[name] for name in uploads)
-            tasks[rank].append(Task(part.name, part.save_id, part.folder, uploads, commits, part.overwrite))
+            stands = there[folder].save_id or ""
+            tasks[rank].append(Task(part.name, part.save_id, folder, uploads, commits, part.overwrite, stands))
     return RecoveryPlan(tasks, verdicts[::-1])
 
 
@@ -108,27 +118,33 @@ class _Save:
         self._parts = parts
         self._there = there
         self._pending = next((part for part in parts if part.needed is not None), None)
+        self._damage = next((part.damage for part in parts if part.damage), "")
         self._here = {name for part in parts for name in part.here}
 
-    def verdict(self, *, is_claimed: bool) -> Verdict:
+    def verdict(self, *, claimed_by: str, is_busy: bool) -> Verdict:
         first = self._parts[0]
-        outcome, what = self._outcome(is_claimed=is_claimed)
-        return Verdict(first.save_id, first.folder, first.step, outcome, what)
+        outcome, what = self._outcome(is_claimed=bool(claimed_by), is_busy=is_busy)
+        instead_of_by = claimed_by if what == _SUPERSEDED else ""
+        return Verdict(first.save_id, first.folder, first.step, outcome, what, instead_of_by)
 
-    def _outcome(self, *, is_claimed: bool) -> tuple[str, str]:
+    def _outcome(self, *, is_claimed: bool, is_busy: bool) -> tuple[str, str]:
         alive = [part for part in self._parts if part.is_alive]
         if alive:
             return "under_way", f"a living process on {alive[0].host} has it"
         if self._there.save_id == self._parts[0].save_id:
             return "removed", "it had been committed"
+        if self._damage:
+            return "kept", self._damage
         if self._pending is None:
             return self._without_manifest()
         if is_claimed:
-            return "removed", "a later save to the same place is finished instead"
+            return "removed", _SUPERSEDED
         if self._there.save_id is None:
             return "kept", "a checkpoint stands there whose manifest cannot be read: see `bcp verify`"
         if self._there.save_id and not (self._pending.overwrite and self._there.save_id in self._pending.replaces):
             return "removed", f"another checkpoint (save {self._there.save_id}) has been committed there since"
+        if is_busy:
+            return "kept", "another save to the same place is under way: call recover again when it has ended"
         missing = self._missing(self._pending.needed or {})
         if missing:
             return "kept", missing

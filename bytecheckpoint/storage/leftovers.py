@@ -18,6 +18,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.inventory import HasPendingUploads, StoredObject, inventory_of
 from bytecheckpoint.storage.layout import MANIFEST_NAME
@@ -120,9 +121,22 @@ def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[
         manifest = layout.read_manifest(store, folder)
     except CheckpointNotFoundError:  # deleted since it was listed: the next run finds what is left of it
         return lambda _, __: True
+    used = _used_by(manifest, folder)
+    return lambda _, name: used(name)
+
+
+def _used_now(store: Store, folder: str) -> Callable[[str], bool]:
+    try:
+        manifest = layout.read_manifest(store, folder)
+    except CheckpointNotFoundError:
+        return lambda _: False
+    return _used_by(manifest, folder)
+
+
+def _used_by(manifest: Manifest, folder: str) -> Callable[[str], bool]:
     files = {join_name(folder, file.name) for file in manifest.files}
     telemetry = join_name(folder, layout.telemetry_prefix(manifest.save_id))
-    return lambda _, name: name in files or name.startswith(telemetry)
+    return lambda name: name in files or name.startswith(telemetry)
 
 
 def _place_of(name: str) -> tuple[str, str] | None:
@@ -149,13 +163,12 @@ def _manifest_place(name: str) -> tuple[str, str] | None:
 
 def remove(store: Store, leftover: Leftover) -> int:
     """Deletes a leftover, but for what has become a part of a committed checkpoint since it was found; returns how many
-    objects and uploads are gone. Raises StorageError, and CheckpointCorruptError where a manifest cannot be read.
+    objects and uploads are gone. Raises StorageError, and CheckpointCorruptError where a manifest cannot be read; then
+    nothing is deleted.
     """
-    names = list(leftover.names)
     # Hazard: a slow save, or a recovery, may just have committed.
-    if leftover.save_id and layout.committed_save_id(store, leftover.folder) == leftover.save_id:
-        used = {join_name(leftover.folder, name) for name in layout.files_of_checkpoint(store, leftover.folder)}
-        names = [name for name in names if name not in used]
+    used = _used_now(store, leftover.folder) if leftover.save_id else lambda _: False
+    names = [name for name in leftover.names if not used(name)]
     for name in names:
         store.delete(name)
     if leftover.uploads and isinstance(store, HasPendingUploads):

@@ -8,6 +8,7 @@ A folder belongs to the process that holds its lock. One whose process has died 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.local_files import make_folders, sync_folder
@@ -29,6 +30,8 @@ from bytecheckpoint.storage.names import TEMPORARY_PREFIX, join_name
 from bytecheckpoint.storage.os_errors import describe, write_error
 from bytecheckpoint.storage.process_lock import ProcessLock, is_locked
 from bytecheckpoint.storage.store import Block
+
+logger = logging.getLogger("bytecheckpoint")
 
 JOURNAL_NAME = "journal"
 PENDING_NAME = "pending.manifest"
@@ -111,7 +114,7 @@ class Found(NamedTuple):
     is_alive: bool
     """A living process has it."""
     journal: Journal | None
-    """None for what a removal or a creation that was cut short has left."""
+    """None for what a removal or a creation that was cut short has left: there is none, which is certain."""
     sizes: dict[str, int]
     """Of the data files that are there, by name in the checkpoint, in bytes."""
     has_manifest: bool
@@ -174,7 +177,10 @@ def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | No
 
 
 def scan(root: str) -> Iterator[Found]:
-    """All folders of saves in a stage, whoever has them, in the order of their names. Nothing is changed."""
+    """All folders of saves in a stage, whoever has them, in the order of their names. Nothing is changed.
+
+    One of a dead process that cannot be read is left out, with a warning: nobody may take it for nothing.
+    """
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
@@ -191,25 +197,53 @@ def scan(root: str) -> Iterator[Found]:
             continue  # being made or removed at this moment
         except PermissionError:
             is_alive = True  # another user's: not ours to touch
-        yield _look_into(path, name, is_alive=is_alive)
+        except StorageError:
+            raise  # no stage can be there
+        except OSError as error:
+            _leave_alone(path, describe(error))
+            continue
+        found = _look_into(path, name, is_alive=is_alive)
+        if found is not None:
+            yield found
 
 
-def _look_into(path: str, name: str, *, is_alive: bool) -> Found:
+def _look_into(path: str, name: str, *, is_alive: bool) -> Found | None:
     store = store_of(*os.path.split(path))
-    sizes: dict[str, int] = {}
-    has_manifest = False
-    with suppress(CheckpointError):  # removed meanwhile
-        sizes = {f"{DATA_FOLDER}/{last}": size for last, size in store.list(DATA_FOLDER).items() if size is not None}
-        has_manifest = store.list("").get(PENDING_NAME) is not None
-    return Found(name, is_alive, read_journal(store), sizes, has_manifest)
+    try:
+        journal = read_journal(store)
+        own = store.list("")
+        data = store.list(DATA_FOLDER)
+    except CheckpointNotFoundError:
+        return None  # being removed at this moment
+    except CheckpointError as error:
+        if not is_alive:
+            _leave_alone(path, error.message)
+        return None
+    if journal is None and JOURNAL_NAME in own:
+        if not is_alive:
+            _leave_alone(path, "its journal is damaged, or of another version of this library")
+        return None
+    sizes = {f"{DATA_FOLDER}/{last}": size for last, size in data.items() if size is not None}
+    return Found(name, is_alive, journal, sizes, own.get(PENDING_NAME) is not None)
+
+
+def _leave_alone(path: str, why: str) -> None:
+    logger.warning(
+        "%s, which a save has left, is left alone: %s; nothing of it is recovered or removed until it can be read: "
+        "delete the folder if no job needs it",
+        path,
+        why,
+    )
 
 
 def read_journal(store: LocalStore) -> Journal | None:
-    """None where there is none, or none that this version understands."""
-    with suppress(CheckpointError, msgspec.MsgspecError, ValueError):
-        content = _read(store, JOURNAL_NAME)
-        journal = msgspec.msgpack.decode(content, type=Journal) if content is not None else None
-        return journal if journal is not None and journal.version == _VERSION else None
+    """None where there is none, or none that this version understands. Raises what `LocalStore.read_into` raises."""
+    content = _read(store, JOURNAL_NAME)
+    if content is None:
+        return None
+    with suppress(msgspec.MsgspecError, ValueError):
+        journal = msgspec.msgpack.decode(content, type=Journal)
+        return journal if journal.version == _VERSION else None
     return None
 
 

@@ -125,8 +125,27 @@ def test_of_two_saves_to_one_place_the_later_is_finished() -> None:
     new = [part(rank, save_id="new", started_at=2.0) for rank in range(2)]
     _, outcomes = decide([*new, *old])
     assert [outcome.rsplit(": ", 1)[0] for outcome in outcomes] == ["old: removed", "new: committed"]
+    verdicts = plan_recovery([[*new, *old]], {"step_00000001": NOTHING}).verdicts
+    assert [(verdict.save_id, verdict.instead_of_by) for verdict in verdicts] == [("old", "new"), ("new", "")]
     _, outcomes = decide([new[0], *old])
     assert [outcome.split(": ")[1] for outcome in outcomes] == ["committed", "kept"]
+
+
+def test_nothing_is_finished_where_a_living_save_is_at_work() -> None:
+    old = [part(rank, save_id="old", started_at=1.0, overwrite=True) for rank in range(2)]
+    new = [part(rank, save_id="new", started_at=2.0, is_alive=True) for rank in range(2)]
+    tasks, outcomes = decide([*new, *old])
+    assert tasks == [[]]
+    assert [outcome.split(": ")[1] for outcome in outcomes] == ["kept", "under_way"]
+    assert "call recover again when it has ended" in outcomes[0]
+
+
+def test_a_manifest_that_cannot_be_read_is_kept_with_all_that_belongs_to_it() -> None:
+    old = [part(rank, save_id="old", started_at=1.0) for rank in range(2)]
+    new = [part(0, save_id="new", started_at=2.0, needed=None, damage="it is damaged"), part(1, save_id="new")]
+    tasks, outcomes = decide([*new, *old])
+    assert outcomes == ["old: committed: every rank's data was there", "new: kept: it is damaged"]
+    assert {name for ((name, _, _), *_) in tasks} == {"old-00000"}
 
 
 def test_nothing_found_is_nothing_to_do() -> None:

@@ -254,6 +254,25 @@ def test_what_has_been_committed_since_it_was_found_is_not_removed(tmp_path: Pat
     assert loads_as(tmp_path, 0, 1.0)
 
 
+def test_nothing_is_removed_where_the_manifest_cannot_be_read(tmp_path: Path) -> None:
+    place = Place(str(tmp_path), None)
+    place.save(1)
+    manifest = tmp_path / "step_00000001" / "manifest.bcp"
+    hidden = manifest.rename(tmp_path / "hidden")
+    (leftover,) = place.find().found
+    hidden.rename(manifest)
+    before = files_under(tmp_path)
+
+    counting = FaultyStore(place.store())
+    assert remove(counting, leftover) == 0
+    for fail_at in range(1, len(counting.operations) + 1):
+        store = FaultyStore(place.store(), fail_at=fail_at)
+        with pytest.raises(StorageError):
+            remove(store, leftover)
+        assert files_under(tmp_path) == before
+    assert loads_as(tmp_path, 0, 1.0)
+
+
 def test_an_unfinished_upload_to_s3_is_found_and_aborted(s3, s3_prefix: str) -> None:
     """As a process leaves it that is killed in the middle."""
     place = Place(f"s3://{s3.bucket}/{s3_prefix}", s3.options)
