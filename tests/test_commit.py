@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, rais
 import bytecheckpoint as bcp
 from bytecheckpoint import api, reporting, writing
 from bytecheckpoint.agreement import Agreed
+from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
 from bytecheckpoint.plan_cache import KnownPlan
 from bytecheckpoint.reporting import WrittenFile
 from bytecheckpoint.storage.store import Block, Store
@@ -133,6 +135,20 @@ def test_a_commit_without_an_answer_keeps_its_data_and_says_that_it_may_stand(tm
     assert raised.value.kind == "unavailable"
     assert "whether the checkpoint was committed" in str(raised.value)
     assert [name.partition("/")[0] for name in files_under(tmp_path)] == ["data", "telemetry"]
+
+
+def test_an_overwrite_deletes_nothing_that_a_foreign_manifest_points_to(tmp_path: Path) -> None:
+    bcp.save(tmp_path, state_of(0, 1.0))
+    manifest_path = tmp_path / "manifest.bcp"
+    manifest = decode_manifest(manifest_path.read_bytes())
+    others = [DataFile("manifest.bcp", 1), DataFile("step_00000005/manifest.bcp", 1)]
+    manifest_path.write_bytes(encode_manifest(replace(manifest, files=[*manifest.files, *others])))
+    bcp.save(tmp_path, state_of(0, 1.0), step=5)
+
+    bcp.save(tmp_path, state_of(0, 2.0), options=OVERWRITING)
+
+    assert loads_as(tmp_path, 0, 2.0)
+    assert bcp.steps(tmp_path) == [5]
 
 
 def test_an_overwrite_of_a_damaged_checkpoint_mends_it(tmp_path: Path) -> None:

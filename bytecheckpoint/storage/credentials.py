@@ -13,6 +13,10 @@ _QUERY = re.compile(r"\?.*?(?=::|\Z)", re.DOTALL)
 _USER = re.compile(r"(?P<before>:/{1,2})(?P<user>[^/]*|[^/:@]+:(?!\d*(?:/|\Z))[^@:]*)@")
 """What stands before the host, also of a URL that lost a slash. A password may have slashes of its own, as keys of S3
 do: after a colon that no port follows, all up to the `@` is taken for it."""
+_AZURE = re.compile(r"\b(?:abfss?|az|wasbs?)\Z")
+"""Whose URLs have the container where others have a user: `abfs://CONTAINER@ACCOUNT...`, which is one place, and no
+secret.
+"""
 _QUERY_FIELD = re.compile(r"[&?][^=&]*=([^&]+)")
 _STRING_FIELD = re.compile(r";[^=;]*=([^;]{8,})")
 """Of a connection string; what is shorter is no key, but a word like `https`."""
@@ -21,6 +25,7 @@ _PLAIN_OPTIONS = frozenset(
         *("endpoint_url", "endpoint", "region_name", "region", "host", "project", "protocol", "profile"),
         *("addressing_style", "signature_version", "mode", "default_cache_type", "cache_type"),
         *("ACL", "ServerSideEncryption", "StorageClass"),
+        *("account_name", "account_host", "container_name"),
     }
 )
 """Options, at any depth, whose values help to understand an error and are no secret."""
@@ -33,7 +38,11 @@ _MAX_SHOWN = 500
 
 def showable_url(url: str) -> str:
     """The URL without user, password and query string."""
-    return _USER.sub(r"\g<before>", _QUERY.sub("", url))
+    return _USER.sub(lambda found: found[0] if _is_container(found) else found["before"], _QUERY.sub("", url))
+
+
+def _is_container(found: re.Match[str]) -> bool:
+    return ":" not in found["user"] and _AZURE.search(found.string[: found.start()]) is not None
 
 
 def find_secrets(url: str, storage_options: Mapping[str, object]) -> frozenset[str]:
@@ -53,6 +62,8 @@ def _secrets_of_url(url: str) -> Iterator[str]:
         yield query[1:]
         yield from _QUERY_FIELD.findall(query)
     for found in _USER.finditer(url):
+        if _is_container(found):
+            continue
         yield found["user"]
         yield found["user"].partition(":")[2]
         # Who takes the first slash for the end of the host repeats what stands before it.

@@ -149,7 +149,7 @@ class FsspecStore:
 
     def check_writable(self) -> None:
         """As the protocol says: an empty object is written and deleted again, under a name that no listing shows."""
-        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable"
         self.write(name, [Block(0, 0, lambda: nullcontext(memoryview(b"")))], replace=True)
         self.delete(name)
 

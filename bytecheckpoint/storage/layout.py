@@ -295,12 +295,16 @@ def committed_save_id(store: Store, folder: str) -> str:
 
 
 def files_of_checkpoint(store: Store, folder: str) -> list[str]:
-    """The names, inside its folder, of what a committed checkpoint is made of but for the manifest; none where that
-    cannot be read.
+    """The names, inside its folder, of what the save of a committed checkpoint has written but for the manifest; none
+    where that cannot be read.
+
+    Hazard: they are deleted. A manifest may point to other files below its folder, as to another step's.
     """
     with suppress(CheckpointError):
         manifest = read_manifest(store, folder)
-        return [*(file.name for file in manifest.files), *telemetry_of(store, folder, manifest.save_id)]
+        prefix = f"{DATA_FOLDER}/{manifest.save_id}-"
+        data = [file.name for file in manifest.files if file.name.startswith(prefix)]
+        return data + telemetry_of(store, folder, manifest.save_id)
     return []
 
 

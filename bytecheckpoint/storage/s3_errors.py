@@ -19,6 +19,7 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
     ProxyConnectionError,
+    SSLError,
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
@@ -82,6 +83,11 @@ def is_throttled(error: BaseException) -> bool:
 def is_unreachable(error: BaseException) -> bool:
     """Whether no connection came about at all."""
     return isinstance(error, _UNREACHABLE)
+
+
+def is_no_answer(error: BaseException) -> bool:
+    """Whether nobody has answered who speaks as the client does: the certificate may be the wrong one, too."""
+    return is_unreachable(error) or isinstance(error, SSLError)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -156,11 +162,22 @@ def to_store_error(
     if is_unsupported(error):
         return _storage_error(f"this service cannot {what}", shown, "use another one", kind="unsupported")
     if is_transient(error):
-        advice = f"check that {service.endpoint} is the right endpoint_url and can be reached from this host"
-        return _storage_error(f"cannot {what}", shown, f"{advice}, then try again", kind="unavailable")
+        advice = f"{_how_to_reach(error, service)}, then try again"
+        if is_write:  # it may have been carried out, and have replaced something
+            return StorageError(f"cannot {what}: {advice}", kind="unavailable", path=shown)
+        return _storage_error(f"cannot {what}", shown, advice, kind="unavailable")
     if is_write:
         return _save_error(what, shown, "check the storage, then save again", kind="storage")
     return _storage_error(f"cannot {what}", shown, "check the storage, then try again", kind="unavailable")
+
+
+def _how_to_reach(error: BaseException, service: Service) -> str:
+    if isinstance(error, SSLError):
+        return (
+            f"check that {service.endpoint} speaks TLS, else endpoint_url begins with http://, and name the file of "
+            'who signs its certificate with client_kwargs={"verify": CA_FILE}'
+        )
+    return f"check that {service.endpoint} is the right endpoint_url and can be reached from this host"
 
 
 def _storage_error(what: str, shown: str, advice: str, *, kind: str) -> StorageError:

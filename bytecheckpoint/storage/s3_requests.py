@@ -21,10 +21,10 @@ from bytecheckpoint.storage.s3_errors import (
     FailedRequestError,
     Service,
     is_missing,
+    is_no_answer,
     is_past_the_end,
     is_throttled,
     is_transient,
-    is_unreachable,
 )
 from bytecheckpoint.storage.throttle import Brake
 
@@ -114,7 +114,7 @@ class S3Requests:
 
     def _pause_after(self, error: Exception, number: int) -> float | None:
         """In seconds; None where another attempt is in vain."""
-        if not is_unreachable(error):
+        if not is_no_answer(error):
             self._has_answered.set()
         if not is_transient(error):
             return None
@@ -124,7 +124,7 @@ class S3Requests:
         return random.uniform(_FIRST_PAUSE_S / 2, longest_s)  # noqa: S311 - spreads requests, keeps no secret
 
     def _limit_s(self, error: Exception, patience: Patience) -> float:
-        is_nobody_there = is_unreachable(error) and not self._has_answered.is_set()
+        is_nobody_there = is_no_answer(error) and not self._has_answered.is_set()
         # After an outage that ends a save there is still to be cleaned up, while others wait for this rank.
         is_hopeless = is_nobody_there or self._has_given_up
         return min(patience.timeout_s, _FIRST_CONTACT_S) if is_hopeless else patience.timeout_s
@@ -165,13 +165,13 @@ class S3Requests:
 
 
 def _check_range(answer: Mapping[str, Any], first: int, last: int) -> None:
-    num_bytes = int(answer["ContentLength"])
+    num_bytes = answer.get("ContentLength")  # not of an answer in chunks
     if answer["ResponseMetadata"]["HTTPStatusCode"] != _PARTIAL:
         if first == 0 and num_bytes == last + 1:
             return  # the whole object was wanted, and some services say so
         raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer has the object's first bytes")
     found = _CONTENT_RANGE.match(str(answer.get("ContentRange", "")))
-    if found is None or int(found["last"]) + 1 - int(found["first"]) != num_bytes:
+    if found is None or num_bytes not in {None, int(found["last"]) + 1 - int(found["first"])}:
         raise ConnectionError(BROKEN_OFF)
     if int(found["first"]) != first:
         raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer says {found[0]!r}")

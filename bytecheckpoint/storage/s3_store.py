@@ -21,7 +21,7 @@ from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.names import TEMPORARY_PREFIX, check_name, join_name
 from bytecheckpoint.storage.os_errors import already_exists, is_a_file, truncated
 from bytecheckpoint.storage.s3_client import client_for
-from bytecheckpoint.storage.s3_errors import FailedRequestError, describe_s3, is_no_upload, to_store_error
+from bytecheckpoint.storage.s3_errors import FailedRequestError, describe_s3, is_missing, is_no_upload, to_store_error
 from bytecheckpoint.storage.s3_requests import EndOfObjectError, Patience, RangeIgnoredError, S3Requests
 from bytecheckpoint.storage.s3_upload import TakenError, new_target, upload
 from bytecheckpoint.storage.store import Access, Block, OnFilled
@@ -116,13 +116,17 @@ class S3Store:
 
     def delete(self, name: str) -> None:
         with self._translated(self._show(name), doing="delete"):
-            self._requests.call("delete_object", self._patience(), Key=self._key(name))
+            try:
+                self._requests.call("delete_object", self._patience(), Key=self._key(name))
+            except FailedRequestError as failed:
+                if not is_missing(failed.error):  # some services refuse to delete what is gone
+                    raise
 
     def check_writable(self) -> None:
         """Raises what a write would: for a bucket that is not there, credentials, an endpoint where nobody is, a bucket
         that is only to be read. Leaves nothing there.
         """
-        key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+        key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable")
         try:
             with self._translated(self._shown, doing="write"):
                 answer = self._requests.call("create_multipart_upload", self._patience(), Key=key)

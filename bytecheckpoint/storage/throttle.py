@@ -8,6 +8,7 @@ import hashlib
 import mmap
 import os
 import random
+import stat
 import struct
 import tempfile
 import threading
@@ -50,7 +51,8 @@ class Brake:
     def hold(self, stop: threading.Event, *, at_most_s: float) -> None:
         """Waits as long as everybody does and a random while longer, or until `stop` is set."""
         if self._memory is None:
-            self._memory = _shared_memory(self._path, 0)
+            with self._lock:  # another thread may be about to slow everybody down
+                self._memory = self._memory or _shared_memory(self._path, 0)
         now = time.monotonic()
         go_on, pause_s = self._state(now)
         if now < go_on:
@@ -68,14 +70,17 @@ class Brake:
 def _shared_memory(path: str, flags: int) -> mmap.mmap | None:
     """The same for every process of this user on the host. None where the file is not there, or is not to be had."""
     try:
-        # Hazard: anybody may have put a link there, or a file that is not ours.
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+        # Hazard: anybody may have put a link there, or what is not ours, or a pipe, which would be waited for.
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o600)
     except OSError:
         return None
     try:
-        if os.fstat(fd).st_uid != os.getuid():
+        found = os.fstat(fd)
+        if found.st_uid != os.getuid() or found.st_nlink != 1 or not stat.S_ISREG(found.st_mode):
             return None
-        os.ftruncate(fd, _STATE.size)
+        # Hazard: a page that no disk has room for kills the process that stores into it, without an error.
+        if found.st_size < _STATE.size and os.pwrite(fd, bytes(_STATE.size), 0) < _STATE.size:
+            return None
         return mmap.mmap(fd, _STATE.size)
     except OSError:
         return None

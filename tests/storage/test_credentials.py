@@ -21,6 +21,11 @@ from bytecheckpoint.storage.credentials import describe_safely, find_secrets, sh
         ("/data/joe@home/run", "/data/joe@home/run"),
         ("/data/s3:/run", "/data/s3:/run"),
         ("memory://", "memory://"),
+        ("abfs://ckpts@acct.dfs.core.windows.net/run?sig=s1g", "abfs://ckpts@acct.dfs.core.windows.net/run"),
+        ("simplecache::wasbs://ckpts@acct/run", "simplecache::wasbs://ckpts@acct/run"),
+        ("abfs://joe:hunter2@acct/run", "abfs://acct/run"),
+        ("sftp://joe@host/run", "sftp://host/run"),
+        ("notaz://joe@host/run", "notaz://host/run"),
     ],
 )
 def test_what_of_a_url_is_shown(url, shown):
@@ -47,6 +52,13 @@ def test_secrets_are_found_in_every_form(url, options, forms):
     assert [form for form in forms if not any(secret in form for secret in secrets)] == []
     for form in forms:
         assert form not in describe_safely(ValueError(f"refused: {form}"), secrets)
+
+
+def test_a_container_and_an_account_of_azure_are_no_secrets():
+    url, options = "abfss://ckpts@acct.dfs.core.windows.net/run", {"account_name": "acct", "account_key": "k3yk3y"}
+    secrets = find_secrets(url, options)
+    assert describe_safely(ValueError(f"{url} of acct"), secrets) == f"{url} of acct"
+    assert "k3yk3y" in secrets
 
 
 def test_what_is_no_secret_is_shown():

@@ -24,6 +24,7 @@ from bytecheckpoint.storage.layout import (
     data_file_name,
     data_files_of,
     discard,
+    files_of_checkpoint,
     find_checkpoint,
     latest_step,
     parse_step,
@@ -248,6 +249,14 @@ def test_the_data_files_of_one_save(store):
     assert sorted(names) == ["data/abc-00000-0.safetensors", "data/abc-00001-0.safetensors"]
     discard(store, "s", names)
     assert store.list("s/data") == {"abcd-00000-0.safetensors": 1}
+
+
+def test_a_checkpoint_is_made_of_what_its_own_save_has_written(store):
+    own = data_file_name("abc", 0, 0)
+    others = ["manifest.bcp", "step_00000005/manifest.bcp", data_file_name("abcd", 0, 0), "abc-00000-0.safetensors"]
+    _commit(store, None, files=[DataFile(name=name, byte_length=1) for name in [own, *others]])
+    put(store, "telemetry/abc-00000.json", b"{}")
+    assert files_of_checkpoint(store, "") == [own, "telemetry/abc-00000.json"]
 
 
 def test_discarding_goes_on_where_one_file_stays(store):

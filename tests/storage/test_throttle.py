@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -115,6 +116,54 @@ def test_a_link_that_somebody_put_there_is_not_followed(clock, tmp_path):
     os.symlink(target, brake._path)
     brake.slow_down()
     assert target.read_bytes() == b"do not touch"
+    assert held_s(brake) == 0.5
+
+
+@pytest.mark.parametrize("make", [os.link, lambda _target, path: os.mkfifo(path)], ids=["hard link", "pipe"])
+def test_what_is_more_than_a_file_of_its_own_is_not_taken(clock, tmp_path, make):
+    brake = Brake("s")
+    target = tmp_path / "precious"
+    target.write_bytes(b"do not touch, all of it")
+    make(target, brake._path)
+    brake.slow_down()
+    assert target.read_bytes() == b"do not touch, all of it"
+    assert held_s(brake) == 0.5
+
+
+def test_a_temporary_folder_without_space_costs_no_more_than_the_sharing(clock, monkeypatch):
+    """A file with a hole in it would be had, and the first store into it would be the end of the process."""
+
+    def write(_fd, _content, _offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(throttle.os, "pwrite", write)
+    brake = Brake("s")
+    brake.slow_down()
+    assert held_s(brake) == 0.5
+    assert os.path.getsize(brake._path) == 0
+
+
+def test_a_file_that_came_from_a_full_folder_is_not_stored_into(clock, monkeypatch):
+    monkeypatch.setattr(throttle.os, "pwrite", lambda _fd, _content, _offset: 5)
+    brake = Brake("s")
+    brake.slow_down()
+    assert held_s(brake) == 0.5
+
+
+def test_who_finds_no_file_does_not_undo_what_another_thread_slows_down(clock, monkeypatch):
+    monkeypatch.setattr(throttle.tempfile, "gettempdir", lambda: "/nowhere/at/all")
+    brake = Brake("s")
+    slowing = threading.Thread(target=brake.slow_down)
+
+    def find_none(_path, flags):
+        if not flags:
+            slowing.start()
+            slowing.join(timeout=0.2)  # it ends only where it need not wait for who looks
+
+    with monkeypatch.context() as patch:
+        patch.setattr(throttle, "_shared_memory", find_none)
+        held_s(brake)
+        slowing.join()
     assert held_s(brake) == 0.5
 
 
