@@ -82,7 +82,8 @@ def save(
         `async_save`. With `options.local_stage`, its `local()` returns when all data is durable on disks of the hosts.
 
     Raises:
-        CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it).
+        CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it), or another save
+            has replaced it meanwhile.
         CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; or `step` or `role` is none.
         CheckpointSaveError: A value cannot be saved, or a rank failed or did not come. Every rank raises it, and
             nothing was committed unless the message says so.

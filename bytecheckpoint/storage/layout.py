@@ -242,7 +242,8 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
     """Creates the (encoded) manifest: from here on the checkpoint exists.
 
-    Raises CheckpointExistsError (exists) where another one stands, unless `replace`, and what `Store.write` raises.
+    Raises CheckpointExistsError (exists) where another one stands, with `replace` only where it came meanwhile, and
+    what `Store.write` raises.
     """
     content = memoryview(manifest)
     block = Block(0, content.nbytes, lambda: nullcontext(content))
@@ -252,6 +253,8 @@ def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None
         # A request is tried again when its answer is lost, and may then find what it has written itself. Whoever hears
         # of another's checkpoint removes the data of his own, so a look that fails must not pass for that.
         if not _stands(store, folder, manifest):
+            if replace:
+                raise
             raise exists_error(join_name(str(store), folder)) from error
 
 

@@ -105,6 +105,16 @@ def already_exists(path: str) -> CheckpointExistsError:
     )
 
 
+def replaced_meanwhile(path: str) -> CheckpointExistsError:
+    """For a name that another writer has replaced while this one tried to."""
+    return CheckpointExistsError(
+        f"another writer has replaced {path} meanwhile, and what it wrote was left as it is: let only one at a time "
+        "write to a path, then try again",
+        kind="exists",
+        path=path,
+    )
+
+
 def is_a_file(path: str) -> CheckpointNotFoundError:
     """For a file where a folder was to be listed."""
     return CheckpointNotFoundError(

@@ -19,7 +19,7 @@ from bytecheckpoint.storage.blocks import count_bytes
 from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url, tells_secret
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.names import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.os_errors import already_exists, is_a_file, truncated
+from bytecheckpoint.storage.os_errors import already_exists, is_a_file, replaced_meanwhile, truncated
 from bytecheckpoint.storage.s3_client import client_for
 from bytecheckpoint.storage.s3_errors import FailedRequestError, describe_s3, is_missing, is_no_upload, to_store_error
 from bytecheckpoint.storage.s3_requests import EndOfObjectError, Patience, RangeIgnoredError, S3Requests
@@ -83,7 +83,10 @@ class S3Store:
             if not replace and self._requests.head(key, self._patience()) is not None:
                 raise already_exists(shown)
             target = new_target(key, replace=replace)
-            upload(self._requests, target, blocks, num_bytes, in_flight=self._in_flight, timeout_s=self._timeout_s)
+            try:
+                upload(self._requests, target, blocks, num_bytes, in_flight=self._in_flight, timeout_s=self._timeout_s)
+            except TakenError as error:
+                raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
         key, shown = self._key(name), self._show(name)
@@ -205,8 +208,6 @@ class S3Store:
             reason = describe_safely(_words(failed), self._secrets)
             error = to_store_error(failed, shown, doing=doing, reason=reason, service=self._requests.service)
             raise self._cut_off(error, failed.error) from failed.error
-        except TakenError as error:
-            raise already_exists(shown) from error
         except RangeIgnoredError as error:
             raise StorageError(
                 f"this service cannot read parts of {shown}: {error}; nothing was changed: use another one",

@@ -18,6 +18,7 @@ from bytecheckpoint.storage.s3_client import BROKEN_OFF
 from bytecheckpoint.storage.s3_errors import (
     S3_ERRORS,
     FailedRequestError,
+    is_missing,
     is_no_upload,
     is_taken,
     is_transient,
@@ -40,7 +41,7 @@ _LOOKS = 2
 
 
 class TakenError(Exception):
-    """The name exists, and what is there is another writer's."""
+    """The name exists, and what is there is another writer's, who was no slower."""
 
 
 class Target(NamedTuple):
@@ -81,8 +82,16 @@ def _put(requests: S3Requests, target: Target, content: memoryview, patience: Pa
 
 def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], patience: Patience) -> None:
     """The request that makes the object visible. What was carried out while its answer was lost is a success."""
+    replaced = "" if target.is_new else requests.persist(lambda _: _look(requests, target).etag, patience)
 
     def attempt(number: int) -> None:
+        # Hazard: what an attempt without an answer has put there may be replaced since, and what it needs be deleted.
+        if number and not target.is_new:
+            found = _look(requests, target)
+            if found.writer == target.writer:
+                return
+            if found.etag != replaced:
+                raise TakenError
         condition = {"IfNoneMatch": "*"} if target.is_new and requests.has_conditions else {}
         try:
             request(**condition)
@@ -103,6 +112,26 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
             raise
     if target.is_new and not requests.has_conditions and not _is_there(requests, target, patience):
         raise TakenError
+
+
+class _Found(NamedTuple):
+    """What stands under a name; of empty words where nothing does."""
+
+    etag: str
+    writer: str
+
+
+def _look(requests: S3Requests, target: Target) -> _Found:
+    """One attempt; raises S3_ERRORS."""
+    try:
+        found = requests.send("head_object", Key=target.key)
+    except S3_ERRORS as error:
+        if is_missing(error):
+            return _Found("", "")
+        raise
+    if "ETag" not in found:
+        raise ConnectionError(BROKEN_OFF)
+    return _Found(str(found["ETag"]), str(found.get("Metadata", {}).get(_WRITER, "")))
 
 
 def _is_there(requests: S3Requests, target: Target, patience: Patience) -> bool:

@@ -61,7 +61,8 @@ class Store(Protocol):
         survives a power cut. No reader ever sees a part of it, and when a block's `content` raises, entered or left,
         nothing appears.
 
-        Raises CheckpointExistsError (exists) where the name is taken, unless `replace`, which switches atomically.
+        Raises CheckpointExistsError (exists) where the name is taken, unless `replace`, which switches atomically. A
+        store may raise it even so where another writer has replaced the object while this one tried to.
         """
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:

@@ -340,6 +340,40 @@ def test_losing_to_another_writer_is_told_from_a_lost_answer(s3, s3_prefix, s3_f
         put(store, "m", b"same")
 
 
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("stood", [True, False])
+def test_a_lost_answer_does_not_bring_back_what_another_writer_has_replaced_since(
+    s3, s3_prefix, s3_faults, store, stood
+):
+    if stood:
+        put(store, "m", b"before")
+
+    def choose(line, _environ):
+        """Ours is replaced as soon as it is there."""
+        if not (line.startswith("PUT") and line.endswith("/m")):
+            return None
+        s3_faults.choose = no_fault
+        s3.client().put_object(Bucket=s3.bucket, Key=f"{s3_prefix}/runs/m", Body=b"theirs")
+        return Refuse(500, "InternalError")
+
+    s3_faults.choose = choose
+    with pytest.raises(CheckpointExistsError, match="meanwhile") as caught:
+        put(store, "m", b"mine", replace=True)
+    assert caught.value.kind == "exists"
+    assert get(store, "m", 6) == b"theirs"
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_replacing_write_that_failed_is_tried_again(s3_faults, store):
+    put(store, "m", b"before")
+    s3_faults.choose = FirstFew("PUT .*/m", Refuse(500, "InternalError"), times=2)
+    put(store, "m", b"mine", replace=True)
+    assert get(store, "m", 4) == b"mine"
+    s3_faults.choose = FirstFew("HEAD .*/m", Refuse(500, "InternalError"), times=2)
+    put(store, "m", b"mine, too", replace=True)
+    assert get(store, "m", 9) == b"mine, too"
+
+
 def _knows_no_condition(_line, environ):
     return Refuse(501, "NotImplemented") if "HTTP_IF_NONE_MATCH" in environ else None
 
