@@ -8,6 +8,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,10 +159,10 @@ def test_a_read_that_fails_leaves_nothing_in_flight(
     shards = shards_of({"large": torch.zeros(10_000_000)})
     read_into = LocalStore.read_into
 
-    def refuse_the_end(store: LocalStore, name: str, byte_offset: int, into: memoryview) -> None:
+    def refuse_the_end(store: LocalStore, name: str, byte_offset: int, into: memoryview, **more: Any) -> None:
         if byte_offset > 20 * MiB:
             raise bcp.StorageError("gone", kind="unavailable")
-        read_into(store, name, byte_offset, into)
+        read_into(store, name, byte_offset, into, **more)
 
     monkeypatch.setattr(LocalStore, "read_into", refuse_the_end)
     with pytest.raises(bcp.StorageError, match="gone"):
