@@ -23,6 +23,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import tier
 from bytecheckpoint.storage import layout, local_stage
 from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.process_lock import ProcessLock
 
 UPLOADING = "bytecheckpoint.tier.copy_file"
 
@@ -374,6 +375,29 @@ def test_a_save_is_not_removed_in_favour_of_a_damaged_one(tmp_path: Path, stage:
     local_stage.remove_all(str(stage), [Path(later.folder or "").name])
     assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
     assert loads_as(tmp_path / "run", 0, 1.0)
+
+
+def test_a_look_into_the_stage_does_not_disturb_a_save_that_begins(
+    stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others look, and take over what nobody has, just before the new folder is locked."""
+    seen: list[object] = []
+
+    def look_and_take(path: str) -> ProcessLock:
+        monkeypatch.undo()
+        seen.extend(local_stage.scan(str(stage)))
+        seen.append(local_stage.take_over(str(stage), Path(path).parent.name, writer_threads=1))
+        return ProcessLock(path)
+
+    monkeypatch.setattr(local_stage, "ProcessLock", look_and_take)
+    journal = local_stage.Journal(
+        save_id="0" * 16, rank=0, num_ranks=1, root="/run", folder="", step=None, overwrite=False
+    )
+    folder = local_stage.create(str(stage), journal, writer_threads=1)
+    assert seen == [None]
+    assert [found.is_alive for found in local_stage.scan(str(stage))] == [True]
+    folder.remove()
+    assert files_under(stage) == []
 
 
 def test_a_later_commit_removes_what_it_supersedes(tmp_path: Path, stage: Path, options: bcp.SaveOptions) -> None:

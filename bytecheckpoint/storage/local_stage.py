@@ -37,6 +37,8 @@ JOURNAL_NAME = "journal"
 PENDING_NAME = "pending.manifest"
 """Not a manifest's name: what lies here is no checkpoint."""
 _LOCK_NAME = "lock"
+_NEW_LOCK_NAME = "lock.new"
+"""Until it is taken: what looks for `lock` would else take it first."""
 _FOLDER = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}\Z")
 _VERSION = 1
 
@@ -142,9 +144,10 @@ def create(root: str, journal: Journal, *, writer_threads: int) -> StagedFolder:
         raise _cannot_use(root, error) from error
     lock: ProcessLock | None = None
     try:
-        lock_path = os.path.join(temporary, _LOCK_NAME)
+        lock_path = os.path.join(temporary, _NEW_LOCK_NAME)
         os.close(os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         lock = ProcessLock(lock_path)
+        os.rename(lock_path, os.path.join(temporary, _LOCK_NAME))  # the lock stays with the file
         StagedFolder(temporary, lock, writer_threads=writer_threads).write_journal(journal)
         os.rename(temporary, path)
         sync_folder(root)
