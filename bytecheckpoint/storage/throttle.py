@@ -52,7 +52,8 @@ class Brake:
         """Waits as long as everybody does and a random while longer, or until `stop` is set."""
         if self._memory is None:
             with self._lock:  # another thread may be about to slow everybody down
-                self._memory = self._memory or _shared_memory(self._path, 0)
+                if self._memory is None:
+                    self._memory = _shared_memory(self._path, 0)
         now = time.monotonic()
         go_on, pause_s = self._state(now)
         if now < go_on:
