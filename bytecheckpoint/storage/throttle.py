@@ -51,18 +51,14 @@ class Brake:
     def hold(self, stop: threading.Event, *, at_most_s: float) -> None:
         """Waits as long as everybody does and a random while longer, or until `stop` is set."""
         if self._memory is None:
-            with self._lock:
-                self._look()
+            with self._lock:  # another thread may be about to slow everybody down
+                if self._memory is None:
+                    self._memory = _shared_memory(self._path, 0)
         now = time.monotonic()
         go_on, pause_s = self._state(now)
         if now < go_on:
             late_s = random.uniform(0, pause_s / 2)  # noqa: S311 - spreads requests, keeps no secret
             stop.wait(max(0.0, min(go_on - now + late_s, at_most_s)))
-
-    def _look(self) -> None:
-        """With the lock held: another thread may be about to slow everybody down."""
-        if self._memory is None:
-            self._memory = _shared_memory(self._path, 0)
 
     def _state(self, now: float) -> tuple[float, float]:
         go_on, pause_s = (0.0, 0.0) if self._memory is None else _STATE.unpack_from(self._memory)
