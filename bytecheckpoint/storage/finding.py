@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from bytecheckpoint.errors import CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.foreign.file_bytes import damaged
@@ -90,7 +90,12 @@ def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None,
     if not name:
         return None
     above = opening.store(parent)
-    num_bytes = above.list("").get(name)
+    try:
+        num_bytes = above.list("").get(name)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return None  # the path was looked at, and nothing is there: the folder above is no concern of the caller's
     if num_bytes is None:
         return None
     found = _in_hub(Found(above, 1, "", None), parent, opening)
@@ -133,6 +138,10 @@ def manifest_bytes(found: Found) -> bytes:
         content = encode_manifest(read_manifest(found.store, found.foreign))
     except CheckpointSaveError as error:
         raise damaged(found.path, f"it says of its tensors what cannot be: {error.__cause__}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise damaged(found.path, f"it cannot be read: {type(error).__name__}: {error}") from error
     layout.parse_manifest(content, path=found.manifest_path, whole=True)
     return content
 

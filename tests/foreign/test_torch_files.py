@@ -365,6 +365,30 @@ PICKLES = {
     "a billion lists": b"\x80\x02]q\x00"
     + b"".join(b"](" + b"h%c" % at * 10 + b"eq%c" % (at + 1) for at in range(12))
     + b".",
+    "a path that doubles": b"\x80\x04cpathlib\nPosixPath\nq\x000X\x08\x00\x00\x00xxxxxxxxq\x010"
+    + b"h\x00h\x01h\x01\x86Rq\x010" * 26
+    + b"}.",
+    "lists of lists": b"\x80\x04cbuiltins\nlist\nq\x000(" + b"N" * MIB + b"t\x85q\x010](" + b"h\x00h\x01R" * 16 + b"e.",
+    "streams of a text": b"\x80\x04X"
+    + struct.pack("<I", 8 * MIB)
+    + b"x" * (8 * MIB)
+    + b"q\x000]("
+    + b"c_io\nBytesIO\n)R(h\x00K\x00Ntb" * 9
+    + b"e.",
+    "a shape again and again": b"\x80\x04ctorch\nSize\nq\x000("
+    + b"K\x01" * MIB
+    + b"t\x85q\x010]("
+    + b"h\x00h\x01R" * 65
+    + b"e.",
+    "bytes again and again": b"\x80\x04](B" + struct.pack("<I", MIB) + b"y" * MIB + b"q\x00" + b"h\x00" * 300 + b"e.",
+    "a stream again and again": b"\x80\x04](c_io\nBytesIO\nB"
+    + struct.pack("<I", MIB)
+    + b"y" * MIB
+    + b"\x85Rq\x00"
+    + b"h\x00" * 300
+    + b"e.",
+    "a key of many keys": b"\x80\x04}(" + b"N" * 3000 + b"tq\x000(" + b"h\x00" * 3000 + b"tK\x01s.",
+    "an integer of 2500 bytes": b"\x80\x04}X\x01\x00\x00\x00a\x8b" + struct.pack("<i", 2500) + b"\x01" * 2500 + b"s.",
     "many values at once": b"\x80\x02(" + b"N" * (MIB + MIB // 8) + b"t.",
 }
 
@@ -374,6 +398,11 @@ def test_a_damaged_or_hostile_pickle_is_one_clear_error(tmp_path: Path, case: st
     error = refused(with_pickle(tmp_path, PICKLES[case]))
     assert error.kind in {"bad_manifest", "limits_exceeded"}
     assert "checkpoint.pt" in error.message
+
+
+def test_large_integers_and_keys_come_back(tmp_path: Path) -> None:
+    objects = bcp.open(save({"a": {1 << 70: 2, -5: 3}, "b": 1 << 8000}, tmp_path)).objects
+    assert objects == {f"a.{1 << 70}": 2, "a.-5": 3, "b": 1 << 8000}
 
 
 def test_a_memo_of_billions_costs_nothing(tmp_path: Path) -> None:
