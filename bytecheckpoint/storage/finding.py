@@ -4,6 +4,7 @@ knows there are several formats.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -54,6 +55,7 @@ class Opening(NamedTuple):
 
 def open_above(path: str, levels: int, opening: Opening) -> Store:
     """The store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
+    path = _from_root(path)
     for _ in range(levels):
         path = _split(path)[0]
     return opening.store(path)
@@ -65,6 +67,7 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
 
     Raises CheckpointNotFoundError (not_found, not_committed), and for a file what `find_file` raises.
     """
+    path = _from_root(path)
     store = opening.store(path)
     try:
         return Found(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
@@ -114,6 +117,11 @@ def _in_hub(found: Found, path: str, opening: Opening) -> Found:
     folder = f"{snapshots}/{revision}"
     place = found.foreign and found.foreign._replace(folder=folder)
     return Found(store, found.levels + _HUB_LEVELS, folder, place)
+
+
+def _from_root(path: str) -> str:
+    """The same path, so that the folders above it have names; a URL as it is."""
+    return path if "://" in path or "::" in path else os.path.abspath(path)  # noqa: PTH100 - as LocalStore does it: links stay
 
 
 def _split(path: str) -> tuple[str, str]:

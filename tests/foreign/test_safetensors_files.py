@@ -140,7 +140,7 @@ def test_files_without_an_index_are_one_checkpoint(tmp_path: Path) -> None:
     assert_same(bcp.open(tmp_path).state_dict(), tensors)
 
 
-def test_a_snapshot_of_the_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hub_cache_is_read_through_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
     blobs = tmp_path / "models--org--name" / "blobs"
@@ -148,7 +148,10 @@ def test_a_snapshot_of_the_hub_cache_is_read_through_its_links(tmp_path: Path) -
     tensors = {"weight": torch.randn(3, 2)}
     save_file(tensors, blobs / "e3b0c442")
     (snapshot / "model.safetensors").symlink_to("../../blobs/e3b0c442")
-    for path in (snapshot, snapshot / "model.safetensors"):
+    for path in (snapshot, snapshot / "model.safetensors", f"{snapshot}/../{snapshot.name}"):
+        assert_same(bcp.open(path).state_dict(), tensors)
+    monkeypatch.chdir(snapshot)
+    for path in (".", "./", "model.safetensors", f"../{snapshot.name}"):
         assert_same(bcp.open(path).state_dict(), tensors)
 
 
