@@ -4,7 +4,7 @@ that was saved; a foreign one may hold the tensors of a single model, without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +15,9 @@ from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.matching import Match, match_state
 from bytecheckpoint.ranks import Ranks
+
+_Fit = tuple[int, int]
+"""How many shards were found, and that number less the problems."""
 
 
 class View(NamedTuple):
@@ -40,9 +43,16 @@ class Matched(NamedTuple):
     match: Match
 
     @property
-    def fit(self) -> int:
-        """How well they fit: what would be loaded, without what is in the way of loading."""
-        return len(self.match.shards) - len(self.match.problems)
+    def fit(self) -> _Fit:
+        """How well they fit: what would be loaded, and that without what is in the way of loading."""
+        num_found = len(self.match.shards)
+        return num_found, num_found - len(self.match.problems)
+
+
+def _total(fits: Iterable[_Fit]) -> tuple[bool, int]:
+    """Of all ranks. Where include leaves out all that could be found nothing is in the way, and that is no fit."""
+    num_found, balance = map(sum, zip(*fits, strict=True))
+    return num_found > 0, balance
 
 
 def match_named(
@@ -62,11 +72,11 @@ def match_named(
     if not view.manifest.foreign_format:
         return as_it_is
     named = below(str(*state)) if len(state) == 1 else None
-    fits = (as_it_is.fit, as_it_is.fit if named is None else named.fit)
+    fits = (as_it_is.fit, (named or as_it_is).fit)
 
     def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        found = [msgspec.msgpack.decode(payload, type=tuple[int, int]) for payload in payloads]
-        is_better = sum(second - first for first, second in found) > 0
+        found = [msgspec.msgpack.decode(payload, type=tuple[_Fit, _Fit]) for payload in payloads]
+        is_better = _total(second for _, second in found) > _total(first for first, _ in found)
         return [msgspec.msgpack.encode(is_better)] * len(payloads)
 
     is_better = msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(fits), choose), type=bool)

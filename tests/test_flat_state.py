@@ -85,6 +85,36 @@ def test_a_parameter_that_is_refused_gets_nothing_of_its_state(tmp_path: Path, l
     assert same_value(head, before[1])
 
 
+def nested(*, use_orig_params: bool) -> State:
+    """The optimizer has the head, which lies in the outer unit, before the body."""
+    model = Net(3)
+    model.body = flattened(model.body, use_orig_params=use_orig_params)
+    model = flattened(model, use_orig_params=use_orig_params)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
+def save_by_position(path: Path) -> State:
+    saved = trained(plain, num_classes=3, num_steps=2)
+    torch.save({name: each.state_dict() for name, each in saved.items()}, path)
+    return saved
+
+
+def test_state_by_position_is_refused_where_flat_memory_has_an_order_of_its_own(tmp_path: Path) -> None:
+    save_by_position(tmp_path / "x.pt")
+    loaded = nested(use_orig_params=False)
+    with pytest.raises(bcp.CheckpointMismatchError, match="its parameters have no names in the checkpoint"):
+        bcp.load(tmp_path / "x.pt", loaded)
+    assert not loaded["optimizer"].state
+
+
+def test_state_by_position_goes_to_flat_parameters_that_stand_in_their_own_place(tmp_path: Path) -> None:
+    saved = save_by_position(tmp_path / "x.pt")
+    loaded = nested(use_orig_params=True)
+    bcp.load(tmp_path / "x.pt", loaded)
+    for of_flat, of_parameter in zip(states(loaded), states(saved), strict=True):
+        assert torch.equal(of_flat["exp_avg"], of_parameter["exp_avg"])
+
+
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_a_parameter_that_is_refused_has_no_say_in_what_a_buffer_has_one_of(tmp_path: Path, num_steps: int) -> None:
     saved = trained(plain, num_classes=5, num_steps=7)

@@ -70,6 +70,11 @@ def is_flattened(parameter: torch.Tensor | None) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
+def shows_parameter(parameter: torch.Tensor) -> bool:
+    """Whether it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
+    return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
+
+
 def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
     """The tree without the methods that gather parameters.
 

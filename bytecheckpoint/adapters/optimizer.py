@@ -16,6 +16,7 @@ import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState, differing_error
+from bytecheckpoint.adapters.fsdp1 import shows_parameter
 from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
 from bytecheckpoint.adapters.parameter_names import (
     MODEL,
@@ -192,8 +193,13 @@ class OptimizerEntry:
             if tree is not None and is_optimizer_tree(tree.tree):
                 held = [group for optimizer in self.optimizers for group in self._param_groups(optimizer)]
                 names = [each for _, parameters in held for each in self._optimized.names(parameters)]
-                self._found = StoredOptimizer(self.fqn, tree, stored, names)
+                has_order = all(self._has_order(memory) for _, parameters in held for memory in parameters)
+                self._found = StoredOptimizer(self.fqn, tree, stored, names, has_order=has_order)
         return self._found
+
+    def _has_order(self, memory: torch.Tensor) -> bool:
+        """Whether it stands where its parameter would stand in an optimizer of the unwrapped model."""
+        return id(memory) not in self._optimized.flat or shows_parameter(memory)
 
     def _hyperparameters(
         self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, stored: Stored

@@ -103,6 +103,7 @@ class Stored:
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
         self._takes_all = include is None and not exclude
+        self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below)
         self._is_as_saved = self._takes_all and not self._is_renamed
         self.rename = renamer(key_map, below)
@@ -148,6 +149,10 @@ class Stored:
     def excludes(self, fqn: str) -> bool:
         """Whether exclude names this checkpoint FQN."""
         return _matches(fqn, self._exclude)
+
+    def globbed_name(self, fqn: str) -> str:
+        """What include and exclude know by this state FQN that the checkpoint has not."""
+        return fqn.removeprefix(self._below)
 
     @cached_property
     def trees(self) -> dict[str, Any]:
@@ -236,7 +241,7 @@ class Stored:
         if self._takes_all or fqn in self.skipped or fqn in self._known:
             return not self._takes_all and fqn in self.skipped
         # What is renamed into a container that they name themselves is loaded.
-        return not self.takes(fqn) and (not self._is_renamed or fqn not in self._known_roots)
+        return not self.takes(self.globbed_name(fqn)) and (not self._is_renamed or fqn not in self._known_roots)
 
     @cached_property
     def skipped(self) -> set[str]:

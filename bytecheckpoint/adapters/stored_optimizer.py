@@ -30,8 +30,12 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
 class StoredOptimizer:
     """An optimizer in a checkpoint. Parameters are asked for by the names that they have in the state."""
 
-    def __init__(self, fqn: str, found: StoredTree, stored: Stored, names: Sequence[ParameterNames]) -> None:
-        """`names` are those of the live optimizer's parameters, in its order."""
+    def __init__(
+        self, fqn: str, found: StoredTree, stored: Stored, names: Sequence[ParameterNames], *, has_order: bool
+    ) -> None:
+        """`names` are those of the live optimizer's parameters, in its order; `has_order` where an optimizer of the
+        unwrapped model has the same.
+        """
         self._fqn = fqn
         self._stored = stored
         self._tree: Mapping[str, Any] = found.tree
@@ -50,8 +54,9 @@ class StoredOptimizer:
         """Checkpoint FQN under which a parameter's elements lie -> the same."""
         self._is_by_position = BY_POSITION in found.tree
         self._num_parameters = len(names)
+        self._has_order = has_order
         if self._is_by_position:
-            is_same = len(names) == len(self._groups)
+            is_same = has_order and len(names) == len(self._groups)
             order = enumerate(names if is_same else ())
             self._by_state_fqn = {fqn: str(at) for at, of_parameter in order for fqn in of_parameter.fqns}
         else:
@@ -146,7 +151,7 @@ class StoredOptimizer:
     def is_excluded(self, names: ParameterNames) -> bool:
         """Whether exclude leaves out the parameter itself, under every name that it has."""
         sources = [self._sources[fqn] for fqn in names.fqns if fqn in self._sources]
-        return all(map(self._stored.excludes, sources or names.fqns))
+        return all(map(self._stored.excludes, sources or map(self._stored.globbed_name, names.fqns)))
 
     def parameter_shape(self, names: ParameterNames) -> tuple[int, ...] | None:
         """What the shape of the parameter was, where a module with it is in the checkpoint."""
@@ -164,13 +169,22 @@ class StoredOptimizer:
         """Of each tensor in the state of a parameter that has this shape now, and had another one."""
         for fqn, tensor in self.tensors(names).values():
             if tensor.shape:
-                stored_as = list(self.parameter_shape(names) or ())
+                stored_as = list(tensor.shape if self._is_by_position else self.parameter_shape(names) or ())
                 text = f"{fqn}: of a parameter of shape {stored_as} in the checkpoint, {list(shape)} in the state"
                 yield Problem("shape", fqn, text)
 
     def number_problems(self) -> list[Problem]:
         """Why parameters that are called by their position cannot be those of the live optimizer."""
-        if not self._is_by_position or len(self._groups) == self._num_parameters:
+        if not self._is_by_position:
+            return []
+        if not self._has_order:
+            text = (
+                f"{self._fqn}: its parameters have no names in the checkpoint, and the flat memory in the state has "
+                "another order, so that nobody can tell which is which; save it with names "
+                "(torch.distributed.checkpoint.state_dict, or an optimizer made from named_parameters())"
+            )
+            return [Problem("conflict", self._fqn, text)]
+        if len(self._groups) == self._num_parameters:
             return []
         text = (
             f"{self._fqn}: of {len(self._groups)} parameters without names in the checkpoint, of "

@@ -4,10 +4,11 @@ knows there are several formats.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from bytecheckpoint.errors import CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.foreign.file_bytes import damaged
@@ -54,6 +55,7 @@ class Opening(NamedTuple):
 
 def open_above(path: str, levels: int, opening: Opening) -> Store:
     """The store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
+    path = _from_root(path)
     for _ in range(levels):
         path = _split(path)[0]
     return opening.store(path)
@@ -65,6 +67,7 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
 
     Raises CheckpointNotFoundError (not_found, not_committed), and for a file what `find_file` raises.
     """
+    path = _from_root(path)
     store = opening.store(path)
     try:
         return Found(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
@@ -90,7 +93,12 @@ def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None,
     if not name:
         return None
     above = opening.store(parent)
-    num_bytes = above.list("").get(name)
+    try:
+        num_bytes = above.list("").get(name)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return None  # the path was looked at, and nothing is there: the folder above is no concern of the caller's
     if num_bytes is None:
         return None
     found = _in_hub(Found(above, 1, "", None), parent, opening)
@@ -109,6 +117,11 @@ def _in_hub(found: Found, path: str, opening: Opening) -> Found:
     folder = f"{snapshots}/{revision}"
     place = found.foreign and found.foreign._replace(folder=folder)
     return Found(store, found.levels + _HUB_LEVELS, folder, place)
+
+
+def _from_root(path: str) -> str:
+    """The same path, so that the folders above it have names; a URL as it is."""
+    return path if "://" in path or "::" in path else os.path.abspath(path)  # noqa: PTH100 - as LocalStore does it: links stay
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -133,6 +146,10 @@ def manifest_bytes(found: Found) -> bytes:
         content = encode_manifest(read_manifest(found.store, found.foreign))
     except CheckpointSaveError as error:
         raise damaged(found.path, f"it says of its tensors what cannot be: {error.__cause__}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise damaged(found.path, f"it cannot be read: {type(error).__name__}: {error}") from error
     layout.parse_manifest(content, path=found.manifest_path, whole=True)
     return content
 

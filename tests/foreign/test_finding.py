@@ -15,6 +15,7 @@ from safetensors.torch import save, save_file
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage.finding import Opening, find_checkpoint
+from bytecheckpoint.storage.local_store import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -65,12 +66,15 @@ def test_a_root_of_megatron_is_read_at_its_newest_step_and_at_any(tmp_path: Path
         bcp.open(tmp_path, step=None)
 
 
-@pytest.mark.parametrize("text", ["../elsewhere", "/etc", "a/../../b"])
-def test_a_pointer_that_leads_out_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "latest").write_text(text)
-    with pytest.raises(bcp.UnsafeCheckpointError) as caught:
-        bcp.open(tmp_path)
-    assert caught.value.kind == "path_escape"
+@pytest.mark.parametrize("text", ["../elsewhere", "/etc", "a/../../b", "\n"])
+def test_a_pointer_that_names_nothing_in_the_folder_is_not_followed(tmp_path: Path, text: str) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    save_dcp(tmp_path / "elsewhere")
+    (root / "latest").write_text(text)
+    with pytest.raises(bcp.CheckpointNotFoundError) as caught:
+        bcp.open(root)
+    assert str(root) in caught.value.message
 
 
 def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
@@ -80,6 +84,22 @@ def test_a_folder_that_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> No
         with pytest.raises(bcp.CheckpointNotFoundError) as caught:
             bcp.open(path)
         assert caught.value.kind == "not_found"
+
+
+def test_nothing_there_is_not_found_though_the_folder_above_must_not_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = LocalStore.list
+
+    def list_below(store: LocalStore, folder: str) -> Any:
+        if str(store) == str(tmp_path):
+            raise bcp.StorageError("not allowed to list it", kind="permission")
+        return listed(store, folder)
+
+    monkeypatch.setattr(LocalStore, "list", list_below)
+    with pytest.raises(bcp.CheckpointNotFoundError) as caught:
+        bcp.open(tmp_path / "nothing")
+    assert caught.value.kind == "not_found"
 
 
 @pytest.mark.parametrize("path", ["x.pt", "./x.pt", "{}/x.pt", "file://{}/x.pt"])

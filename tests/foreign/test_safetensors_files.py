@@ -93,6 +93,18 @@ def test_key_map_and_globs_work_as_with_any_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(linear.weight, torch.zeros(2, 3))
 
 
+def test_what_include_asks_for_and_the_file_lacks_is_said_below_the_entrys_name(tmp_path: Path) -> None:
+    save_file({"0.weight": torch.ones(2, 3), "1.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+    with pytest.raises(bcp.CheckpointMismatchError) as caught:
+        bcp.load(tmp_path, {"model": model}, include="0.*")
+    assert caught.value.kind == "missing_key"
+    assert "model.0.bias" in caught.value.message
+    assert "model.1.bias" not in caught.value.message
+    bcp.load(tmp_path, {"model": model}, include="0.*", exclude="0.bias")
+    assert torch.equal(model[0].weight, torch.ones(2, 3))
+
+
 def test_what_does_not_fit_is_said_with_the_names_of_the_file(tmp_path: Path) -> None:
     save_file({"weights": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     with pytest.raises(bcp.CheckpointMismatchError) as caught:
@@ -128,7 +140,7 @@ def test_files_without_an_index_are_one_checkpoint(tmp_path: Path) -> None:
     assert_same(bcp.open(tmp_path).state_dict(), tensors)
 
 
-def test_a_snapshot_of_the_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_hub_cache_is_read_through_its_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
     blobs = tmp_path / "models--org--name" / "blobs"
@@ -136,7 +148,10 @@ def test_a_snapshot_of_the_hub_cache_is_read_through_its_links(tmp_path: Path) -
     tensors = {"weight": torch.randn(3, 2)}
     save_file(tensors, blobs / "e3b0c442")
     (snapshot / "model.safetensors").symlink_to("../../blobs/e3b0c442")
-    for path in (snapshot, snapshot / "model.safetensors"):
+    for path in (snapshot, snapshot / "model.safetensors", f"{snapshot}/../{snapshot.name}"):
+        assert_same(bcp.open(path).state_dict(), tensors)
+    monkeypatch.chdir(snapshot)
+    for path in (".", "./", "model.safetensors", f"../{snapshot.name}"):
         assert_same(bcp.open(path).state_dict(), tensors)
 
 

@@ -12,7 +12,7 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.foreign import deepspeed_folder, distcp_folder, safetensors_files, torch_file
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged
 from bytecheckpoint.storage.foreign.parts import Parts
-from bytecheckpoint.storage.names import check_name, join_name
+from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
 
 Format = Literal["safetensors", "torch.save", "torch.distributed.checkpoint", "deepspeed"]
@@ -68,7 +68,10 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
         if num_bytes and num_bytes <= _MAX_POINTER_BYTES:
             text = FileBytes(store, pointer, num_bytes).read(0, num_bytes).decode("utf-8", "replace").strip()
             is_number = pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal()
-            names.append(_MEGATRON_STEP.format(int(text)) if is_number else check_name(text))
+            if is_number:
+                names.append(_MEGATRON_STEP.format(int(text)))
+            elif text in listing:  # else it names nothing here: it is no path to follow
+                names.append(text)
     return names
 
 

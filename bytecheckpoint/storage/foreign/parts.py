@@ -22,11 +22,12 @@ from bytecheckpoint.storage.foreign.pickled_values import (
     PickledDtype,
     StoredView,
 )
-from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, DtypeName, Size, TensorRef, encode_value
+from bytecheckpoint.storage.foreign.plain_values import INT64, MAX_DEPTH, DtypeName, Size, TensorRef, encode_value
 
 MAX_VALUES = 1 << 20
 _ATOMS_A_VALUE = 16
 """Numbers and texts in a list, which cost less."""
+_BYTES_A_VALUE = 256
 EXTRA_STATE = "_extra_state"
 """The key under which modules keep extra state: an object of its own, wherever it stands."""
 
@@ -143,10 +144,9 @@ class _Walk:
         """Extra state of modules, by FQN, where it is taken out."""
 
     def plain(self, value: Any, fqn: str, depth: int) -> Any:
-        self._num_values += 1
-        if self._num_values > MAX_VALUES or depth == 0:
-            what = f"nested more than {MAX_DEPTH} deep" if depth == 0 else f"of more than {MAX_VALUES} values"
-            raise too_much(self._path, f"its plain data is {what}")
+        self._count(1, len(fqn))
+        if depth == 0:
+            raise too_much(self._path, f"its plain data is nested more than {MAX_DEPTH} deep")
         match value:
             case StoredView():
                 self._on_tensor(fqn, value)
@@ -158,23 +158,33 @@ class _Walk:
             case Instance():
                 return self._dict(value.fields, fqn, depth)
             case PickledArray():
-                return value.array
+                return self._atom(value.array)
             case PickledDtype():
                 return value.dtype.str
             case ByteStream():
-                return value.content
+                return self._atom(value.content)
             case dict():
                 return self._dict(value, fqn, depth)
         if type(value) in {list, tuple, set, frozenset}:
             return self._sequence(value, fqn, depth)
         if type(value) in _ATOMS or isinstance(value, np.generic | np.ndarray):
-            return value
+            return self._atom(value)
         raise damaged(self._path, f"its pickle has a {type(value).__name__} at {fqn!r:.200}, where a value should be")
+
+    def _atom(self, value: Any) -> Any:
+        self._count(0, _num_bytes(value))
+        return value
+
+    def _count(self, num_values: int, num_bytes: int) -> None:
+        self._num_values += num_values + num_bytes // _BYTES_A_VALUE
+        if self._num_values > MAX_VALUES:
+            what = f"of more than {MAX_VALUES} values, or {MAX_VALUES * _BYTES_A_VALUE} bytes"
+            raise too_much(self._path, f"its plain data is {what}")
 
     def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
         """A list, a tuple, or a set as a list."""
         if _ATOMS.issuperset(map(type, value)):
-            self._num_values += len(value) // _ATOMS_A_VALUE
+            self._count(len(value) // _ATOMS_A_VALUE, sum(map(_num_bytes, value)))
             return value if type(value) in {list, tuple} else list(value)
         items = [self.plain(item, join_fqn(fqn, index), depth - 1) for index, item in enumerate(value)]
         return tuple(items) if type(value) is tuple else items
@@ -188,7 +198,8 @@ class _Walk:
     def _items(self, value: Mapping[Any, Any], fqn: str, depth: int) -> dict[Any, Any]:
         taken: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
-            name = key if type(key) in {str, int} else str(key)
+            is_kept = type(key) is str or (type(key) is int and key in INT64)
+            name = key if is_kept else str(key)
             child = join_fqn(fqn, name)
             found = self.plain(item, child, depth - 1)
             if self.extra is not None and is_extra_state(child):
@@ -196,6 +207,17 @@ class _Walk:
             else:
                 taken[name] = found
         return taken
+
+
+def _num_bytes(value: Any) -> int:
+    """What is written down for an atom or an array, about."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 8
+    if isinstance(value, np.generic | np.ndarray):
+        return value.nbytes
+    return value.num_bytes if isinstance(value, Size) else 0
 
 
 def is_extra_state(fqn: str) -> bool:

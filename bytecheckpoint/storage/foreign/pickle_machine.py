@@ -7,7 +7,7 @@ What a pickle may hold is the caller's to say: see pickled_values.py.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,7 +15,10 @@ from bytecheckpoint.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 1 << 26
 _MAX_ON_STACK, _MAX_IN_MEMO = 1 << 20, 1 << 22
-_MAX_KEY_DEPTH = 4
+_MAX_KEY_ITEMS = 64
+_MAX_INT_BYTES = 1024
+_ITEM_BYTES = 8
+"""Of a list, a dict or a shape."""
 
 _MARK = object()
 
@@ -75,6 +78,8 @@ class _Machine:
         self._find_persistent = find_persistent
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._bytes_made = 0
+        """By calls, about: each takes a few bytes of pickle, and may copy what it is given."""
         self._steps: list[Callable[[], None] | None] = [None] * 256
         for code, step in self._opcodes().items():
             self._steps[code] = step
@@ -188,6 +193,8 @@ class _Machine:
         return text == "01" if text in {"00", "01"} else int(text)
 
     def _long(self, num_bytes: int) -> int:
+        if num_bytes > _MAX_INT_BYTES:
+            raise PickleError(f"it has an integer of {num_bytes} bytes, at most {_MAX_INT_BYTES} are read")
         return int.from_bytes(self._take(num_bytes), "little", signed=True)
 
     def _pop_one(self) -> None:
@@ -248,7 +255,14 @@ class _Machine:
         args, callee = self._stack.pop(), self._stack.pop()
         if type(args) is not tuple or not hasattr(callee, "make"):
             raise PickleError(f"it calls a {type(callee).__name__}")
-        self._stack.append(callee.make(*args))
+        made = callee.make(*args)
+        self._count(made)
+        self._stack.append(made)
+
+    def _count(self, made: Any) -> None:
+        self._bytes_made += _num_bytes(made)
+        if self._bytes_made > MAX_PICKLE_BYTES:
+            raise PickleError(f"it makes more than {MAX_PICKLE_BYTES} bytes of values out of those that it has")
 
     def _new_with_keywords(self) -> None:
         keywords = self._stack.pop()
@@ -261,6 +275,7 @@ class _Machine:
         target = self._stack[-1]
         if hasattr(target, "take_state"):
             target.take_state(state)
+            self._count(target)
         elif type(target) not in {
             OrderedDict,
             defaultdict,
@@ -273,13 +288,25 @@ class _Machine:
         self._memo[number] = self._stack[-1]
 
 
-def check_key(value: Any, depth: int = _MAX_KEY_DEPTH) -> Any:
+def check_key(value: Any) -> Any:
     """The value itself, where hashing it is cheap and cannot end the process."""
-    if isinstance(value, tuple):
-        if depth == 0:
-            raise PickleError("it has a key of tuples in tuples")
-        for item in value:
-            check_key(item, depth - 1)
-    elif value is _MARK:
-        raise PickleError("it has a mark as a key")
+    rest, num_items = [value], 0
+    while rest:
+        item = rest.pop()
+        if item is _MARK:
+            raise PickleError("it has a mark as a key")
+        if isinstance(item, tuple):
+            num_items += 1 + len(item)
+            if num_items > _MAX_KEY_ITEMS:
+                raise PickleError(f"it has a key of more than {_MAX_KEY_ITEMS} values")
+            rest += item
     return value
+
+
+def _num_bytes(made: Any) -> int:
+    """What a value may have copied, about. What is no plain value says it itself."""
+    if isinstance(made, str | bytes):
+        return len(made)
+    if type(made) in {list, tuple, OrderedDict, Counter}:
+        return _ITEM_BYTES * len(made)
+    return getattr(made, "num_bytes", 1)

@@ -50,6 +50,11 @@ class StoredView:
     strides: tuple[int, ...]
     """In elements."""
 
+    @property
+    def num_bytes(self) -> int:
+        """What the record itself takes, not the tensor."""
+        return len(self.shape) + len(self.strides)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
@@ -86,6 +91,10 @@ class ByteStream:
         if attributes:
             raise PickleError("it has a stream with attributes of its own")
         self.content = _to_bytes(content)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content)
 
 
 class PickledArray:

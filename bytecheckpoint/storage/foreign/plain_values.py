@@ -19,7 +19,7 @@ _TUPLE, _PAIRS, _COMPLEX, _SIZE, _DTYPE, _ARRAY, _SCALAR, _REF, _BIG_INT, _ORDER
     *range(1, 6),
     *range(7, 13),
 )
-_INT64 = range(-(1 << 63), 1 << 64)
+INT64 = range(-(1 << 63), 1 << 64)
 
 
 class TensorRef(NamedTuple):
@@ -39,6 +39,10 @@ class Size(NamedTuple):
 
     lengths: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.lengths)
+
 
 def encode_value(value: Any, *, path: str) -> bytes:
     """A tree of plain data. Raises UnsafeCheckpointError (limits_exceeded) for one that is nested too deep."""
@@ -56,7 +60,7 @@ def _to_wire(value: Any, path: str, depth: int) -> Any:
             content = [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
             return Ext(code, encode(content))
         case int():
-            return value if value in _INT64 else Ext(_BIG_INT, encode(str(value)))
+            return value if value in INT64 else Ext(_BIG_INT, encode(str(value)))
         case complex():
             return Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
         case TensorRef():

@@ -10,7 +10,6 @@ import struct
 from typing import NamedTuple
 
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, not_readable, too_much
-from bytecheckpoint.storage.names import check_name
 
 MAX_DIRECTORY_BYTES = 1 << 28
 
@@ -145,7 +144,7 @@ class ZipArchive:
         if fields[0] != b"PK\x01\x02" or end > len(content):
             self.file.damaged("its directory is not one of a zip archive")
         try:
-            name = check_name(content[start : start + name_bytes].decode())
+            name = content[start : start + name_bytes].decode()
         except UnicodeDecodeError:
             self.file.damaged("a member's name is no Unicode")
         if fields[3] & _ENCRYPTED or fields[4]:
