@@ -21,6 +21,10 @@ from distributed.workers import WorkerPool
 
 NUM_SAVES = 200
 NUM_WARM_UP_SAVES = 60
+MAX_MORE_THREADS = 2
+"""Threads are kept for the next job, and on a busy machine more jobs may come together than before; far fewer than one a
+save, which a leak would be.
+"""
 
 
 class Held(NamedTuple):
@@ -75,7 +79,8 @@ def test_two_hundred_saves_leave_nothing_behind(workers: WorkerPool, tmp_path: P
     ((before, after),) = workers.run(
         save_again_and_again, str(tmp_path), kind, world_size=1, process_group=False, timeout_s=150
     )
-    assert after[:4] == before[:4]
+    assert after[1:4] == before[1:4]
+    assert after.threads <= before.threads + MAX_MORE_THREADS
     assert after.shared_bytes <= before.shared_bytes + (1 << 20)
     assert after.resident_bytes <= before.resident_bytes + (24 << 20)
     assert bcp.open(tmp_path / "4", 199)["all"][:].unique().tolist() == [199.0]
