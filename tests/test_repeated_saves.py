@@ -22,8 +22,8 @@ from distributed.workers import WorkerPool
 NUM_SAVES = 200
 NUM_WARM_UP_SAVES = 60
 MAX_MORE_THREADS = 2
-"""Threads are kept for the next job, and on a busy machine more jobs may come together than before; far fewer than one a
-save, which a leak would be.
+"""Threads are kept for the next job, and on a busy machine more jobs may come together than before: far fewer than one
+a save, which a leak would be.
 """
 
 
