@@ -1,6 +1,6 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
-#   make test     the tests, some 10 minutes on 2 cores
+#   make test     the tests, some 20 minutes on 2 cores
 #   make test-faults       hundreds of ways in which object stores fail, for minutes
 #   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
 #   make lint     ruff and mypy
