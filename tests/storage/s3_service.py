@@ -10,7 +10,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -49,6 +49,8 @@ class Faults:
         self.ranges: list[str] = []
         self.choose: Callable[[str, dict[str, Any]], Fault] = no_fault
         """Called with a request's line and environment."""
+        self._one_at_a_time = threading.Lock()
+        """Of requests with a condition: services look and put in one step, moto in two."""
 
     def reset(self) -> None:
         self.requests.clear()
@@ -67,7 +69,8 @@ class Faults:
             start_response(f"{fault.status} No", [("Content-Type", "application/xml")])
             body = f"<Error><Code>{fault.code}</Code><Message>{fault.code} it is</Message></Error>".encode()
             return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
-        answer = self._application(environ, start_response)
+        with self._one_at_a_time if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+            answer = self._application(environ, start_response)
         return answer if fault is None else _broken(answer, environ["werkzeug.socket"], fault)
 
 
