@@ -26,10 +26,11 @@ def proxied() -> Iterator[tuple[S3Server, FaultProxy]]:
 
 
 @pytest.fixture
-def hurry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("bytecheckpoint.storage.s3_requests._FIRST_PAUSE_S", 0.001)
-    with in_a_hurry(), in_small_parts():
-        monkeypatch.setattr("bytecheckpoint.storage.s3_upload._PART_BYTES", 4000)
+def hurry() -> Iterator[None]:
+    # Undone before those around it, or what they have set would stay.
+    with in_a_hurry(), in_small_parts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.storage.s3_requests._FIRST_PAUSE_S", 0.001)
+        patch.setattr("bytecheckpoint.storage.s3_upload._PART_BYTES", 4000)
         yield
 
 
