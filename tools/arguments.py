@@ -51,6 +51,18 @@ def with_step_option(command: _Command) -> _Command:
     )(command)
 
 
+def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
+    """Adds `--limit`, for commands that print long tables: so many rows unless told otherwise. `about` says of what."""
+    return click.option(
+        "--limit",
+        type=click.IntRange(min=0),
+        default=num_rows,
+        show_default=True,
+        metavar="ROWS",
+        help=f"{about} --json has always all.",
+    )
+
+
 def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
     options = {}
     for number, text in enumerate(texts, 1):

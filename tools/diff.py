@@ -12,7 +12,7 @@ import click
 from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, options_for, with_output_options
+from .arguments import Opened, open_manifest, options_for, with_limit_option, with_output_options
 from .diff_text import print_diff
 from .differences import ObjectDifference, Result, TensorDifference
 from .screen import Screen, print_json
@@ -61,14 +61,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     metavar="N",
     help="Regions compared at once; each takes up to 150 MiB of memory.",
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    default=_DEFAULT_ROWS,
-    show_default=True,
-    metavar="ROWS",
-    help="Rows of a table; 0 for all. --json has always all.",
-)
+@with_limit_option(_DEFAULT_ROWS, "Rows of a table; 0 for all.")
 @with_output_options
 def diff(
     *,

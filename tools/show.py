@@ -10,7 +10,7 @@ import click
 from bytecheckpoint.dtypes import itemsize
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, with_output_options, with_step_option
+from .arguments import Opened, open_manifest, with_limit_option, with_output_options, with_step_option
 from .contents import Contents, Tensor, file_rows, plain_objects
 from .local_output import write_text
 from .module_tree import Node, build_tree
@@ -74,14 +74,7 @@ Example:
     help="Also write a report with pictures to this local file, in place of one there: sizes of modules, dtypes, where "
     "tensors lie (those of --tensor, or the largest), how the save went. One page that needs nothing but itself.",
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    default=_DEFAULT_ROWS,
-    show_default=True,
-    metavar="ROWS",
-    help="Rows of a table; 0 for all. --json has always all.",
-)
+@with_limit_option(_DEFAULT_ROWS, "Rows of a table; 0 for all.")
 @with_output_options
 def show(
     *,

@@ -12,7 +12,7 @@ import click
 from bytecheckpoint.errors import CheckpointNotFoundError
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, with_output_options, with_step_option
+from .arguments import Opened, open_manifest, with_limit_option, with_output_options, with_step_option
 from .chrome_trace import chrome_trace
 from .local_output import write_text
 from .save_phases import Phase, SlowRank, end_of, first_call, phases_of, slowest_ranks
@@ -41,14 +41,10 @@ Example:
     metavar="FILE",
     help="Also write a trace for ui.perfetto.dev or chrome://tracing to this local file, in place of one there.",
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=0),
-    default=_DEFAULT_ROWS,
-    show_default=True,
-    metavar="ROWS",
-    help="Rows of the heat map, 0 for one a rank. Where there are more ranks, neighbours share a row, which shows the "
-    "slowest of them. --json has always all.",
+@with_limit_option(
+    _DEFAULT_ROWS,
+    "Rows of the heat map, 0 for one a rank. Where there are more ranks, neighbours share a row, which shows the "
+    "slowest of them.",
 )
 @with_output_options
 def timeline(
