@@ -14,7 +14,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.foreign.file_bytes import damaged
 from bytecheckpoint.storage.foreign.formats import Place, find_file, find_folder, find_step, read_manifest
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.opening import is_plain_path, open_store
 from bytecheckpoint.storage.store import Store
 
 _HUB_LEVELS = 2
@@ -120,8 +120,8 @@ def _in_hub(found: Found, path: str, opening: Opening) -> Found:
 
 
 def _from_root(path: str) -> str:
-    """The same path, so that the folders above it have names; a URL as it is."""
-    return path if "://" in path or "::" in path else os.path.abspath(path)  # noqa: PTH100 - as LocalStore does it: links stay
+    """The same path, so that folders above it have names. A URL, and what `open_store` refuses, stay as they are."""
+    return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
 
 def _split(path: str) -> tuple[str, str]:

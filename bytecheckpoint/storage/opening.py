@@ -62,6 +62,13 @@ def open_store(
     return LocalStore(local, writer_threads=writer_threads)
 
 
+def is_plain_path(path: str) -> bool:
+    """Whether this is a path and no URL, nor one that lost a slash, whose credentials would be taken for a path."""
+    collapsed = _COLLAPSED_URL.match(path)
+    is_collapsed = collapsed is not None and is_known_protocol(collapsed.group(1))
+    return bool(path) and "://" not in path and "::" not in path and not is_collapsed
+
+
 def _open_url(
     url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float | None
 ) -> Store:

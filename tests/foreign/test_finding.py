@@ -110,6 +110,14 @@ def test_a_file_is_found_however_its_path_is_spelt(tmp_path: Path, monkeypatch: 
     assert found.path == str(tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize("path", ["", "s3:/key:secret@bucket/run"])
+def test_what_is_no_path_is_not_taken_for_one_below_this_folder(path: str) -> None:
+    with pytest.raises(bcp.StorageError) as caught:
+        bcp.open(path)
+    assert caught.value.kind == "unsupported"
+    assert "secret" not in str(caught.value)
+
+
 def unstacked(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """By the formula of Megatron's sources, for two dimensions."""
     counts = stored.shape[:2]
