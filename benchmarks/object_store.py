@@ -56,7 +56,7 @@ class Rounds:
         self._target.end()
 
     def run(self, rounds: int) -> None:
-        """The first round is not counted: it makes what is loaded, and looks at what has come."""
+        """The first round is not counted: it looks at what has come."""
         before = memory_of(self._source.sessions)
         with PeakMemory(self._source.sessions) as peak:
             for number in range(2):
@@ -74,14 +74,14 @@ class Rounds:
         if row.skipped is not None:
             return
         crew = self._source if side == "up" else self._target
-        folder = Path(f"{name.replace(' ', '-')}-{number if side == 'up' else 0}")
+        folder = Path(f"{name.replace(' ', '-')}-{number}")
         seconds = max(answer["seconds"] for answer in crew.run(name, folder, task=side))
-        if number == 0 and side == "down":
-            self._target.run(name, folder, task="check")
         if number > 0:
             row.rounds.append({"seconds": seconds})
-            if side == "up":
-                self._source.run(name, folder, task="remove")
+        elif side == "down":
+            self._target.run(name, folder, task="check")
+        if side == "down":
+            self._source.run(name, folder, task="remove")
         print(f"  {number} {side} {name}: {seconds:.3f} s", file=sys.stderr, flush=True)
 
 
