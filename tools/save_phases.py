@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .save_records import RankRecord
 
-_ORDER = ("wait", "plan", "stage", "write", "commit")
+_ORDER = ("wait", "plan", "stage", "write", "upload", "commit")
 _START = "start"
 """Stands for what a rank did before it called: the others waited for it."""
 _MAX_PHASES = 16
@@ -35,7 +35,9 @@ class SlowRank(NamedTuple):
     end_s: float
     """Since the first rank's call, by the clocks of their machines."""
     phase: str
-    """In which it lost most time against the median rank; `start` where it called late."""
+    """In which it lost most time against the median rank, or the longest where it lost none; `start` where it called
+    late.
+    """
     phase_s: float
     median_s: float
     """Of that phase."""
@@ -91,7 +93,7 @@ def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: i
     order = sorted(range(len(ranks)), key=lambda index: -(starts[index] + ranks[index].end))
     slow = []
     for index in order[:count]:
-        name, seconds = max(candidates, key=lambda item: item[1][index] - medians[item[0]])
+        name, seconds = max(candidates, key=lambda item: (item[1][index] - medians[item[0]], item[1][index]))
         end_s = starts[index] + ranks[index].end
         slow.append(SlowRank(ranks[index], end_s, name, seconds[index], medians[name]))
     return slow

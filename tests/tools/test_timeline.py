@@ -44,6 +44,12 @@ def test_the_slowest_ranks_are_named_with_what_they_were_slow_in(call, told) -> 
     assert "called late" in lines[2]
 
 
+def test_a_rank_alone_is_slow_in_its_longest_phase(call, tmp_path) -> None:
+    path = told_checkpoint(tmp_path / "alone", [ordinary(0, write_s=5.0)])
+    (slow,) = call("timeline", path, "--json").json["slowest"]
+    assert (slow["phase"], slow["phase_s"]) == ("write", 5.0)
+
+
 def test_phases_are_summed_up_over_ranks(call, told) -> None:
     result = call("timeline", told, "--json").json
     write = next(phase for phase in result["phases"] if phase["name"] == "write")
