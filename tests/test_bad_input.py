@@ -273,7 +273,11 @@ def test_a_state_that_is_no_dict(tmp_path: Path, call: Any, bad: Any) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("metadata", [{1: 2}, {"a": object()}, {"a": 2**70}, {"a": "\ud800"}, [1]], ids=str)
+@pytest.mark.parametrize(
+    "metadata",
+    [{1: 2}, {"a": object()}, {"a": 2**70}, {"a": "\ud800"}, [1]],
+    ids=["key", "object", "int", "surrogate", "list"],
+)
 def test_metadata_that_cannot_be_written_down(tmp_path: Path, metadata: Any) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match=r"metadata.*nothing was written") as error:
         bcp.save(tmp_path, state(), metadata=metadata)

@@ -123,7 +123,7 @@ def test_a_rank_that_fails_in_a_save_fails_all(
     check(outcomes, failing_rank, ("CheckpointSaveError", "rank_failed"))
 
 
-@pytest.mark.parametrize("phase", COORDINATOR_PHASES.keys() - {"committing"})
+@pytest.mark.parametrize("phase", sorted(COORDINATOR_PHASES.keys() - {"committing"}))
 def test_a_coordinator_that_fails_in_a_save_fails_all(workers: WorkerPool, tmp_path: Path, phase: str) -> None:
     outcomes = workers.run(try_a_failing_save, str(tmp_path), COORDINATOR_PHASES[phase], boom, 0, False, world_size=3)
     check(outcomes, 0, ("CheckpointSaveError", "rank_failed"))
