@@ -10,21 +10,32 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
+from math import prod
 from threading import Lock
 from typing import NamedTuple
 
 from bytecheckpoint.conversion.elements import Elements, Job
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.planner.convert_plan import Wanted
 from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.writer import BLOCK_BYTES
 
 
 class Span(NamedTuple):
-    """All elements of a tensor."""
+    """Elements of a tensor that follow one another."""
 
     tensor: int
     """Its number."""
+    first: int
+    """Of the row-major flat tensor."""
     item_bytes: int
     byte_length: int
+
+
+def span_of(number: int, tensor: Wanted) -> Span:
+    """All of the tensor of this number."""
+    item_bytes = itemsize(tensor.dtype)
+    return Span(number, 0, item_bytes, prod(tensor.shape) * item_bytes)
 
 
 class Late(NamedTuple):
@@ -63,7 +74,7 @@ class Stream:
         parts = list(self._parts(byte_offset, memory))
         elements.read(
             [
-                Job(run.tensor, start // run.item_bytes, len(part) // run.item_bytes, part)
+                Job(run.tensor, run.first + start // run.item_bytes, len(part) // run.item_bytes, part)
                 for _, run, start, part in parts
                 if isinstance(run, Span)
             ]
@@ -86,7 +97,12 @@ class Stream:
                 return
             stop = min(end, run_end)
             if stop > position:
-                yield number, self._runs[number], position - run_start, memory[position - byte_offset : stop - byte_offset]
+                yield (
+                    number,
+                    self._runs[number],
+                    position - run_start,
+                    memory[position - byte_offset : stop - byte_offset],
+                )
             position = stop
 
 

@@ -87,7 +87,11 @@ def _check_piece(tensor: Wanted, piece: Piece, manifest: Manifest) -> None:
         raise _not_made(tensor, f"the checkpoint has no {piece.fqn!r:.200}")
     shape = manifest.describe(piece.fqn)[1]
     source = piece.source_region
-    if len(source.offsets) != len(shape) or any(map(int.__gt__, source.ends, shape)) or min(source.offsets, default=0) < 0:
+    if (
+        len(source.offsets) != len(shape)
+        or any(map(int.__gt__, source.ends, shape))
+        or min(source.offsets, default=0) < 0
+    ):
         raise _not_made(tensor, f"{describe(source)} is not in {piece.fqn!r:.200} of shape {list(shape)}")
     if source.numel != piece.region.numel:
         raise _not_made(tensor, f"{describe(source)} of {piece.fqn!r:.200} is to fill {describe(piece.region)}")
