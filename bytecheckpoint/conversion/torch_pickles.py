@@ -109,7 +109,8 @@ class _Pickler(pickle.Pickler):
 
 def _rebuilt(storage: _StorageStub, dtype: str, shape: Sequence[int]) -> tuple[Any, ...]:
     """How pickles make a tensor that is all of a storage."""
-    place = (storage, 0, tuple(shape), _row_major(shape), False, OrderedDict[str, Any]())
+    hooks: OrderedDict[str, Any] = OrderedDict()
+    place = (storage, 0, tuple(shape), _row_major(shape), False, hooks)
     if dtype in _STORAGES:
         return _rebuild_tensor_v2, place
     return _rebuild_tensor_v3, (*place, torch_dtype(dtype))
