@@ -10,10 +10,12 @@ import msgspec
 
 from bytecheckpoint.agreement import check_same
 from bytecheckpoint.location import check_step
-from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.manifest import encode_manifest
+from bytecheckpoint.name_maps import mapped_manifest
+from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.reading import Source
-from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_bytes, open_above
+from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint, manifest_bytes, open_above
 from bytecheckpoint.storage.layout import parse_manifest
 from bytecheckpoint.storage.opening import is_remote
 
@@ -58,12 +60,13 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
         is_exchanged = wanted and ranks.num_ranks > 1
         # What is passed on is verified by who reads it, for those who want that.
         is_verified = is_exchanged and any(verify for _, verify in wishes)
-        content = manifest_bytes(found)
+        content = _manifest_bytes(found, options)
         told = _Told(found.levels, found.folder, found.path, found.manifest_path, content, is_exchanged, is_verified)
         return [msgspec.msgpack.encode(told)] * ranks.num_ranks
 
     store = open_above(asked.root, 0, opening)
-    payload = msgspec.msgpack.encode((f"{store} (step={asked.step})", options.verify))
+    through = f" through {options.name_map}" if options.name_map else ""
+    payload = msgspec.msgpack.encode((f"{store} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
     return Source(
         open_above(asked.root, told.levels, opening) if told.levels else store,
@@ -79,5 +82,14 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that one process looks into. Raises the same."""
     opening = Opening(asked.storage_options, options.timeout_s)
     found = find_checkpoint(asked.root, asked.step, opening)
-    manifest = parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=False)
+    manifest = parse_manifest(_manifest_bytes(found, options), path=found.manifest_path, whole=False)
     return Source(found.store, found.folder, manifest, options, is_exchanged=False, path=found.path)
+
+
+def _manifest_bytes(found: Found, options: LoadOptions) -> bytes:
+    """The encoded manifest, under the names that the options ask for."""
+    content = manifest_bytes(found)
+    if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
+        return content
+    manifest = parse_manifest(content, path=found.manifest_path, whole=False)
+    return encode_manifest(mapped_manifest(manifest, found, options.name_map))
