@@ -71,7 +71,7 @@ class Options:
         """Raises CheckpointMismatchError (conflict) where nothing says what it is, or what is said is no size."""
         if name not in self._known:
             option = self._map.options[name]
-            found = self._given.get(name, self._found(option))
+            found = self._given[name] if name in self._given else self._found(option)
             if found is None and option.default is not None:
                 found = self._default(name, option)
             if found is None:

@@ -25,7 +25,6 @@ from bytecheckpoint.planner.map_operations import (
 from bytecheckpoint.planner.map_options import Facts, Options, refusal
 from bytecheckpoint.planner.map_records import MapFile, Rule, Source
 from bytecheckpoint.planner.name_matching import Hit, Names
-from bytecheckpoint.planner.name_patterns import Pattern
 from bytecheckpoint.region import whole
 
 _NUM_SHOWN = 10
@@ -173,12 +172,13 @@ class _Application:
                 raise refusal(self._map, f"{other.name!r:.200} and {tensor.name!r:.200} mean the same tensor")
 
     def _targets(self, groups: Mapping[_Group, Mapping[int, Part]]) -> Iterator[Wanted]:
-        stacked = self._options.stacked(self._target)
+        stacked, variant = self._options.stacked(self._target), self._options.variant(self._target)
         stacks: dict[str, dict[int, Made]] = {}
         for (around, rule, numbers), tensors in groups.items():
             for part, made in enumerate(self._made(self._map.rules[rule], tensors)):
                 self._count(len(made.pieces))
-                pattern = self._pattern(rule, part)
+                variants = self._map.rules[rule].names[self._target][part]
+                pattern = variants[variant if len(variants) > 1 else 0]
                 before, after = self._map.arounds[around][self._target]
                 fqn = before + (pattern.without(stacked) if stacked else pattern).fill(dict(numbers)) + after
                 if stacked in pattern.fields:
@@ -187,11 +187,6 @@ class _Application:
                     yield Wanted(fqn, *made)
         for fqn, layers in stacks.items():
             yield Wanted(fqn, *self._stack(fqn, layers))
-
-    def _pattern(self, rule: int, part: int) -> Pattern:
-        """The name that a part gets, in the variant that is asked for."""
-        variants = self._map.rules[rule].names[self._target][part]
-        return variants[self._options.variant(self._target) if len(variants) > 1 else 0]
 
     def _stack(self, fqn: str, layers: Mapping[int, Made]) -> Made:
         missing = next((index for index in range(len(layers)) if index not in layers), None)
