@@ -48,6 +48,9 @@ class Mapped(NamedTuple):
     tensors: list[Wanted]
     aliases: dict[str, str]
     """Other names of these tensors."""
+    in_model: Mapping[str, str]
+    """Of these names, those of parameters themselves, and not of an optimizer's state: what stands before each that the
+    other framework does not have, `model.` or nothing."""
     sources: frozenset[str]
     """Names in the checkpoint, aliases among them, that the map knew: what they name stands in `tensors` or
     `aliases`."""
@@ -118,6 +121,7 @@ class _Application:
         self._options = Options(name_map, asked.options, contents.facts, self._length)
         self._options.check_refusals()
         self._num_pieces = 0
+        self._in_model: dict[str, str] = {}
 
     def run(self) -> Mapped:
         groups: dict[_Group, dict[int, Part]] = {}
@@ -128,12 +132,13 @@ class _Application:
             else:
                 self._add(groups, name, hit)
         dropped = [name for name in left if any(fnmatchcase(name, glob) for glob in self._map.drop[self._side])]
-        kept = [name for name in left if name not in set(dropped)]
+        are_dropped = set(dropped)
+        kept = [name for name in left if name not in are_dropped]
         self._check_known(kept, is_any_known=bool(groups))
         tensors, aliases = self._without_repetitions([*self._targets(groups), *map(self._as_it_is, kept)])
         sources = frozenset(name for name, hit in self._hits.items() if hit is not None)
         sides = self._map.sides[self._side], self._map.sides[self._target]
-        return Mapped(tensors, aliases, sources, dropped, kept, self._map.drop[self._side], sides)
+        return Mapped(tensors, aliases, self._in_model, sources, dropped, kept, self._map.drop[self._side], sides)
 
     def _check_known(self, unknown: Sequence[str], *, is_any_known: bool) -> None:
         if not is_any_known:
@@ -179,8 +184,10 @@ class _Application:
                 self._count(len(made.pieces))
                 variants = self._map.rules[rule].names[self._target][part]
                 pattern = variants[variant if len(variants) > 1 else 0]
-                before, after = self._map.arounds[around][self._target]
-                fqn = before + (pattern.without(stacked) if stacked else pattern).fill(dict(numbers)) + after
+                of_target = self._map.arounds[around][self._target]
+                fqn = of_target.around((pattern.without(stacked) if stacked else pattern).fill(dict(numbers)))
+                if of_target.is_of_model:
+                    self._in_model[fqn] = of_target.before
                 if stacked in pattern.fields:
                     stacks.setdefault(fqn, {})[dict(numbers)[stacked]] = made
                 else:

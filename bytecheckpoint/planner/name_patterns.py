@@ -55,6 +55,14 @@ class Around(NamedTuple):
     before: str
     after: str
 
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is the parameter itself that has this around it, and not something about it."""
+        return not self.after and self.before.count(".") <= 1
+
+    def around(self, name: str) -> str:
+        return self.before + name + self.after
+
     def inner(self, fqn: str) -> str | None:
         """The name in an FQN that has this around it; else None."""
         is_around = fqn.startswith(self.before) and fqn.endswith(self.after)

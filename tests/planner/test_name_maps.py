@@ -288,26 +288,32 @@ def assembled(record: Any, content: bytes) -> np.ndarray:
 
 
 def test_the_state_of_an_optimizer_goes_with_its_parameters() -> None:
+    """Megatron's own checkpoints name it the other way round than this library does."""
     model = Model(padding=2)
     megatron = model.megatron()
-    states = {f"optimizer.state.{state}.{name}": array for state in STATES for name, array in megatron.items()}
-    plan = apply(megatron | states, facts=model.facts)
-    found = carry_out(plan.tensors, megatron | states)
+    own = {f"optimizer.state.{name}.{state}": array for state in STATES for name, array in megatron.items()}
+    of_megatron = {f"optimizer.state.{state}.{name}": array for state in STATES for name, array in megatron.items()}
     expected = {f"optimizer.state.{name}.{state}": array for state in STATES for name, array in model.llama.items()}
-    assert_equal(found, model.llama | expected)
-    back = apply(found, facts=model.facts)
-    assert_equal(carry_out(back.tensors, found), megatron | states)
+    for states in (own, of_megatron):
+        plan = apply(megatron | states, facts=model.facts)
+        assert_equal(carry_out(plan.tensors, megatron | states), model.llama | expected)
+        assert plan.in_model == dict.fromkeys(model.llama, "")
+    back = apply(model.llama | expected, facts=model.facts)
+    assert_equal(carry_out(back.tensors, model.llama | expected), megatron | own)
 
 
 STATES = ("exp_avg", "exp_avg_sq", "fp32_param", "param")
 
 
-def test_a_model_inside_a_state_is_found_and_loses_the_name_that_the_state_gave_it() -> None:
+@pytest.mark.parametrize("entry", ["model", "module"])
+def test_the_entry_of_a_state_stays_before_the_names_in_it(entry: str) -> None:
     model = Model()
-    megatron = {f"model.{name}": array for name, array in model.megatron().items()}
-    assert_equal(carry_out(apply(megatron, facts=model.facts).tensors, megatron), model.llama)
-    llama = {f"model.{name}": array for name, array in model.llama.items()}
-    assert_equal(carry_out(apply(llama, facts=model.facts).tensors, llama), model.megatron())
+    megatron = {f"{entry}.{name}": array for name, array in model.megatron().items()}
+    llama = {f"{entry}.{name}": array for name, array in model.llama.items()}
+    plan = apply(megatron, facts=model.facts)
+    assert_equal(carry_out(plan.tensors, megatron), llama)
+    assert plan.in_model == dict.fromkeys(llama, f"{entry}.")
+    assert_equal(carry_out(apply(llama, facts=model.facts).tensors, llama), megatron)
 
 
 def test_tied_embeddings_stay_tied() -> None:
