@@ -82,6 +82,9 @@ class Manifest:
     foreign_format: str = ""
     """What the files are, where no save of this library wrote them: a name of storage/foreign. Chunks may share bytes
     then, because tensors there may be views of one memory."""
+    linked_to: str = ""
+    """The folder, as absolute path or URL, below which the files are; empty where that is the checkpoint's own. Only who
+    asks for it is led there."""
     files: Sequence[DataFile] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +186,7 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     metadata: msgspec.Raw
     provenance: msgspec.Raw
     foreign_format: str = ""
+    linked_to: str = ""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -223,6 +227,7 @@ def _to_wire(manifest: Manifest) -> _Wire:
         metadata=_encode_metadata(manifest.metadata),
         provenance=_encode_metadata(manifest.provenance),
         foreign_format=manifest.foreign_format,
+        linked_to=manifest.linked_to,
     )
 
 
@@ -265,6 +270,7 @@ def open_manifest(data: bytes) -> Manifest:
             save_id=wire.save_id,
             step=wire.step,
             foreign_format=wire.foreign_format,
+            linked_to=wire.linked_to,
             files=files,
             tensors=ColumnTensors(fqns, columns, FileBounds(files), may_share_bytes=bool(wire.foreign_format)),
             aliases=_decode_items(wire.aliases, dict[str, str], MAX_OBJECTS, "tied tensors"),

@@ -35,6 +35,8 @@ MAX_DEPTH = 64
 MAX_BYTES = 1 << 62
 """Of one tensor, and of all files together. Half of what fits an int64, so that rounding cannot reach its end."""
 
+_FOLDER = re.compile(r"\A(?:/(?!.*(?:\A|/)\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0,4096}\Z", re.DOTALL)
+"""An absolute path or a URL."""
 _UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
 
 
@@ -122,6 +124,8 @@ def _check_identity(manifest: Manifest) -> None:
         raise bad_manifest("its save id is empty")
     if manifest.save_id and ("/" in manifest.save_id or _UNSAFE_NAME.search(manifest.save_id)):
         raise _path_escape("save id", manifest.save_id)
+    if manifest.linked_to and ("\0" in manifest.linked_to or not _FOLDER.match(manifest.linked_to)):
+        raise _path_escape("link to another folder", manifest.linked_to)
     if manifest.step is not None and not 0 <= manifest.step < MAX_BYTES:
         raise bad_manifest(f"its step is {manifest.step}, not a number from 0 on")
     for fqn, by_rank in manifest.rank_objects.items():

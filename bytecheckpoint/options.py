@@ -122,6 +122,9 @@ class LoadOptions:
     scratch_bytes: int = 64 * _MiB
     """Host memory for what cannot be read straight into its target, and for what is passed on to other ranks, per
     rank. In bytes."""
+    follow_links: bool = False
+    """Read the files of a checkpoint that `bcp convert --link` has made elsewhere than below its own folder: its manifest
+    says where they are. Whoever wrote the manifest chose that place, so only ask for it where you trust them."""
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
 
@@ -141,6 +144,7 @@ class LoadOptions:
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
         if self.max_gap_bytes is not None:
             _check_at_least("LoadOptions", "max_gap_bytes", self.max_gap_bytes, 0)
+        _check_bool("LoadOptions", "follow_links", self.follow_links)
         _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, MIN_SCRATCH_BYTES)
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
 

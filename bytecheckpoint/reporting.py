@@ -90,7 +90,7 @@ def build_manifest(
         objects=agreed.objects,
         rank_objects=agreed.rank_objects,
         metadata=metadata,
-        provenance=_provenance(len(reports)),
+        provenance=provenance_of(len(reports)),
     )
 
 
@@ -143,7 +143,8 @@ def _not_as_planned(name: int, planned: str, reported: str) -> CheckpointSaveErr
     )
 
 
-def _provenance(world_size: int) -> dict[str, Any]:
+def provenance_of(world_size: int) -> dict[str, Any]:
+    """What a manifest tells about the ranks that wrote the checkpoint, now."""
     return {
         "world_size": world_size,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from bytecheckpoint.agreement import check_same
+from bytecheckpoint.links import Files, files_of
 from bytecheckpoint.location import check_step
 from bytecheckpoint.manifest import encode_manifest
 from bytecheckpoint.name_maps import mapped_manifest
@@ -68,10 +69,11 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
     through = f" through {options.name_map}" if options.name_map else ""
     payload = msgspec.msgpack.encode((f"{store} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
+    manifest = parse_manifest(told.manifest, path=told.manifest_path, whole=False)
+    here = Files(open_above(asked.root, told.levels, opening) if told.levels else store, told.folder)
     return Source(
-        open_above(asked.root, told.levels, opening) if told.levels else store,
-        told.folder,
-        parse_manifest(told.manifest, path=told.manifest_path, whole=False),
+        *files_of(here, manifest, opening, follow_links=options.follow_links, path=told.path),
+        manifest,
         replace(options, verify=options.verify or told.is_verified),
         is_exchanged=told.is_exchanged,
         path=told.path,
@@ -83,7 +85,9 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
     opening = Opening(asked.storage_options, options.timeout_s)
     found = find_checkpoint(asked.root, asked.step, opening)
     manifest = parse_manifest(_manifest_bytes(found, options), path=found.manifest_path, whole=False)
-    return Source(found.store, found.folder, manifest, options, is_exchanged=False, path=found.path)
+    here = Files(found.store, found.folder)
+    files = files_of(here, manifest, opening, follow_links=options.follow_links, path=found.path)
+    return Source(*files, manifest, options, is_exchanged=False, path=found.path)
 
 
 def _manifest_bytes(found: Found, options: LoadOptions) -> bytes:

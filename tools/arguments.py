@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from bytecheckpoint.links import Files, files_of
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
 from bytecheckpoint.storage.store import Store
@@ -81,10 +82,29 @@ def _parse_value(text: str) -> Any:
         return text
 
 
+def with_link_option(command: _Command) -> _Command:
+    """Adds `--follow-links`, for commands that read data files."""
+    return click.option(
+        "--follow-links",
+        is_flag=True,
+        help="Read the files to which a link of `bcp convert --link` leads, where they are not below its own folder.",
+    )(command)
+
+
 def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, Any]) -> Opened:
     """The checkpoint that is meant. Raises what `bcp.open` raises."""
     found = find_checkpoint(path, "latest" if step is None else step, Opening(storage_options))
     return Opened(found.store, found.folder, manifest_of(found), found.path)
+
+
+def files_opened(opened: Opened, *, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
+    """The same with the store and folder of its data files. Raises UnsafeCheckpointError (path_escape) for a link that
+    is not to be followed.
+    """
+    here = Files(opened.store, opened.folder)
+    opening = Opening(storage_options)
+    files = files_of(here, opened.manifest, opening, follow_links=follow_links, path=opened.path)
+    return opened._replace(store=files.store, folder=files.folder)
 
 
 def options_for(paths: Sequence[str], storage_options: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -12,7 +12,15 @@ import click
 from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, options_for, with_limit_option, with_output_options
+from .arguments import (
+    Opened,
+    open_manifest,
+    options_for,
+    files_opened,
+    with_limit_option,
+    with_link_option,
+    with_output_options,
+)
 from .diff_text import print_diff
 from .differences import ObjectDifference, Result, TensorDifference
 from .screen import Screen, print_json
@@ -62,6 +70,7 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
     help="Regions compared at once; each takes up to 150 MiB of memory.",
 )
 @with_limit_option(_DEFAULT_ROWS, "Rows of a table; 0 for all.")
+@with_link_option
 @with_output_options
 def diff(
     *,
@@ -75,6 +84,7 @@ def diff(
     exclude: Sequence[str],
     threads: int,
     limit: int,
+    follow_links: bool,
     as_json: bool,
     storage_options: Mapping[str, Any],
 ) -> int:
@@ -89,7 +99,10 @@ def diff(
     from .checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - needs torch, and `bcp ls` does not wait for it
 
     opened_a, opened_b = (
-        open_manifest(path, step=step, storage_options=options) for path, options in zip((a, b), both, strict=True)
+        files_opened(
+            open_manifest(path, step=step, storage_options=options), storage_options=options, follow_links=follow_links
+        )
+        for path, options in zip((a, b), both, strict=True)
     )
     result = compare_checkpoints(
         opened_a,

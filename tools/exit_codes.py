@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+)
+from bytecheckpoint.errors import StorageError as StoreRefusedError
+
 FINE = 0
 CORRUPT = 1
 """Corrupt, or different."""
@@ -12,3 +21,17 @@ INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 BROKEN_PIPE = 141
 """128 + SIGPIPE: whoever read the output closed it."""
+
+
+def code_of(error: CheckpointError) -> int:
+    """The exit code of a command that ends with this error."""
+    match error:
+        case CheckpointNotFoundError():
+            return NOT_FOUND
+        case CheckpointSaveError(kind="unsupported_value"):  # names in a checkpoint that no save would have given
+            return CORRUPT
+        case StoreRefusedError() | CheckpointSaveError():
+            return STORAGE
+        case CheckpointMismatchError(kind="conflict") | CheckpointExistsError():
+            return USAGE
+    return CORRUPT

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 import click
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
-from bytecheckpoint.errors import StorageError as StoreRefusedError
+from bytecheckpoint.errors import CheckpointError
 
 from . import exit_codes
 from .clean_up import gc
+from .convert import convert
 from .diff import diff
 from .doctor import doctor
 from .ls import ls
@@ -52,7 +52,7 @@ class Program(click.Group):
             code = _report("usage", f"{error.format_message()} (`{command} --help` tells more)", None, as_json=as_json)
         except CheckpointError as error:
             _report(error.kind, error.message, error.path, as_json=as_json)
-            code = _code_of(error)
+            code = exit_codes.code_of(error)
         sys.exit(code if isinstance(code, int) else exit_codes.FINE)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -77,19 +77,6 @@ def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
     return exit_codes.INTERRUPTED if kind == "interrupted" else exit_codes.USAGE
 
 
-def _code_of(error: CheckpointError) -> int:
-    match error:
-        case CheckpointNotFoundError():
-            return exit_codes.NOT_FOUND
-        case CheckpointSaveError(kind="unsupported_value"):  # names in a checkpoint that no save would have given
-            return exit_codes.CORRUPT
-        case StoreRefusedError() | CheckpointSaveError():
-            return exit_codes.STORAGE
-        case CheckpointMismatchError(kind="conflict"):
-            return exit_codes.USAGE
-    return exit_codes.CORRUPT
-
-
 @click.group(
     cls=Program,
     epilog=_EXAMPLE,
@@ -99,7 +86,7 @@ def _code_of(error: CheckpointError) -> int:
 @click.version_option(version("bytecheckpoint"), "--version", prog_name="bcp", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Look into checkpoints, check and compare them, and look after the storage that they are in.
+    """Look into checkpoints, check, compare and convert them, and look after the storage that they are in.
 
     Paths are folders or any URL that fsspec knows (s3://bucket/run).
 
@@ -115,6 +102,7 @@ cli.add_command(ls)
 cli.add_command(show)
 cli.add_command(verify)
 cli.add_command(diff)
+cli.add_command(convert)
 cli.add_command(timeline)
 
 

@@ -10,7 +10,15 @@ import click
 from bytecheckpoint.dtypes import itemsize
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, with_limit_option, with_output_options, with_step_option
+from .arguments import (
+    Opened,
+    open_manifest,
+    files_opened,
+    with_limit_option,
+    with_link_option,
+    with_output_options,
+    with_step_option,
+)
 from .contents import Contents, Tensor, file_rows, plain_objects
 from .local_output import write_text
 from .module_tree import Node, build_tree
@@ -75,6 +83,7 @@ Example:
     "tensors lie (those of --tensor, or the largest), how the save went. One page that needs nothing but itself.",
 )
 @with_limit_option(_DEFAULT_ROWS, "Rows of a table; 0 for all.")
+@with_link_option
 @with_output_options
 def show(
     *,
@@ -87,6 +96,7 @@ def show(
     with_stats: bool,
     html_path: str | None,
     limit: int,
+    follow_links: bool,
     as_json: bool,
     storage_options: Mapping[str, Any],
 ) -> int:
@@ -96,6 +106,8 @@ def show(
     the save went.
     """
     opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    if with_stats or with_objects:
+        opened = files_opened(opened, storage_options=storage_options, follow_links=follow_links)
     contents = Contents(opened.manifest)
     tensors = contents.select(patterns, path=opened.path)
     stats = _read_stats(opened, tensors) if with_stats else None

@@ -13,7 +13,7 @@ from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify_checkpoint
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, with_output_options, with_step_option
+from .arguments import Opened, files_opened, open_manifest, with_link_option, with_output_options, with_step_option
 from .progress import byte_progress
 from .screen import Column, Screen, print_json
 from .wording import count_text, size_text, some_of
@@ -48,6 +48,7 @@ Example:
     metavar="N",
     help="Reads in flight; each takes 8 MiB of memory.",
 )
+@with_link_option
 @with_output_options
 def verify(
     *,
@@ -55,6 +56,7 @@ def verify(
     step: int | None,
     sample_percent: float,
     threads: int,
+    follow_links: bool,
     as_json: bool,
     storage_options: Mapping[str, Any],
 ) -> int:
@@ -65,6 +67,7 @@ def verify(
     is damaged, 4 where the storage could not be read.
     """
     opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    opened = files_opened(opened, storage_options=storage_options, follow_links=follow_links)
     started = time.monotonic()
     with byte_progress("checking", bytes_to_read(opened.manifest, sample_percent)) as on_progress:
         result = verify_checkpoint(

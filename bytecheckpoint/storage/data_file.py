@@ -49,7 +49,7 @@ _NEWER_DTYPES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "C64": "complex64",
 }
-"""Names that the format has got since: read, and never written."""
+"""Names that the format has got since: read, and never written to data files."""
 _INTEGERS = {1: "U8", 2: "I16", 4: "I32", 8: "I64", 16: "I64"}
 """By item size, for every other dtype. Newer names of the format are left out: older readers refuse the whole file."""
 _STORED_BYTES = {
@@ -97,6 +97,12 @@ def torch_dtype_of(stored: str) -> str:
     """Torch's name of a dtype of the format."""
     names = {name: dtype for dtype, name in _STORED_DTYPES.items()} | _NEWER_DTYPES
     return names[stored]
+
+
+def stored_dtype_of(dtype: str) -> str | None:
+    """The format's name of a dtype of torch; None where it has none."""
+    newer = {dtype: name for name, dtype in _NEWER_DTYPES.items()}
+    return _STORED_DTYPES.get(dtype) or newer.get(dtype)
 
 
 def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:

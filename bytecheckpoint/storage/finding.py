@@ -55,9 +55,9 @@ class Opening(NamedTuple):
 
 def open_above(path: str, levels: int, opening: Opening) -> Store:
     """The store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
-    path = _from_root(path)
+    path = from_root(path)
     for _ in range(levels):
-        path = _split(path)[0]
+        path = split_path(path)[0]
     return opening.store(path)
 
 
@@ -67,15 +67,23 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
 
     Raises CheckpointNotFoundError (not_found, not_committed), and for a file what `find_file` raises.
     """
-    path = _from_root(path)
+    path = from_root(path)
     store = opening.store(path)
     try:
-        return Found(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
+        found_here = Found(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
+        return _in_hub(found_here, path, opening)  # a manifest that was put there points to what its links lead to
     except CheckpointNotFoundError:
         found = _find_foreign(path, store, step, opening)
         if found is None:
             raise
         return found
+
+
+def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
+    """The files of the folder at a path: a store, and the folder inside it."""
+    path = from_root(path)
+    found = _in_hub(Found(opening.store(path), 0, "", None), path, opening)
+    return found.store, found.folder
 
 
 def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening) -> Found | None:
@@ -89,7 +97,7 @@ def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None,
     if listing:
         place = find_folder("", listing) or (find_step(store, None, listing) if step == "latest" else None)
         return None if place is None else _in_hub(Found(store, 0, place.folder, place), path, opening)
-    parent, name = _split(path)
+    parent, name = split_path(path)
     if not name:
         return None
     above = opening.store(parent)
@@ -107,8 +115,8 @@ def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None,
 
 def _in_hub(found: Found, path: str, opening: Opening) -> Found:
     """The same as part of a folder in which its links end, where it is a snapshot of the Hugging Face cache."""
-    above, revision = _split(path)
-    model, snapshots = _split(above)
+    above, revision = split_path(path)
+    model, snapshots = split_path(above)
     if snapshots != "snapshots" or not revision or found.folder:
         return found
     store = opening.store(model)
@@ -119,12 +127,12 @@ def _in_hub(found: Found, path: str, opening: Opening) -> Found:
     return Found(store, found.levels + _HUB_LEVELS, folder, place)
 
 
-def _from_root(path: str) -> str:
+def from_root(path: str) -> str:
     """The same path, so that folders above it have names. A URL, and what `open_store` refuses, stay as they are."""
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
 
-def _split(path: str) -> tuple[str, str]:
+def split_path(path: str) -> tuple[str, str]:
     """The folder that a path or URL is in, and its name there; no name for a root."""
     stripped = path.rstrip("/")
     parent, separator, name = stripped.rpartition("/")

@@ -57,6 +57,11 @@ class LocalStore:
     def access(self) -> Access:
         return _ACCESS
 
+    @property
+    def free_bytes(self) -> int | None:
+        """What may still be written there; None where that cannot be told."""
+        return _free_bytes(self._root)
+
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """As the protocol says. One block is written by the caller's thread, several by `writer_threads`."""
         path = self._path_of_name(name)

@@ -1,0 +1,335 @@
+"""A conversion, from top to bottom: the source opened, the target planned, its files streamed by all ranks, and last what
+makes it exist.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bytecheckpoint.column_tensors import ColumnTensors
+from bytecheckpoint.conversion.dcp_target import plan_dcp
+from bytecheckpoint.conversion.elements import Elements
+from bytecheckpoint.conversion.hf_target import plan_hf
+from bytecheckpoint.conversion.linking import check_reachable, link_manifest, write_link
+from bytecheckpoint.conversion.own_target import plan_own
+from bytecheckpoint.conversion.plain_trees import PlainData
+from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, select
+from bytecheckpoint.conversion.standing import Place, Standing, look_at, place_of
+from bytecheckpoint.conversion.streams import Budget, ReadAhead, Stream, budget_of
+from bytecheckpoint.conversion.target_files import Target, TargetFile
+from bytecheckpoint.conversion.torch_target import plan_torch
+from bytecheckpoint.errors import CheckpointSaveError, StorageError
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.planner.convert_plan import check_wanted
+from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, together
+from bytecheckpoint.reading import Source
+from bytecheckpoint.sources import Asked, open_together
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.finding import Opening
+from bytecheckpoint.storage.leftovers import sweep
+from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.scratch import Scratch
+from bytecheckpoint.storage.store import Block
+from bytecheckpoint.storage.writer import Image, write_image
+
+MIN_MEMORY_BYTES = 64 << 20
+_READER_THREADS = 8
+
+OnProgress = Callable[[int], None]
+
+
+class Limits(NamedTuple):
+    """How much of everything."""
+
+    memory_bytes: int
+    """At least MIN_MEMORY_BYTES."""
+    max_file_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A conversion that is asked for."""
+
+    source: Asked
+    target: str
+    target_options: Mapping[str, Any]
+    wish: Wish
+    limits: Limits
+    overwrite: bool
+    is_link: bool
+    """Write a manifest only."""
+    follow_links: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """What came of it; the same on every rank."""
+
+    source_path: str
+    source_format: str
+    target_path: str
+    num_files: int
+    num_bytes: int
+    """Written, by all ranks together."""
+    num_tensors: int
+    aliases: Mapping[str, str]
+    left_out: Sequence[LeftOut]
+    dropped_prefix: str
+    num_cast: int
+    """Tensors of another dtype than in the source."""
+
+
+class _Plan(NamedTuple):
+    """What is to be done, on one rank."""
+
+    source: Source
+    selection: Selection
+    place: Place
+    standing: Standing
+    target: Target
+    save_id: str
+
+
+def convert(
+    request: Request,
+    ranks: Ranks,
+    *,
+    progress: Callable[[int], AbstractContextManager[OnProgress]],
+) -> Converted:
+    """Writes the target. `progress` gets the number of bytes that this rank will write, and gives what is told of them.
+
+    Raises what a load and a save raise; the target is not there then, or as it was before.
+    """
+    about = Subject(showable_url(request.target), None, is_save=True)
+    if request.is_link:
+        return _link(request, ranks, about)
+    with together(ranks, "planning the conversion", about=about):
+        plan = _plan(request, ranks)
+        elements = Elements(plan.source, plan.selection.wanted)
+        elements.check_files()
+        if ranks.rank == COORDINATOR:
+            _check_space(plan)
+    with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
+        undo.callback(_discard, plan, ranks.rank)
+        mine = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
+        with progress(sum(file.byte_length for file in mine)) as on_progress:
+            written = _write_all(plan, mine, elements, request, on_progress)
+        if ranks.rank != COORDINATOR:
+            undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
+        reports = ranks.gather(msgspec.msgpack.encode(written))
+        if ranks.rank == COORDINATOR:
+            _commit(plan, reports, undo, overwrite=request.overwrite)
+        ranks.broadcast(b"")
+    ranks.farewell()
+    return _converted(plan)
+
+
+def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
+    """Has one rank write a manifest that points into the source."""
+    with together(ranks, "linking", about=about):
+        source = _open_source(request, ranks)
+        place = place_of(request.target, request.wish.to, Opening(request.target_options))
+        source_folder = join_name(str(source.store), source.folder)
+        manifest, selection = link_manifest(source.manifest, request.wish, source=source_folder, target=place.path)
+        num_bytes = 0
+        if ranks.rank == COORDINATOR:
+            look_at(place, "bcp", overwrite=request.overwrite, beside=True)
+            store, folder = (source.store, source.folder) if manifest.linked_to else (place.store, "")
+            check_reachable(store, folder, manifest, path=place.path)
+            num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
+        num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
+    ranks.farewell()
+    target = Target([], [], layout.MANIFEST_NAME, lambda _: b"")
+    plan = _Plan(source, selection, place, Standing(False, False, ()), target, manifest.save_id)
+    return replace(_converted(plan), num_bytes=num_bytes)
+
+
+def _open_source(request: Request, ranks: Ranks) -> Source:
+    """The source, with its whole manifest checked."""
+    memory_bytes = request.limits.memory_bytes
+    options = LoadOptions(
+        exchange="off",
+        reader_threads=_READER_THREADS,
+        scratch_bytes=budget_of(memory_bytes, memory_bytes).scratch_bytes,
+        follow_links=request.follow_links,
+    )
+    source = open_together(ranks, request.source, options)
+    if isinstance(source.manifest.tensors, ColumnTensors):
+        source.manifest.tensors.check_all()
+    return source
+
+
+def _plan(request: Request, ranks: Ranks) -> _Plan:
+    """The same on every rank, because all see the same manifest and are told the same id."""
+    wish, limits = request.wish, request.limits
+    source = _open_source(request, ranks)
+    manifest = source.manifest
+    selection = select(manifest, wish)
+    check_wanted(selection.wanted, manifest)
+    plain = PlainData(manifest, selection, wish)
+    place = place_of(request.target, wish.to, Opening(request.target_options))
+    standing, save_id = _agreed(request, place, ranks)
+    infix = f"{save_id[:8]}-" if standing.is_in_the_way else ""
+    num_ranks, max_bytes = ranks.num_ranks, limits.max_file_bytes
+    if wish.to == "hf":
+        target = plan_hf(manifest, selection, max_shard_bytes=max_bytes, num_ranks=num_ranks, infix=infix)
+    elif wish.to == "dcp":
+        target = plan_dcp(manifest, selection, plain, num_ranks=num_ranks, infix=infix)
+    elif wish.to == "torch":
+        target = plan_torch(manifest, selection, plain, name=place.name, num_ranks=num_ranks)
+    else:
+        target = plan_own(manifest, selection, plain, max_file_bytes=max_bytes, num_ranks=num_ranks, save_id=save_id)
+    return _Plan(source, selection, place, standing, target, save_id)
+
+
+def _agreed(request: Request, place: Place, ranks: Ranks) -> tuple[Standing, str]:
+    """What one rank has found at the target, and the id that it has drawn, on every rank."""
+    told = b""
+    if ranks.rank == COORDINATOR:
+        found = look_at(place, request.wish.to, overwrite=request.overwrite, beside=False)
+        told = msgspec.msgpack.encode((found, uuid.uuid4().hex[:16]))
+    return msgspec.msgpack.decode(ranks.broadcast(told), type=tuple[Standing, str])
+
+
+def _check_space(plan: _Plan) -> None:
+    """Raises CheckpointSaveError (no_space) where the target's file system has too little room, before the start."""
+    store = plan.place.store
+    free_bytes = store.free_bytes if isinstance(store, LocalStore) else None
+    needed_bytes = sum(file.byte_length for file in plan.target.files)
+    if free_bytes is not None and free_bytes < needed_bytes:
+        raise CheckpointSaveError(
+            f"{plan.place.path} takes {needed_bytes} bytes, and {free_bytes} are free there; nothing was written: free "
+            "space, give another path, or take less with --include, --exclude or --dtype",
+            kind="no_space",
+            path=plan.place.path,
+        )
+
+
+def _write_all(
+    plan: _Plan, files: Sequence[TargetFile], elements: Elements, request: Request, on_progress: OnProgress
+) -> list[DataFile]:
+    longest = max((file.byte_length for file in files), default=0)
+    budget = budget_of(request.limits.memory_bytes, longest)
+    scratch = Scratch(budget.window_bytes, budget.num_windows, is_shared=False)
+    writing = _Writing(plan, elements, scratch, budget, on_progress)
+    return [writing.write(file, is_replaced=request.overwrite) for file in files]
+
+
+class _Writing:
+    """The files of one rank on their way."""
+
+    def __init__(
+        self, plan: _Plan, elements: Elements, scratch: Scratch, budget: Budget, on_progress: OnProgress
+    ) -> None:
+        self._plan = plan
+        self._elements = elements
+        self._scratch = scratch
+        self._budget = budget
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+
+    def write(self, file: TargetFile, *, is_replaced: bool) -> DataFile:
+        """One file, made durable. With `is_replaced`, the only one of its target is put in place of what stands there."""
+        store = self._plan.place.store
+        stream = Stream(file.runs)
+        with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:
+            if file.extent_lengths:
+                image = Image(file.name, file.extent_lengths, stream.blocks, partial(self._content, ahead))
+                return write_image(store, file.name, image, lambda _: None)
+            blocks = [Block(*block, partial(self._content, ahead, *block)) for block in stream.blocks]
+            store.write(file.name, blocks, replace=is_replaced and file.name == self._plan.target.last_name)
+            return DataFile(file.name, stream.byte_length)
+
+    @contextmanager
+    def _content(self, ahead: ReadAhead, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+        with ahead.content(byte_offset, byte_length) as content:
+            yield content
+        with self._lock:
+            self._on_progress(byte_length)
+
+
+def _commit(plan: _Plan, reports: Sequence[bytes], undo: ExitStack, *, overwrite: bool) -> None:
+    """Writes what makes the target exist, then removes what it replaces."""
+    store, target = plan.place.store, plan.target
+    replaced: Sequence[str] = plan.standing.stale
+    if target.last_name == layout.MANIFEST_NAME and overwrite:
+        replaced = layout.files_of_checkpoint(store, "")
+    if target.last is not None:
+        content = target.last(_in_order(plan, reports))
+        with _kept_where_unsure(undo):
+            if target.last_name == layout.MANIFEST_NAME:
+                layout.commit(store, "", content, replace=overwrite)
+            else:
+                block = Block(0, len(content), lambda: nullcontext(memoryview(content)))
+                store.write(target.last_name, [block], replace=overwrite)
+    undo.pop_all()
+    new = {target.last_name, *(file.name for file in target.files)}
+    layout.discard(store, "", [name for name in replaced if name not in new])
+    if target.last_name == layout.MANIFEST_NAME:
+        sweep(store, "", plan.save_id)
+
+
+@contextmanager
+def _kept_where_unsure(undo: ExitStack) -> Iterator[None]:
+    """Takes nothing back where a store has not said whether it has written what makes the target exist."""
+    try:
+        yield
+    except (StorageError, CheckpointSaveError) as error:
+        if error.kind in {"permission", "no_space"}:
+            raise
+        undo.pop_all()
+        raise type(error)(
+            f"{error.message}. All data is written; whether the target exists, `bcp show` tells",
+            kind=error.kind,
+            path=error.path,
+        ) from error
+
+
+def _in_order(plan: _Plan, reports: Sequence[bytes]) -> list[DataFile]:
+    """The files of all ranks as the target lists them."""
+    found: dict[int, DataFile] = {}
+    for numbers, report in zip(plan.target.by_rank, reports, strict=True):
+        found |= zip(numbers, msgspec.msgpack.decode(report, type=list[DataFile]), strict=True)
+    return [found[number] for number in sorted(found)]
+
+
+def _discard(plan: _Plan, rank: int) -> None:
+    """Removes what was written of a target that will not exist: the coordinator all of it, the others their own."""
+    target = plan.target
+    numbers = range(len(target.files)) if rank == COORDINATOR else target.by_rank[rank]
+    names = [target.files[number].name for number in numbers if target.files[number].name != target.last_name]
+    layout.discard(plan.place.store, "", names)
+
+
+def _converted(plan: _Plan) -> Converted:
+    manifest, selection, target = plan.source.manifest, plan.selection, plan.target
+    sources = [tensor.pieces[0].fqn for tensor in selection.wanted if tensor.pieces]
+    dtypes = {fqn: manifest.describe(fqn)[0] for fqn in sources if fqn is not None}
+    is_cast = [
+        any(piece.fqn is not None and dtypes.get(piece.fqn, tensor.dtype) != tensor.dtype for piece in tensor.pieces)
+        for tensor in selection.wanted
+    ]
+    return Converted(
+        source_path=plan.source.path,
+        source_format=manifest.foreign_format or OWN_FORMAT,
+        target_path=plan.place.path,
+        num_files=len(target.files) + (target.last is not None),
+        num_bytes=sum(file.byte_length for file in target.files),
+        num_tensors=len(selection.wanted),
+        aliases=selection.aliases,
+        left_out=[*selection.left_out, *target.left_out],
+        dropped_prefix=selection.dropped_prefix,
+        num_cast=sum(is_cast),
+    )

@@ -1,0 +1,80 @@
+"""The elements of a target's tensors, read from where they are stored: other layouts, other dtypes and pieces of several
+tensors are put together on the way. It knows no file of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.placing import takes_bytes
+from bytecheckpoint.planner.convert_plan import Wanted, copies_of
+from bytecheckpoint.planner.load_plan import Want, plan_load
+from bytecheckpoint.reading import Source
+from bytecheckpoint.region import relative
+from bytecheckpoint.storage.layout import check_files
+from bytecheckpoint.tensor_memory import narrowed
+
+
+class Job(NamedTuple):
+    """Elements that are to be in some memory."""
+
+    tensor: int
+    """The number of the tensor."""
+    first: int
+    """Of the row-major flat tensor."""
+    numel: int
+    memory: memoryview
+    """Takes just these, aligned to one of them."""
+
+
+class Elements:
+    """Those of these tensors. Reads on the calling thread and the source's threads."""
+
+    def __init__(self, source: Source, wanted: Sequence[Wanted]) -> None:
+        self._source = source
+        self._wanted = wanted
+
+    def check_files(self) -> None:
+        """Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated) before anything is read."""
+        source = self._source
+        stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
+        files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}
+        check_files(source.store, source.folder, source.manifest, files)
+
+    def read(self, jobs: Sequence[Job]) -> None:
+        """Fills the memory of all jobs. Raises what a load raises."""
+        source = self._source
+        shards = [shard for job in jobs for shard in self._shards(job)]
+        fqns = [shard.fqn for shard in shards]
+        dtypes = (dtype for dtype, _ in source.manifest.describe_each(fqns))
+        wants = [
+            Want(shard.fqn, shard.region, takes_bytes(shard, dtype))
+            for shard, dtype in zip(shards, dtypes, strict=True)
+        ]
+        options = source.options
+        # Not Source.plan, which looks at the files: that is done once for all jobs.
+        fetches = plan_load(
+            source.manifest,
+            wants,
+            verify=options.verify,
+            max_gap_bytes=source.store.access.gap_bytes,
+            max_fetch_bytes=options.scratch_bytes // options.reader_threads,
+        )
+        source.read(fetches, shards, fqns)
+
+    def _shards(self, job: Job) -> Iterator[LocalShard]:
+        wanted = self._wanted[job.tensor]
+        memory = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
+        for copy in copies_of(wanted, job.first, job.numel):
+            block = memory[copy.first : copy.first + copy.block.numel].view(copy.block.lengths)
+            target = narrowed(block, relative(copy.region, copy.block))
+            if copy.fqn is None:
+                target.view(torch.uint8).zero_()
+            else:
+                shape = self._source.manifest.describe(copy.fqn)[1]
+                shaped = target.view(copy.source_region.lengths)
+                yield LocalShard(copy.fqn, wanted.dtype, shape, copy.source_region, shaped)

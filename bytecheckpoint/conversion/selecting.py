@@ -1,0 +1,197 @@
+"""Which tensors of a checkpoint a conversion takes, under which names and dtypes, and what it leaves out. It looks at the
+manifest alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from bytecheckpoint.adapters.plain_data import decode_plain, is_content_fqn, join_fqn
+from bytecheckpoint.adapters.renaming import renamer
+from bytecheckpoint.adapters.stored_optimizer import is_optimizer_tree
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.planner.convert_plan import Wanted, same_tensor
+from bytecheckpoint.region import whole
+
+TargetFormat = Literal["bcp", "hf", "dcp", "torch"]
+
+FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Those that are converted, and those into which."""
+_MODELS = ("model", "module")
+"""Entries that hold a model; where there are both, as in DeepSpeed's folders, the first has full precision."""
+_NAMELESS = "safetensors"
+"""The format whose names are those within a model already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """What is asked for."""
+
+    to: TargetFormat
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    """Globs of checkpoint FQNs."""
+    rename: Sequence[tuple[str, str]] = ()
+    """Patterns and replacements for re.sub, applied in order to checkpoint FQNs, as the key_map of a load."""
+    keep_names: bool = False
+    """Drop no name that stands before all others."""
+    dtype: str | None = None
+    """For what has one of FLOAT_DTYPES."""
+
+    def takes(self, fqn: str) -> bool:
+        is_included = not self.include or any(fnmatchcase(fqn, glob) for glob in self.include)
+        return is_included and not any(fnmatchcase(fqn, glob) for glob in self.exclude)
+
+    @property
+    def takes_all(self) -> bool:
+        return not self.include and not self.exclude
+
+
+class LeftOut(NamedTuple):
+    """Something of the checkpoint that the target does not get."""
+
+    name: str
+    """Of an entry of the state, or of a plain value."""
+    num_tensors: int
+    num_bytes: int
+    """Of tensors."""
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What the target gets."""
+
+    wanted: list[Wanted]
+    names: Mapping[str, str]
+    """Checkpoint FQN of each tensor that is taken, under each of its names that is -> its FQN in the target."""
+    aliases: Mapping[str, str]
+    """Further names in the target -> the FQN there under which the tensor is written."""
+    left_out: Sequence[LeftOut]
+    dropped_prefix: str = ""
+    """What stood before all names of the checkpoint, with the dot."""
+    trees: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data of the checkpoint, decoded, all of it."""
+
+
+def select(manifest: Manifest, wish: Wish) -> Selection:
+    """Raises CheckpointMismatchError (missing_key) where nothing is left, and (conflict) where two tensors would get one
+    name.
+    """
+    trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
+    every = [*manifest.tensors, *manifest.aliases]
+    taken = [fqn for fqn in every if wish.takes(fqn)]
+    left_out = _totals(manifest, set(every) - set(taken), lambda _: "not chosen by include and exclude")
+    if wish.to == "hf" and not wish.include:
+        why = _not_of_a_model(manifest, taken, trees)
+        left_out += _totals(manifest, why, why.__getitem__)
+        taken = [fqn for fqn in taken if fqn not in why]
+    if not taken and every:
+        raise CheckpointMismatchError(
+            f"none of the {len(every)} tensors is left to convert; nothing was written: widen include and exclude",
+            kind="missing_key",
+        )
+    prefix = _common_entry(manifest, taken, trees) if wish.to == "hf" and not (wish.keep_names or wish.rename) else ""
+    rename = renamer(list(wish.rename), "")
+    names = {fqn: rename(fqn).removeprefix(prefix) for fqn in taken}
+    _refuse_equal(names)
+    stored = {fqn: manifest.aliases.get(fqn, fqn) for fqn in taken}
+    first = {stored_fqn: fqn for fqn, stored_fqn in reversed(stored.items())}
+    return Selection(
+        wanted=[_wanted(manifest, stored_fqn, names[fqn], wish) for stored_fqn, fqn in _in_order(first, manifest)],
+        names=names,
+        aliases={names[fqn]: names[first[of]] for fqn, of in stored.items() if first[of] != fqn},
+        left_out=left_out,
+        dropped_prefix=prefix,
+        trees=trees,
+    )
+
+
+def _in_order(first: Mapping[str, str], manifest: Manifest) -> Iterator[tuple[str, str]]:
+    return ((fqn, first[fqn]) for fqn in manifest.tensors if fqn in first)
+
+
+def _wanted(manifest: Manifest, stored_fqn: str, name: str, wish: Wish) -> Wanted:
+    dtype, shape = manifest.describe(stored_fqn)
+    is_converted = wish.dtype is not None and dtype in FLOAT_DTYPES
+    return same_tensor(name, wish.dtype or dtype if is_converted else dtype, shape, stored_fqn=stored_fqn)
+
+
+def _refuse_equal(names: Mapping[str, str]) -> None:
+    sources: dict[str, str] = {}
+    for fqn, name in names.items():
+        other = sources.setdefault(name, fqn)
+        if other != fqn or not name:
+            what = (
+                f"{fqn!r:.200} and {other!r:.200} would both be {name!r:.200}" if name else f"{fqn!r:.200} has no name"
+            )
+            raise CheckpointMismatchError(
+                f"after renaming, {what}; nothing was written: make the new names differ, or leave one out with exclude",
+                kind="conflict",
+            )
+
+
+def optimizers_in(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizers of a checkpoint, by FQN."""
+    found: dict[str, Any] = {}
+
+    def look(fqn: str, value: Any) -> None:
+        if is_optimizer_tree(value):
+            found[fqn] = value
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                look(join_fqn(fqn, key), item)
+
+    for fqn, tree in trees.items():
+        look(fqn, tree)
+    return found
+
+
+def entry_of(fqn: str) -> str:
+    """The top-level name of the state."""
+    return fqn.partition(".")[0]
+
+
+def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> dict[str, str]:
+    """What is no tensor of a model, or of another one than is taken, and why."""
+    prefixes = tuple(join_fqn(fqn, "state.") for fqn in optimizers_in(trees))
+    why = {fqn: "state of an optimizer" for fqn in fqns if fqn.startswith(prefixes)}
+    why |= {fqn: "differs from rank to rank" for fqn in fqns if is_content_fqn(fqn)}
+    if manifest.foreign_format == _NAMELESS:
+        return why
+    entries = {entry_of(fqn) for fqn in fqns if fqn not in why and "." in fqn}
+    model = next((name for name in _MODELS if name in entries), None)
+    if model is not None:
+        why |= {fqn: f"no part of {model!r}" for fqn in fqns if fqn not in why and not fqn.startswith(f"{model}.")}
+    return why
+
+
+def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> str:
+    """The name of the entry that all these are below, with a dot; "" where there is none."""
+    entries = {entry_of(fqn) for fqn in fqns}
+    if manifest.foreign_format == _NAMELESS or len(entries) != 1 or not all("." in fqn for fqn in fqns):
+        return ""
+    (entry,) = entries
+    # In what torch has written, only a container is an entry; a name with a dot is no more than a name.
+    is_entry = entry in trees or not manifest.foreign_format or manifest.foreign_format == "deepspeed"
+    return f"{entry}." if is_entry else ""
+
+
+def _totals(
+    manifest: Manifest, fqns: Sequence[str] | Mapping[str, str] | set[str], why: Callable[[str], str]
+) -> list[LeftOut]:
+    """What is left out of each entry for one reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for fqn in sorted(fqns):
+        groups.setdefault((entry_of(fqn), why(fqn)), []).append(fqn)
+    return [LeftOut(name, len(each), _num_bytes(manifest, each), reason) for (name, reason), each in groups.items()]
+
+
+def _num_bytes(manifest: Manifest, fqns: Sequence[str]) -> int:
+    described = manifest.describe_each([fqn for fqn in fqns if fqn not in manifest.aliases])
+    return sum(whole(shape).numel * itemsize(dtype) for dtype, shape in described)

@@ -1,0 +1,116 @@
+"""What stands where a target is to be written: nothing is written over unless that was asked for, and nothing of another
+format ever is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from bytecheckpoint.conversion.dcp_target import METADATA_NAME, SUFFIX
+from bytecheckpoint.conversion.hf_target import INDEX_NAME, SOLE_NAME
+from bytecheckpoint.conversion.selecting import TargetFormat
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.finding import Opening, from_root, split_path
+from bytecheckpoint.storage.foreign.formats import find_folder
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.store import Store
+
+_FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
+_HF_NAME = re.compile(r"\Amodel(-[^/]*)?\.safetensors(\.index\.json)?\Z")
+
+
+class Place(NamedTuple):
+    """Where a target is written."""
+
+    store: Store
+    name: str
+    """Of the file, for a target that is one; else ""."""
+
+    @property
+    def path(self) -> str:
+        return join_name(str(self.store), self.name)
+
+
+class Standing(NamedTuple):
+    """What is there."""
+
+    is_there: bool
+    """A checkpoint of the target's format, or parts of one that cannot be told from it."""
+    is_in_the_way: bool
+    """Files have names that the target would give its own."""
+    stale: Sequence[str]
+    """Files to remove once the target exists, in this order."""
+
+
+def place_of(path: str, to: TargetFormat, opening: Opening) -> Place:
+    """Raises what `open_store` raises, and CheckpointMismatchError (conflict) where no file can be named so."""
+    if to != "torch":
+        return Place(opening.store(path), "")
+    parent, name = split_path(from_root(path))
+    if not name or path.endswith("/"):
+        raise CheckpointMismatchError(
+            f"{opening.store(path)} names no file, and this target is one; nothing was written: give it a name, such "
+            "as model.pt",
+            kind="conflict",
+        )
+    return Place(opening.store(parent), name)
+
+
+def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) -> Standing:
+    """Raises CheckpointExistsError (exists) where something is not to be replaced. `beside` lets another format be: what
+    is written only points into it.
+    """
+    try:
+        listing = place.store.list("")
+    except CheckpointNotFoundError as error:
+        raise _exists(
+            place, f"{place.store} is a file, and a folder is to be written there", "give another path"
+        ) from error
+    if to == "torch":
+        return _of_file(place, listing, overwrite=overwrite)
+    other = OWN_FORMAT if layout.has_manifest(listing) else getattr(find_folder("", listing), "format", None)
+    if other is not None and other != _FORMATS[to] and not beside:
+        what = f"{place.path} holds a checkpoint of another format ({other})"
+        raise _exists(place, what, "give another path: that one is never replaced")
+    standing = _STANDING[to](listing)
+    if standing.is_there and not overwrite:
+        what = f"{place.path} holds a checkpoint, or what a conversion that did not finish has left there"
+        raise _exists(place, what, "give another path, or --overwrite to replace it")
+    return standing
+
+
+def _of_file(place: Place, listing: Mapping[str, int | None], *, overwrite: bool) -> Standing:
+    if place.name in listing and listing[place.name] is None:
+        raise _exists(place, f"{place.path} is a folder, and a file is to be written there", "give the name of a file")
+    if place.name in listing and not overwrite:
+        raise _exists(place, f"{place.path} is there already", "give another path, or --overwrite to replace it")
+    return Standing(place.name in listing, is_in_the_way=False, stale=())
+
+
+def _of_own(listing: Mapping[str, int | None]) -> Standing:
+    return Standing(layout.has_manifest(listing), is_in_the_way=False, stale=())  # its names are new for each save
+
+
+def _of_hf(listing: Mapping[str, int | None]) -> Standing:
+    names = sorted(name for name in listing if _HF_NAME.match(name))
+    # What says what belongs together goes first, or a reader might take a part for the whole.
+    first = [name for name in (SOLE_NAME, INDEX_NAME) if name in names]
+    return Standing(bool(names), bool(names), [*first, *(name for name in names if name not in first)])
+
+
+def _of_dcp(listing: Mapping[str, int | None]) -> Standing:
+    names = sorted(name for name in listing if name.endswith(SUFFIX))
+    is_there = listing.get(METADATA_NAME) is not None
+    # Without metadata there is no checkpoint, but perhaps a save that is under way.
+    return Standing(is_there, bool(names), names if is_there else ())
+
+
+_STANDING = {"bcp": _of_own, "hf": _of_hf, "dcp": _of_dcp}
+
+
+def _exists(place: Place, what: str, advice: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{what}; nothing was written: {advice}", kind="exists", path=place.path)

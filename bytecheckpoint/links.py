@@ -1,0 +1,41 @@
+"""Manifests that point to files elsewhere than below their own folder, as `bcp convert --link` makes them. They are
+followed only where that is asked for: whoever wrote a manifest would choose else what a load reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from bytecheckpoint.errors import UnsafeCheckpointError
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.finding import Opening, open_folder
+from bytecheckpoint.storage.opening import is_plain_path
+from bytecheckpoint.storage.store import Store
+
+
+class Files(NamedTuple):
+    """Where the data files of a checkpoint are."""
+
+    store: Store
+    folder: str
+
+
+def files_of(here: Files, manifest: Manifest, opening: Opening, *, follow_links: bool, path: str) -> Files:
+    """Its own folder, or the one that its manifest leads to. `path` is the checkpoint, for the error.
+
+    Raises UnsafeCheckpointError (path_escape) where that is not to be followed, and what opening a store raises.
+    """
+    if not manifest.linked_to:
+        return here
+    if not follow_links:
+        raise UnsafeCheckpointError(
+            f"{path} is a link: its files are in {showable_url(manifest.linked_to)!r:.300}, which is not below its own "
+            "folder; nothing was read there: if you trust whoever made the link, follow it with "
+            "LoadOptions(follow_links=True), or --follow-links of the command line",
+            kind="path_escape",
+            path=path,
+        )
+    options: Mapping[str, object] | None = None if is_plain_path(manifest.linked_to) else opening.storage_options
+    return Files(*open_folder(manifest.linked_to, opening._replace(storage_options=options)))

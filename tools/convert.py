@@ -1,0 +1,242 @@
+"""`bcp convert`: a checkpoint of any format written in another one."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+
+from . import exit_codes
+from .arguments import options_for, with_link_option, with_output_options
+from .byte_sizes import ByteSize
+from .progress import byte_progress
+from .screen import Screen, print_json
+from .wording import count_text, size_text
+
+if TYPE_CHECKING:
+    from bytecheckpoint.conversion.convert import Converted, Request
+
+_FORMATS = ("bcp", "hf", "dcp", "torch")
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+_MAX_FILE = {"bcp": "8GiB", "hf": "5GB"}
+
+_EXAMPLE = """\b
+Example:
+  bcp convert s3://bucket/run llama-hf --to hf --dtype bfloat16
+  bcp convert run/step_00001000 dcp-folder --to dcp
+  bcp convert deepspeed-folder linked --to bcp --link
+"""
+
+
+def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> list[tuple[str, str]]:
+    rules = []
+    for text in texts:
+        old, separator, new = text.rpartition("=")
+        if not separator:
+            raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", ctx=ctx, param=param)
+        try:
+            re.sub(old, new, "")
+        except re.error as error:
+            raise click.BadParameter(
+                f"{text!r} is no pattern and replacement: {error}", ctx=ctx, param=param
+            ) from error
+        rules.append((old, new))
+    return rules
+
+
+@click.command(short_help="Write a checkpoint in another format.", epilog=_EXAMPLE)
+@click.argument("src")
+@click.argument("dst")
+@click.option(
+    "--to",
+    type=click.Choice(_FORMATS),
+    required=True,
+    metavar="FORMAT",
+    help="bcp: this library's own. hf: safetensors of one model, in a folder. dcp: a folder of "
+    "torch.distributed.checkpoint. torch: a file of torch.save.",
+)
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="This step under the root SRC. Without it: the checkpoint at SRC, or the newest committed step under it.",
+)
+@click.option("--link", is_flag=True, help="Only with --to bcp: write a manifest that points into the files of SRC.")
+@click.option(
+    "--dtype",
+    type=click.Choice(_DTYPES),
+    metavar="DTYPE",
+    help=f"Convert tensors of {', '.join(_DTYPES)} to one of these; all others stay as they are.",
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Only names of SRC that match; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="No names of SRC that match; may be repeated.")
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="OLD=NEW",
+    callback=_parse_rules,
+    help="A pattern and a replacement for Python's re.sub, divided at the last =, as the rules of key_map in bcp.load: "
+    "--rename '^model\\.=net.'. May be repeated; applied in order.",
+)
+@click.option("--keep-names", is_flag=True, help="With --to hf: drop no name that stands before all others.")
+@click.option(
+    "--max-shard-size",
+    type=ByteSize("1MB"),
+    metavar="SIZE",
+    help="Start another file when one would grow beyond this; a larger tensor gets a file of its own. 5GB for hf and "
+    "8GiB for bcp if not given; the other formats know no such limit.",
+)
+@click.option(
+    "--memory",
+    type=ByteSize("64MiB"),
+    default="2GB",
+    show_default=True,
+    metavar="SIZE",
+    help="For tensors on their way, in each process.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
+@with_link_option
+@with_output_options
+def convert(
+    *,
+    src: str,
+    dst: str,
+    to: Any,
+    step: int | None,
+    link: bool,
+    dtype: str | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    rename: Sequence[tuple[str, str]],
+    keep_names: bool,
+    max_shard_size: int | None,
+    memory: int,
+    overwrite: bool,
+    follow_links: bool,
+    as_json: bool,
+    storage_options: Mapping[str, Any],
+) -> int:
+    """Writes the checkpoint SRC, of any format that can be read, as DST, in the format --to.
+
+    Tensors are streamed: memory stays bounded, whatever their size. DST is there whole or not at all. What the target
+    has no place for is told. Under torchrun the ranks share the work.
+    """
+    _refuse_idle(to, link=link, keep_names=keep_names, max_shard_size=max_shard_size)
+    of_source, of_target = options_for((src, dst), storage_options)
+    from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
+    from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
+    from bytecheckpoint.sources import Asked  # noqa: PLC0415
+
+    wish = Wish(to=to, include=include, exclude=exclude, rename=rename, keep_names=keep_names, dtype=dtype)
+    default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
+    request = Request(
+        source=Asked(src, "latest" if step is None else step, of_source),
+        target=dst,
+        target_options=of_target,
+        wish=wish,
+        limits=Limits(memory, max_shard_size or default_bytes),
+        overwrite=overwrite,
+        is_link=link,
+        follow_links=follow_links,
+    )
+    return _run(request, as_json=as_json)
+
+
+def _refuse_idle(to: str, *, link: bool, keep_names: bool, max_shard_size: int | None) -> None:
+    """Raises click.UsageError for options that would do nothing."""
+    if link and to != "bcp":
+        raise click.UsageError(f"--link writes a manifest, which only --to bcp has, not --to {to}")
+    if keep_names and to != "hf":
+        raise click.UsageError(f"--keep-names is for --to hf: --to {to} keeps all names")
+    if max_shard_size is not None and (link or to not in _MAX_FILE):
+        raise click.UsageError(f"--max-shard-size is for --to hf and --to bcp, not --{'link' if link else f'to {to}'}")
+
+
+def _run(request: Request, *, as_json: bool) -> int:
+    import torch.distributed as dist  # noqa: PLC0415 - the other commands do not wait for torch
+
+    from bytecheckpoint.conversion.convert import convert as convert_checkpoint  # noqa: PLC0415
+    from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
+    from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks  # noqa: PLC0415
+    from bytecheckpoint.storage.credentials import showable_url  # noqa: PLC0415
+
+    started = time.monotonic()
+    with _process_group():
+        about = Subject(showable_url(request.target), None, is_save=True)
+        ranks = join_ranks(None, LoadOptions().timeout_s, about=about)
+        is_first = ranks.rank == COORDINATOR
+        try:
+            result = convert_checkpoint(
+                request, ranks, progress=lambda total: byte_progress("converting", total) if is_first else _silent()
+            )
+        except CheckpointError as error:
+            if is_first:
+                raise
+            return exit_codes.code_of(error)  # every rank has the same error, and one tells it
+    if is_first and as_json:
+        print_json(_as_json(request, result, time.monotonic() - started))
+    elif is_first:
+        _print(result, time.monotonic() - started)
+    return exit_codes.FINE
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """The ranks of torchrun, where it has started this process."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _silent() -> Any:
+    return nullcontext(lambda _: None)
+
+
+def _as_json(request: Request, result: Converted, seconds: float) -> dict[str, Any]:
+    return {
+        "source": result.source_path,
+        "source_format": result.source_format,
+        "path": result.target_path,
+        "format": request.wish.to,
+        "is_link": request.is_link,
+        "num_files": result.num_files,
+        "num_bytes": result.num_bytes,
+        "num_tensors": result.num_tensors,
+        "num_cast": result.num_cast,
+        "aliases": [{"fqn": alias, "alias_of": fqn} for alias, fqn in result.aliases.items()],
+        "dropped_prefix": result.dropped_prefix or None,
+        "left_out": [item._asdict() for item in result.left_out],
+        "seconds": round(seconds, 6),
+    }
+
+
+def _print(result: Converted, seconds: float) -> None:
+    screen = Screen()
+    rate = size_text(result.num_bytes / max(seconds, 1e-9))
+    screen.line(
+        f"{result.target_path}: {count_text(result.num_tensors, 'tensor')}, {size_text(result.num_bytes)} in "
+        f"{count_text(result.num_files, 'file')}, written in {seconds:.1f} s ({rate}/s)",
+        style="bold",
+    )
+    if result.num_cast:
+        screen.line(f"  converted to another dtype: {count_text(result.num_cast, 'tensor')}")
+    if result.dropped_prefix:
+        screen.line(f"  names are without the {result.dropped_prefix!r} that stood before all of them")
+    for alias, fqn in result.aliases.items():
+        screen.line(f"  tied: {alias} is stored as {fqn}")
+    for item in result.left_out:
+        size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
+        screen.line(f"  left out: {item.name}{size} ({item.why})")
