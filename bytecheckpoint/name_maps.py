@@ -7,27 +7,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, encode_plain, join_fqn, keep_in_tree
+from bytecheckpoint.adapters.plain_data import decode_plain, join_fqn
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.mapped_objects import mapped_objects
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.map_file import MAX_TEXT_BYTES, parse_map
 from bytecheckpoint.planner.map_options import Facts
 from bytecheckpoint.planner.map_records import MapFile
 from bytecheckpoint.planner.name_map_plan import Asked, Contents, Mapped, apply_map
 from bytecheckpoint.planner.relinking import relink
-from bytecheckpoint.storage.finding import Found
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged, too_much
 from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.store import Store
 
 _FOLDER = Path(__file__).parent / "maps"
 _CONFIG, _CONFIG_NAME = "config.json", "config"
 _MAX_CONFIG_BYTES = 1 << 20
-_GONE = object()
+
+
+class Beside(NamedTuple):
+    """Where a checkpoint lies, and what describes it besides."""
+
+    store: Store
+    folder: str
 
 
 class Chosen(NamedTuple):
@@ -70,7 +77,7 @@ def _text_of(path: Path) -> str:
         ) from error
 
 
-def map_checkpoint(manifest: Manifest, found: Found, wanted: NameMap) -> Mapped:
+def map_checkpoint(manifest: Manifest, beside: Beside, wanted: NameMap) -> Mapped:
     """What the tensors of a checkpoint become, and from where each comes.
 
     Raises CheckpointMismatchError (conflict, missing_key, unexpected_key, shape), UnsafeCheckpointError
@@ -78,56 +85,30 @@ def map_checkpoint(manifest: Manifest, found: Found, wanted: NameMap) -> Mapped:
     """
     name_map, side = choose(str(wanted.name))
     asked = Asked(side, dict(wanted.options), keep_unmapped=wanted.keep_unmapped)
-    return apply_map(name_map, Contents(manifest.describe_all(), manifest.aliases, _facts(manifest, found)), asked)
+    return apply_map(name_map, Contents(manifest.describe_all(), manifest.aliases, _facts(manifest, beside)), asked)
 
 
-def mapped_manifest(manifest: Manifest, found: Found, wanted: NameMap) -> Manifest:
+def mapped_manifest(manifest: Manifest, beside: Beside, wanted: NameMap) -> Manifest:
     """The checkpoint as the other framework has it: other names and shapes, of the same bytes in the same files.
 
     Raises the same, and what `relink` raises.
     """
-    mapped = map_checkpoint(manifest, found, wanted)
+    mapped = map_checkpoint(manifest, beside, wanted)
     objects, _ = mapped_objects(manifest, mapped)
-    return replace(manifest, tensors=relink(manifest, mapped.tensors), aliases=mapped.aliases, objects=objects)
+    return replace(
+        manifest,
+        # A number that a parameter has once is the same bytes for each of its parts, which only foreign files allow.
+        foreign_format=manifest.foreign_format or OWN_FORMAT,
+        tensors=relink(manifest, mapped.tensors),
+        aliases=mapped.aliases,
+        objects=objects,
+    )
 
 
-def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes], list[str]]:
-    """The plain data without references to tensors that have other names now, and without what the map leaves out; and
-    the FQNs of the latter.
-    """
-    gone = mapped.sources.union(mapped.dropped)
-    objects: dict[str, bytes] = {}
-    dropped: list[str] = []
-    for fqn, data in manifest.objects.items():
-        tree = decode_plain(data)
-        left = _without(tree, fqn, gone, mapped.drop, dropped)
-        if left is tree:
-            objects[fqn] = data
-        elif left is not _GONE:
-            objects[fqn] = encode_plain(left, fqn, keep_in_tree)
-    return objects, dropped
-
-
-def _without(tree: Any, fqn: str, gone: frozenset[str], drop: tuple[str, ...], dropped: list[str]) -> Any:
-    """The tree without these tensors, and without what is called so; the same object where nothing is missing."""
-    if isinstance(tree, TensorRef):
-        return _GONE if tree.fqn in gone else tree
-    if any(fnmatchcase(fqn, glob) for glob in drop):
-        dropped.append(fqn)
-        return _GONE
-    if not isinstance(tree, dict):
-        return tree
-    items = {key: _without(item, join_fqn(fqn, key), gone, drop, dropped) for key, item in tree.items()}
-    if all(items[key] is item for key, item in tree.items()):
-        return tree
-    left = {key: item for key, item in items.items() if item is not _GONE}
-    return type(tree)(left) if left else _GONE
-
-
-def _facts(manifest: Manifest, found: Found) -> Facts:
+def _facts(manifest: Manifest, beside: Beside) -> Facts:
     """What the checkpoint says of itself: its plain data, and a `config.json` beside it."""
     values = {name: value for fqn, data in manifest.objects.items() for name, value in _values(decode_plain(data), fqn)}
-    return Facts(values | dict(_values(_config(found), _CONFIG_NAME)))
+    return Facts(values | dict(_values(_config(beside), _CONFIG_NAME)))
 
 
 def _values(tree: Any, fqn: str) -> Iterator[tuple[str, object]]:
@@ -143,15 +124,15 @@ def _values(tree: Any, fqn: str) -> Iterator[tuple[str, object]]:
         yield from _values(item, join_fqn(fqn, key))
 
 
-def _config(found: Found) -> Any:
+def _config(beside: Beside) -> Any:
     """What stands in the `config.json` of Hugging Face beside the checkpoint; {} where there is none."""
-    num_bytes = found.store.list(found.folder).get(_CONFIG)
+    num_bytes = beside.store.list(beside.folder).get(_CONFIG)
     if num_bytes is None:
         return {}
-    path = join_name(str(found.store), found.folder, _CONFIG)
+    path = join_name(str(beside.store), beside.folder, _CONFIG)
     if num_bytes > _MAX_CONFIG_BYTES:
         raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")
-    content = FileBytes(found.store, join_name(found.folder, _CONFIG), num_bytes).read(0, num_bytes)
+    content = FileBytes(beside.store, join_name(beside.folder, _CONFIG), num_bytes).read(0, num_bytes)
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

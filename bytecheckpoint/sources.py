@@ -12,7 +12,7 @@ from bytecheckpoint.agreement import check_same
 from bytecheckpoint.links import Files, files_of
 from bytecheckpoint.location import check_step
 from bytecheckpoint.manifest import encode_manifest
-from bytecheckpoint.name_maps import mapped_manifest
+from bytecheckpoint.name_maps import Beside, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.reading import Source
@@ -96,4 +96,4 @@ def _manifest_bytes(found: Found, options: LoadOptions) -> bytes:
     if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
         return content
     manifest = parse_manifest(content, path=found.manifest_path, whole=False)
-    return encode_manifest(mapped_manifest(manifest, found, options.name_map))
+    return encode_manifest(mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map))

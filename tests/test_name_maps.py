@@ -137,6 +137,50 @@ def test_there_and_back_are_the_same_bytes(tmp_path: Path) -> None:
     assert_same(found, {f"model.{name}": tensor for name, tensor in megatron.state_dict().items()})
 
 
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has made one step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = torch.arange(2 * VOCABULARY).reshape(2, -1) % VOCABULARY
+    model(tokens).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_training_goes_on_in_the_other_framework(tmp_path: Path) -> None:
+    """What the optimizer knows of a parameter goes where the parameter goes, and its hyperparameters come along."""
+    megatron = Megatron()
+    optimizer = trained(megatron)
+    bcp.save(tmp_path, {"model": megatron, "optimizer": optimizer, "args": vars(arguments())})
+    llama = Llama()
+    other = torch.optim.AdamW(llama.parameters(), lr=0.5)
+    bcp.load(tmp_path, {"model": llama, "optimizer": other}, options=through(TO_LLAMA))
+    assert other.param_groups[0]["lr"] == 0.01
+    for each in (optimizer, other):
+        each.zero_grad()
+    tokens = torch.arange(4).reshape(2, 2)
+    for model, its_optimizer in ((megatron, optimizer), (llama, other)):
+        model(tokens).square().sum().backward()
+        its_optimizer.step()
+    check_same_logits(megatron, llama)
+    bcp.save(tmp_path / "back", {"model": llama, "optimizer": other})
+    again = Megatron()
+    last = torch.optim.AdamW(again.parameters())
+    bcp.load(tmp_path / "back", {"model": again, "optimizer": last}, options=through(TO_MEGATRON, **SIZES))
+    check_same_logits(again, llama)
+    for mine, its in zip(again.parameters(), megatron.parameters(), strict=True):
+        torch.testing.assert_close(last.state[mine], optimizer.state[its], rtol=1e-9, atol=1e-12)
+
+
+def test_groups_that_have_parts_of_one_parameter_are_refused(tmp_path: Path) -> None:
+    llama = Llama()
+    by_name = dict(llama.named_parameters())
+    keys = [parameter for name, parameter in by_name.items() if "k_proj" in name]
+    others = [parameter for name, parameter in by_name.items() if "k_proj" not in name]
+    bcp.save(tmp_path, {"model": llama, "optimizer": torch.optim.AdamW([{"params": others}, {"params": keys}])})
+    with pytest.raises(CheckpointMismatchError, match=r"two of its groups have parts of .*linear_qkv"):
+        bcp.open(tmp_path, options=through(TO_MEGATRON, **SIZES))
+
+
 def test_what_is_read_through_a_map_is_verified(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": Megatron(), "args": vars(arguments())})
     (file,) = (tmp_path / "data").iterdir()

@@ -24,6 +24,7 @@ from bytecheckpoint.planner.map_records import (
     Refusal,
     Rule,
     Source,
+    Surroundings,
 )
 from bytecheckpoint.planner.name_patterns import Around, Pattern, parse_around, parse_pattern
 from bytecheckpoint.planner.sizes import Size, parse_size
@@ -53,6 +54,7 @@ class _Around(
 ):
     first: str
     second: str
+    equal_parts: bool = False
 
 
 class _Interleave(msgspec.Struct, forbid_unknown_fields=True):
@@ -247,9 +249,9 @@ class _Parser:
                     self._refuse(f"{rule.where}: {again!r:.200} is in {seen[again]} as well")
                 seen |= dict.fromkeys(texts, rule.where)
 
-    def _around(self, number: int, around: _Around) -> tuple[Around, Around]:
+    def _around(self, number: int, around: _Around) -> Surroundings:
         with self._at(self._where("around", number)):
-            return parse_around(around.first), parse_around(around.second)
+            return Surroundings((parse_around(around.first), parse_around(around.second)), around.equal_parts)
 
     def _stacked(self, found: Mapping[str, str], rules: Sequence[Rule]) -> tuple[str, str]:
         fields = {field for rule in rules for field in rule.names[0][0][0].fields}
@@ -279,7 +281,7 @@ class _Parser:
 
 _SIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 _INDEXED = re.compile(r"\b(tensors|around|refuse)\[(\d{1,6})\]")
-_NOTHING_AROUND = (Around("", ""), Around("", ""))
+_NOTHING_AROUND = Surroundings((Around("", ""), Around("", "")), has_equal_parts=False)
 
 
 def _sides(found: Any) -> tuple[str, str] | None:

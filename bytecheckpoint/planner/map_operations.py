@@ -47,11 +47,16 @@ def in_stack(region: Region, index: int) -> Region:
     return Region((index, *region.offsets), (1, *region.lengths))
 
 
+def as_it_is(tensor: Part) -> Made:
+    all_of_it = whole(tensor.shape)
+    return Made(tensor.dtype, tensor.shape, [tensor.piece(all_of_it, all_of_it)])
+
+
 def padded(padding: Padding | None, tensor: Part, side: int, options: Options) -> Made:
     """The tensor with as many rows as it has on the other side: without padding, or with rows of zeros."""
-    all_of_it = whole(tensor.shape)
     if padding is None:
-        return Made(tensor.dtype, tensor.shape, [tensor.piece(all_of_it, all_of_it)])
+        return as_it_is(tensor)
+    all_of_it = whole(tensor.shape)
     num_rows = _num_rows(tensor)
     is_padded = padding.padded == side
     wanted = (padding.without if is_padded else padding.rows).value(options.value)

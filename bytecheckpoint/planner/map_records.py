@@ -73,6 +73,14 @@ class Refusal(NamedTuple):
     because: str
 
 
+class Surroundings(NamedTuple):
+    """What stands around the name of a parameter on either side, where something of it has a name."""
+
+    sides: tuple[Around, Around]
+    has_equal_parts: bool
+    """It is no tensor like the parameter, but one value for all of it, which parameters that become one have alike."""
+
+
 class MapFile(NamedTuple):
     """A name map, checked in itself."""
 
@@ -81,7 +89,7 @@ class MapFile(NamedTuple):
     sides: tuple[str, str]
     options: Mapping[str, Option]
     rules: Sequence[Rule]
-    arounds: Sequence[tuple[Around, Around]]
+    arounds: Sequence[Surroundings]
     variants: tuple[tuple[str, ...], tuple[str, ...]]
     stacked: tuple[str, str]
     """Of each side, the field that its names may lack: such a tensor has a leading dimension for it. Empty: none."""

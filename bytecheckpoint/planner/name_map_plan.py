@@ -15,6 +15,7 @@ from bytecheckpoint.planner.convert_plan import Piece, Wanted
 from bytecheckpoint.planner.map_operations import (
     Made,
     Part,
+    as_it_is,
     in_stack,
     joined,
     padded,
@@ -23,8 +24,8 @@ from bytecheckpoint.planner.map_operations import (
     split,
 )
 from bytecheckpoint.planner.map_options import Facts, Options, refusal
-from bytecheckpoint.planner.map_records import MapFile, Rule, Source
-from bytecheckpoint.planner.name_matching import Hit, Names
+from bytecheckpoint.planner.map_records import MapFile, Rule, Source, Surroundings
+from bytecheckpoint.planner.name_matching import Hit, Names, Translation
 from bytecheckpoint.region import whole
 
 _NUM_SHOWN = 10
@@ -62,6 +63,8 @@ class Mapped(NamedTuple):
     """Globs of what the map says is left out, plain data too."""
     sides: tuple[str, str]
     """From which framework to which."""
+    translation: Translation
+    """What names become that are no tensor's."""
 
 
 class Asked(NamedTuple):
@@ -120,8 +123,12 @@ class _Application:
         self._hits = {name: names.find(name) for name in self._stored}
         self._options = Options(name_map, asked.options, contents.facts, self._length)
         self._options.check_refusals()
+        variant, stacked = self._options.variant(self._target), self._options.stacked(self._target)
+        self._translation = Translation(name_map, names, self._target, variant, stacked)
         self._num_pieces = 0
         self._in_model: dict[str, str] = {}
+        self._tied: set[str] = set()
+        """Names in the target of what is made of aliases."""
 
     def run(self) -> Mapped:
         groups: dict[_Group, dict[int, Part]] = {}
@@ -137,8 +144,17 @@ class _Application:
         self._check_known(kept, is_any_known=bool(groups))
         tensors, aliases = self._without_repetitions([*self._targets(groups), *map(self._as_it_is, kept)])
         sources = frozenset(name for name, hit in self._hits.items() if hit is not None)
-        sides = self._map.sides[self._side], self._map.sides[self._target]
-        return Mapped(tensors, aliases, self._in_model, sources, dropped, kept, self._map.drop[self._side], sides)
+        return Mapped(
+            tensors=tensors,
+            aliases=aliases,
+            in_model=self._in_model,
+            sources=sources,
+            dropped=dropped,
+            kept=kept,
+            drop=self._map.drop[self._side],
+            sides=(self._map.sides[self._side], self._map.sides[self._target]),
+            translation=self._translation,
+        )
 
     def _check_known(self, unknown: Sequence[str], *, is_any_known: bool) -> None:
         if not is_any_known:
@@ -177,21 +193,21 @@ class _Application:
                 raise refusal(self._map, f"{other.name!r:.200} and {tensor.name!r:.200} mean the same tensor")
 
     def _targets(self, groups: Mapping[_Group, Mapping[int, Part]]) -> Iterator[Wanted]:
-        stacked, variant = self._options.stacked(self._target), self._options.variant(self._target)
         stacks: dict[str, dict[int, Made]] = {}
         for (around, rule, numbers), tensors in groups.items():
-            for part, made in enumerate(self._made(self._map.rules[rule], tensors)):
+            surroundings = self._map.arounds[around]
+            for part, made in enumerate(self._made(self._map.rules[rule], tensors, surroundings)):
                 self._count(len(made.pieces))
-                variants = self._map.rules[rule].names[self._target][part]
-                pattern = variants[variant if len(variants) > 1 else 0]
-                of_target = self._map.arounds[around][self._target]
-                fqn = of_target.around((pattern.without(stacked) if stacked else pattern).fill(dict(numbers)))
-                if of_target.is_of_model:
-                    self._in_model[fqn] = of_target.before
-                if stacked in pattern.fields:
-                    stacks.setdefault(fqn, {})[dict(numbers)[stacked]] = made
-                else:
+                fqn = self._translation.name(around, rule, part, dict(numbers))
+                if any(tensor.name != tensor.fqn for tensor in tensors.values()):
+                    self._tied.add(fqn)
+                if surroundings.sides[self._target].is_of_model:
+                    self._in_model[fqn] = surroundings.sides[self._target].before
+                layer = dict(numbers).get(self._translation.stacked)
+                if layer is None:
                     yield Wanted(fqn, *made)
+                else:
+                    stacks.setdefault(fqn, {})[layer] = made
         for fqn, layers in stacks.items():
             yield Wanted(fqn, *self._stack(fqn, layers))
 
@@ -214,8 +230,10 @@ class _Application:
         ]
         return Made(dtype, (len(layers), *shape), pieces)
 
-    def _made(self, rule: Rule, tensors: Mapping[int, Part]) -> list[Made]:
+    def _made(self, rule: Rule, tensors: Mapping[int, Part], around: Surroundings) -> list[Made]:
         """The parts on the other side."""
+        if around.has_equal_parts:
+            return [as_it_is(tensors[min(tensors)])] * len(rule.names[self._target])
         try:
             if rule.interleave is None:
                 return [padded(rule.padding, tensors[0], self._side, self._options)]
@@ -235,11 +253,13 @@ class _Application:
 
     def _as_it_is(self, name: str) -> Wanted:
         fqn = self._stored[name]
+        if name != fqn:
+            self._tied.add(name)
         dtype, shape = self._described[fqn]
         return Wanted(name, dtype, shape, [Piece(whole(shape), fqn, whole(shape))])
 
     def _without_repetitions(self, found: Sequence[Wanted]) -> tuple[list[Wanted], dict[str, str]]:
-        """The tensors, and as aliases those that are made of the same pieces as another."""
+        """The tensors, and as aliases those that were aliases and are made of the same pieces as another."""
         tensors: list[Wanted] = []
         aliases: dict[str, str] = {}
         names: set[str] = set()
@@ -250,8 +270,8 @@ class _Application:
             names.add(tensor.fqn)
             pieces = [piece for piece in tensor.pieces if piece.region.numel]
             key = (tensor.dtype, tensor.shape, *pieces)
-            first = by_pieces.setdefault(key, tensor.fqn) if pieces else tensor.fqn
-            if first == tensor.fqn:
+            first = by_pieces.setdefault(key, tensor.fqn)
+            if first == tensor.fqn or tensor.fqn not in self._tied:
                 tensors.append(tensor._replace(pieces=pieces))
             else:
                 aliases[tensor.fqn] = first
@@ -262,7 +282,7 @@ class _Application:
         if source.tensor is None:
             return None
         for name, hit in self._hits.items():
-            if hit is None:
+            if hit is None or self._map.arounds[hit.around].has_equal_parts:
                 continue
             patterns = self._map.rules[hit.rule].names[self._side][hit.part]
             if source.tensor in patterns:

@@ -4,7 +4,7 @@ with something around its name (an optimizer's state).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.planner.map_options import refusal
@@ -60,7 +60,7 @@ class Names:
         Raises CheckpointMismatchError (conflict) where two rules mean it.
         """
         for number, around in enumerate(self._map.arounds):
-            name = around[self._side].inner(fqn)
+            name = around.sides[self._side].inner(fqn)
             hits = self._hits(name.split("."), number) if name else []
             if len(hits) > 1:
                 rules = " and ".join(self._map.rules[hit.rule].where for hit in hits[:2])
@@ -76,3 +76,37 @@ class Names:
             if numbers is not None:
                 hits.append(Hit(around, rule, part, tuple(sorted(numbers.items())), is_stacked))
         return hits
+
+
+class Translation(NamedTuple):
+    """Names of one side to those of the other."""
+
+    name_map: MapFile
+    names: Names
+    """Of the side from which names come."""
+    target: int
+    """The other side."""
+    variant: int
+    """Of the other side's names."""
+    stacked: str
+    """The field that the other side's names lack, "" for none."""
+
+    def translate(self, fqn: str) -> tuple[str, ...]:
+        """All names that the other side has for a name, or for what is taken apart there; none where it is not known,
+        or stands for all layers.
+        """
+        hit = self.names.find(fqn)
+        if hit is None or hit.is_stacked:
+            return ()
+        parts = range(len(self.name_map.rules[hit.rule].names[self.target]))
+        return tuple(self.name(hit.around, hit.rule, part, dict(hit.numbers)) for part in parts)
+
+    def name(self, around: int, rule: int, part: int, numbers: Mapping[str, int]) -> str:
+        """The name of a part of a rule."""
+        pattern = self.pattern(rule, part)
+        name = (pattern.without(self.stacked) if self.stacked else pattern).fill(numbers)
+        return self.name_map.arounds[around].sides[self.target].around(name)
+
+    def pattern(self, rule: int, part: int) -> Pattern:
+        variants = self.name_map.rules[rule].names[self.target][part]
+        return variants[self.variant if len(variants) > 1 else 0]
