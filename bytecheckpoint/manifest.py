@@ -83,8 +83,8 @@ class Manifest:
     """What the files are, where no save of this library wrote them: a name of storage/foreign. Chunks may share bytes
     then, because tensors there may be views of one memory."""
     linked_to: str = ""
-    """The folder, as absolute path or URL, below which the files are; empty where that is the checkpoint's own. Only who
-    asks for it is led there."""
+    """The folder, as absolute path or URL, below which the files are; empty where that is the checkpoint's own. Only
+    who asks for it is led there."""
     files: Sequence[DataFile] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)

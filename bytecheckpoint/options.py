@@ -123,8 +123,8 @@ class LoadOptions:
     """Host memory for what cannot be read straight into its target, and for what is passed on to other ranks, per
     rank. In bytes."""
     follow_links: bool = False
-    """Read the files of a checkpoint that `bcp convert --link` has made elsewhere than below its own folder: its manifest
-    says where they are. Whoever wrote the manifest chose that place, so only ask for it where you trust them."""
+    """Read the files of a checkpoint that `bcp convert --link` has made elsewhere than below its own folder: its
+    manifest says where they are. Whoever wrote the manifest chose that place: ask for it only where you trust them."""
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError
 
 from . import exit_codes
 from .arguments import options_for, with_link_option, with_output_options
@@ -159,7 +159,6 @@ def _refuse_idle(to: str, *, link: bool, keep_names: bool, max_shard_size: int |
 
 
 def _run(request: Request, *, as_json: bool) -> int:
-    import torch.distributed as dist  # noqa: PLC0415 - the other commands do not wait for torch
 
     from bytecheckpoint.conversion.convert import convert as convert_checkpoint  # noqa: PLC0415
     from bytecheckpoint.options import LoadOptions  # noqa: PLC0415

@@ -14,9 +14,9 @@ from bytecheckpoint.options import LoadOptions
 from . import exit_codes
 from .arguments import (
     Opened,
+    files_opened,
     open_manifest,
     options_for,
-    files_opened,
     with_limit_option,
     with_link_option,
     with_output_options,

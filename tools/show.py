@@ -12,8 +12,8 @@ from bytecheckpoint.dtypes import itemsize
 from . import exit_codes
 from .arguments import (
     Opened,
-    open_manifest,
     files_opened,
+    open_manifest,
     with_limit_option,
     with_link_option,
     with_output_options,

@@ -1,5 +1,5 @@
-"""A conversion, from top to bottom: the source opened, the target planned, its files streamed by all ranks, and last what
-makes it exist.
+"""A conversion, from top to bottom: the source opened, the target planned, its files streamed by all ranks, and last
+what makes it exist.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class _Writing:
         self._lock = threading.Lock()
 
     def write(self, file: TargetFile, *, is_replaced: bool) -> DataFile:
-        """One file, made durable. With `is_replaced`, the only one of its target is put in place of what stands there."""
+        """One file, made durable. With `is_replaced`, the only one of its target takes the place of what is there."""
         store = self._plan.place.store
         stream = Stream(file.runs)
         with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:

@@ -1,5 +1,5 @@
-"""The elements of a target's tensors, read from where they are stored: other layouts, other dtypes and pieces of several
-tensors are put together on the way. It knows no file of the target.
+"""The elements of a target's tensors, read from where they are stored: other layouts, other dtypes and pieces of
+several tensors are put together on the way. It knows no file of the target.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Elements:
         self._wanted = wanted
 
     def check_files(self) -> None:
-        """Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated) before anything is read."""
+        """Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated)."""
         source = self._source
         stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
         files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}

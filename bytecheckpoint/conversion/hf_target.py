@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 
-from bytecheckpoint.conversion.selecting import LeftOut, Selection
+from bytecheckpoint.conversion.selecting import LeftOut, Selection, has_plain_data
 from bytecheckpoint.conversion.streams import Run, span_of
 from bytecheckpoint.conversion.target_files import Target, TargetFile, spread
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
@@ -48,11 +48,12 @@ def plan_hf(manifest: Manifest, selection: Selection, *, max_shard_bytes: int, n
         return (json.dumps(index, indent=2) + "\n").encode()
 
     last_name, last = (SOLE_NAME, None) if len(shards) == 1 else (INDEX_NAME, encoded)
-    return Target(files, by_rank, last_name, last, _left_out(manifest))
+    return Target(files, by_rank, last_name, last, _left_out(manifest, selection))
 
 
-def _left_out(manifest: Manifest) -> list[LeftOut]:
-    plain = [LeftOut(fqn, 0, 0, "plain data") for fqn in [*manifest.objects, *manifest.rank_objects]]
+def _left_out(manifest: Manifest, selection: Selection) -> list[LeftOut]:
+    names = [fqn for fqn, tree in selection.trees.items() if has_plain_data(tree)]
+    plain = [LeftOut(fqn, 0, 0, "plain data") for fqn in [*names, *manifest.rank_objects]]
     return plain + [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata if key != "format"]
 
 

@@ -17,8 +17,8 @@ from bytecheckpoint.storage.store import Store
 
 
 def link_manifest(manifest: Manifest, wish: Wish, *, source: str, target: str) -> tuple[Manifest, Selection]:
-    """The manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs as stores
-    show them. What is left out stays where it is.
+    """The manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs as
+    stores show them. What is left out stays where it is.
 
     Raises CheckpointMismatchError (conflict) for what takes more than a manifest.
     """

@@ -12,7 +12,7 @@ from bytecheckpoint.conversion.streams import Run, Span
 from bytecheckpoint.conversion.target_files import Target, TargetFile, spread
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import OWN_FORMAT
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, encode_manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.planner.convert_plan import Wanted
 from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files
 from bytecheckpoint.planner.offers import Offer, Write
@@ -61,31 +61,20 @@ def plan_own(
     }
 
     def encoded(written: Sequence[DataFile]) -> bytes:
-        return encode_manifest(_manifest(manifest, selection, plain, records, written, num_ranks, save_id))
+        converted = Manifest(
+            save_id=save_id,
+            step=manifest.step,
+            files=written,
+            tensors=records,
+            aliases=selection.aliases,
+            objects=plain.objects(),
+            rank_objects=plain.rank_objects(),
+            metadata=manifest.metadata,
+            provenance={**provenance_of(num_ranks), "converted_from": manifest.foreign_format or OWN_FORMAT},
+        )
+        return encode_manifest(converted)
 
     return Target(files, by_rank, MANIFEST_NAME, encoded)
-
-
-def _manifest(
-    manifest: Manifest,
-    selection: Selection,
-    plain: PlainData,
-    records: dict[str, TensorRecord],
-    written: Sequence[DataFile],
-    num_ranks: int,
-    save_id: str,
-) -> Manifest:
-    return Manifest(
-        save_id=save_id,
-        step=manifest.step,
-        files=written,
-        tensors=records,
-        aliases=selection.aliases,
-        objects=plain.objects(),
-        rank_objects=plain.rank_objects(),
-        metadata=manifest.metadata,
-        provenance={**provenance_of(num_ranks), "converted_from": manifest.foreign_format or OWN_FORMAT},
-    )
 
 
 def _shares(wanted: Sequence[Wanted], max_file_bytes: int, num_ranks: int) -> list[_Share]:

@@ -1,5 +1,5 @@
-"""The plain data of a checkpoint as a target gets it: what is chosen of it, under its new names, and as the nested state
-that torch saves.
+"""The plain data of a checkpoint as a target gets it: what is chosen of it, under its new names, and as the nested
+state that torch saves.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint a conversion takes, under which names and dtypes, and what it leaves out. It looks at the
-manifest alone.
+"""Which tensors of a checkpoint a conversion takes, under which names and dtypes, and what it leaves out. It looks at
+the manifest alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from bytecheckpoint.adapters.plain_data import decode_plain, is_content_fqn, join_fqn
+from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, is_content_fqn, join_fqn
 from bytecheckpoint.adapters.renaming import renamer
 from bytecheckpoint.adapters.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.dtypes import itemsize
@@ -80,9 +80,7 @@ class Selection:
 
 
 def select(manifest: Manifest, wish: Wish) -> Selection:
-    """Raises CheckpointMismatchError (missing_key) where nothing is left, and (conflict) where two tensors would get one
-    name.
-    """
+    """Raises CheckpointMismatchError (conflict) where nothing is left, or two tensors would get one name."""
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     every = [*manifest.tensors, *manifest.aliases]
     taken = [fqn for fqn in every if wish.takes(fqn)]
@@ -94,7 +92,7 @@ def select(manifest: Manifest, wish: Wish) -> Selection:
     if not taken and every:
         raise CheckpointMismatchError(
             f"none of the {len(every)} tensors is left to convert; nothing was written: widen include and exclude",
-            kind="missing_key",
+            kind="conflict",
         )
     prefix = _common_entry(manifest, taken, trees) if wish.to == "hf" and not (wish.keep_names or wish.rename) else ""
     rename = renamer(list(wish.rename), "")
@@ -131,7 +129,7 @@ def _refuse_equal(names: Mapping[str, str]) -> None:
                 f"{fqn!r:.200} and {other!r:.200} would both be {name!r:.200}" if name else f"{fqn!r:.200} has no name"
             )
             raise CheckpointMismatchError(
-                f"after renaming, {what}; nothing was written: make the new names differ, or leave one out with exclude",
+                f"renamed, {what}; nothing was written: make the new names differ, or leave one out with exclude",
                 kind="conflict",
             )
 
@@ -150,6 +148,13 @@ def optimizers_in(trees: Mapping[str, Any]) -> dict[str, Any]:
     for fqn, tree in trees.items():
         look(fqn, tree)
     return found
+
+
+def has_plain_data(tree: Any) -> bool:
+    """Whether a tree is more than containers of tensors."""
+    if isinstance(tree, dict):
+        return any(map(has_plain_data, tree.values()))
+    return any(map(has_plain_data, tree)) if type(tree) in (list, tuple) else not isinstance(tree, TensorRef)
 
 
 def entry_of(fqn: str) -> str:

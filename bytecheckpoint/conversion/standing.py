@@ -1,5 +1,5 @@
-"""What stands where a target is to be written: nothing is written over unless that was asked for, and nothing of another
-format ever is.
+"""What stands where a target is to be written: nothing is written over unless that was asked for, and nothing of
+another format ever is.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def place_of(path: str, to: TargetFormat, opening: Opening) -> Place:
 
 
 def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) -> Standing:
-    """Raises CheckpointExistsError (exists) where something is not to be replaced. `beside` lets another format be: what
-    is written only points into it.
+    """Raises CheckpointExistsError (exists) where something is not to be replaced. `beside` lets another format be:
+    what is written only points into it.
     """
     try:
         listing = place.store.list("")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from packed_checkpoints import compress_checkpoint
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
@@ -78,7 +76,7 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 def model_of(path: Path) -> dict[str, torch.Tensor]:
     found = bcp.open(path)
-    return {fqn.removeprefix("model."): found[fqn][...] for fqn in found.keys()}  # noqa: SIM118 - no mapping
+    return {fqn.removeprefix("model."): found[fqn][...] for fqn in found.keys()}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ which each file holds parts of tensors.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from bytecheckpoint.storage.store import Store
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX, _SOLE = f"model{INDEX_SUFFIX}", f"model{SUFFIX}"
+_NUMBERED = re.compile(r"(?:shard-[0-9]+-)?(?P<name>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors")
+"""Names of the files of one checkpoint; torch's writer of parts puts the number of a rank before them."""
 _SHARDING = "DCP_SHARDING_INFO"
 _MAX_INDEX_BYTES = 100_000_000
 
@@ -51,7 +54,25 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
         )
     if _SOLE in files:
         return read_files(store, folder, [_SOLE])
+    _refuse_incomplete(files, path)
     return read_files(store, folder, files)
+
+
+def _refuse_incomplete(files: Sequence[str], path: str) -> None:
+    """Raises CheckpointNotFoundError (not_committed) where files say that they are of more than there are: a download
+    or a conversion writes the index last.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+        found.setdefault((match["name"], match["count"]), set()).add(match["number"])
+    for (name, count), numbers in found.items():
+        if len(numbers) < int(count):
+            raise CheckpointNotFoundError(
+                f"{path} has {len(numbers)} of {int(count)} files {name}-*-of-{count}{SUFFIX} and no index, so whatever "
+                "wrote them has not finished; nothing was loaded: fetch or write it again",
+                kind="not_committed",
+                path=path,
+            )
 
 
 def read_indexed(store: Store, folder: str, name: str) -> Parts:
