@@ -95,6 +95,11 @@ def mapped_manifest(manifest: Manifest, beside: Beside, wanted: NameMap) -> Mani
     """
     mapped = map_checkpoint(manifest, beside, wanted)
     objects, _ = mapped_objects(manifest, mapped)
+    return as_mapped(manifest, mapped, objects)
+
+
+def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) -> Manifest:
+    """The manifest with what a map has made of its tensors and plain data. Raises what `relink` raises."""
     return replace(
         manifest,
         # A number that a parameter has once is the same bytes for each of its parts, which only foreign files allow.
