@@ -19,7 +19,7 @@ from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.map_file import MAX_TEXT_BYTES, parse_map
 from bytecheckpoint.planner.map_options import Facts
 from bytecheckpoint.planner.map_records import MapFile
-from bytecheckpoint.planner.name_map_plan import Asked, Contents, Mapped, apply_map
+from bytecheckpoint.planner.name_map_plan import Asked, Contents, Mapped, apply_map, in_a_state
 from bytecheckpoint.planner.relinking import relink
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged, too_much
 from bytecheckpoint.storage.names import join_name
@@ -95,7 +95,13 @@ def mapped_manifest(manifest: Manifest, beside: Beside, wanted: NameMap) -> Mani
     """
     mapped = map_checkpoint(manifest, beside, wanted)
     objects, _ = mapped_objects(manifest, mapped)
-    return as_mapped(manifest, mapped, objects)
+    return as_mapped(manifest, as_state(mapped, objects), objects)
+
+
+def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
+    """With the names that a state of this library has: where there is more than the model, that has a name."""
+    is_more = bool(objects) or len(mapped.in_model) < len(mapped.tensors) + len(mapped.aliases)
+    return in_a_state(mapped) if is_more else mapped
 
 
 def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) -> Manifest:

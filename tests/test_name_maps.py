@@ -126,6 +126,21 @@ def test_a_file_of_torch_with_the_arguments_in_it_needs_no_options(tmp_path: Pat
     assert_same(tensors, {f"model.{name}": tensor for name, tensor in llama.state_dict().items()})
 
 
+def test_a_model_beside_other_things_stands_under_the_name_of_an_entry(tmp_path: Path) -> None:
+    """Megatron's distributed checkpoints have no name for the model, and an optimizer and arguments beside it."""
+    megatron, llama = Megatron(), Llama()
+    state = stacked(megatron)
+    moments = {f"optimizer.state.exp_avg.{name}": tensor + 1 for name, tensor in state.items()}
+    dcp.save({**state, **moments, "args": vars(arguments()), "iteration": 7}, checkpoint_id=tmp_path / "iter")
+    options = bcp.LoadOptions(name_map=TO_LLAMA)
+    bcp.load(tmp_path / "iter", {"model": llama}, options=options)
+    check_same_logits(megatron, llama)
+    found = bcp.open(tmp_path / "iter", options=options)
+    assert {name.partition(".")[0] for name in found} == {"model", "optimizer"}
+    weight = found["model.model.layers.1.mlp.up_proj.weight"][...]
+    assert torch.equal(found["optimizer.state.model.layers.1.mlp.up_proj.weight.exp_avg"][...], weight + 1)
+
+
 def test_there_and_back_are_the_same_bytes(tmp_path: Path) -> None:
     """A checkpoint of what was seen through a map, seen through the map the other way."""
     megatron = Megatron()

@@ -148,7 +148,7 @@ def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
         source = _open_source(request, ranks)
         place = place_of(request.target, request.wish.to, Opening(request.target_options))
         source_folder = join_name(str(source.store), source.folder)
-        view = view_of(source, request.name_map, in_place=True)
+        view = view_of(source, request.name_map, is_state=True, in_place=True)
         manifest, selection = link_manifest(view, request.wish, source=source_folder, target=place.path)
         num_bytes = 0
         if ranks.rank == COORDINATOR:
@@ -182,7 +182,7 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
     """The same on every rank, because all see the same manifest and are told the same id."""
     wish, limits = request.wish, request.limits
     source = _open_source(request, ranks)
-    view = view_of(source, request.name_map, in_place=False)
+    view = view_of(source, request.name_map, is_state=wish.to == "bcp", in_place=False)
     manifest = view.manifest
     selection = select(manifest, wish, view.names_of_map)
     selection = replace(

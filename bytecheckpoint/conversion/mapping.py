@@ -12,7 +12,7 @@ from bytecheckpoint.conversion.selecting import LeftOut, ModelNames
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.manifest import Manifest, tensor_record
 from bytecheckpoint.mapped_objects import mapped_objects
-from bytecheckpoint.name_maps import Beside, as_mapped, map_checkpoint
+from bytecheckpoint.name_maps import Beside, as_mapped, as_state, map_checkpoint
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.convert_plan import Piece, Wanted
 from bytecheckpoint.reading import Source
@@ -43,8 +43,9 @@ class View(NamedTuple):
         return [found for piece in tensor.pieces if piece.fqn is not None for found in pieces[piece.fqn]]
 
 
-def view_of(source: Source, name_map: NameMap | None, *, in_place: bool) -> View:
-    """`in_place` has the tensors of the view lie in the files of the checkpoint.
+def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> View:
+    """`is_state` asks for names as a state of this library has them; `in_place` has the tensors of the view lie in the
+    files of the checkpoint.
 
     Raises what `map_checkpoint` and `mapped_objects` raise, and `relink`, where it is in place.
     """
@@ -53,6 +54,7 @@ def view_of(source: Source, name_map: NameMap | None, *, in_place: bool) -> View
     manifest = source.manifest
     mapped = map_checkpoint(manifest, Beside(source.store, source.folder), name_map)
     objects, dropped_objects = mapped_objects(manifest, mapped)
+    mapped = as_state(mapped, objects) if is_state else mapped
     left_out = [_dropped(manifest, fqn) for fqn in mapped.dropped]
     left_out += [LeftOut(fqn, 0, 0, _WHY) for fqn in dropped_objects]
     if in_place:

@@ -55,6 +55,7 @@ class _Around(
     first: str
     second: str
     equal_parts: bool = False
+    entry: str = ""
 
 
 class _Interleave(msgspec.Struct, forbid_unknown_fields=True):
@@ -251,7 +252,10 @@ class _Parser:
 
     def _around(self, number: int, around: _Around) -> Surroundings:
         with self._at(self._where("around", number)):
-            return Surroundings((parse_around(around.first), parse_around(around.second)), around.equal_parts)
+            if around.entry and (around.first, around.second) != ("{name}", "{name}"):
+                raise ValueError("an entry is for names with nothing around them: {name} on both sides")
+            sides = parse_around(around.first), parse_around(around.second)
+            return Surroundings(sides, around.equal_parts, around.entry)
 
     def _stacked(self, found: Mapping[str, str], rules: Sequence[Rule]) -> tuple[str, str]:
         fields = {field for rule in rules for field in rule.names[0][0][0].fields}
@@ -281,7 +285,7 @@ class _Parser:
 
 _SIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 _INDEXED = re.compile(r"\b(tensors|around|refuse)\[(\d{1,6})\]")
-_NOTHING_AROUND = Surroundings((Around("", ""), Around("", "")), has_equal_parts=False)
+_NOTHING_AROUND = Surroundings((Around("", ""), Around("", "")), has_equal_parts=False, entry="")
 
 
 def _sides(found: Any) -> tuple[str, str] | None:

@@ -79,6 +79,8 @@ class Surroundings(NamedTuple):
     sides: tuple[Around, Around]
     has_equal_parts: bool
     """It is no tensor like the parameter, but one value for all of it, which parameters that become one have alike."""
+    entry: str
+    """The name of the model in a state, where there is more in the checkpoint, and nothing stands around its names."""
 
 
 class MapFile(NamedTuple):

@@ -52,6 +52,8 @@ class Mapped(NamedTuple):
     in_model: Mapping[str, str]
     """Of these names, those of parameters themselves, and not of an optimizer's state: what stands before each that the
     other framework does not have, `model.` or nothing."""
+    entries: Mapping[str, str]
+    """Of these names, those before which nothing stands: the name that their model has in a state."""
     sources: frozenset[str]
     """Names in the checkpoint, aliases among them, that the map knew: what they name stands in `tensors` or
     `aliases`."""
@@ -65,6 +67,28 @@ class Mapped(NamedTuple):
     """From which framework to which."""
     translation: Translation
     """What names become that are no tensor's."""
+
+
+def in_a_state(mapped: Mapped) -> Mapped:
+    """The same with the model below the name that it has in a state."""
+    new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
+    names = set(new.values())
+    taken = next((fqn for fqn in (*mapped.in_model, *mapped.kept) if fqn in names), None)
+    if taken is not None:
+        raise CheckpointMismatchError(
+            f"the checkpoint has {taken!r:.200}, and another tensor that would get that name; nothing was loaded or "
+            "written: convert one of the two models first",
+            kind="conflict",
+        )
+    return mapped._replace(
+        tensors=[tensor._replace(fqn=new.get(tensor.fqn, tensor.fqn)) for tensor in mapped.tensors],
+        aliases={new.get(alias, alias): new.get(fqn, fqn) for alias, fqn in mapped.aliases.items()},
+        in_model={
+            new.get(fqn, fqn): f"{mapped.entries[fqn]}." if fqn in new else before
+            for fqn, before in mapped.in_model.items()
+        },
+        entries={},
+    )
 
 
 class Asked(NamedTuple):
@@ -127,6 +151,7 @@ class _Application:
         self._translation = Translation(name_map, names, self._target, variant, stacked)
         self._num_pieces = 0
         self._in_model: dict[str, str] = {}
+        self._entries: dict[str, str] = {}
         self._tied: set[str] = set()
         """Names in the target of what is made of aliases."""
 
@@ -148,6 +173,7 @@ class _Application:
             tensors=tensors,
             aliases=aliases,
             in_model=self._in_model,
+            entries=self._entries,
             sources=sources,
             dropped=dropped,
             kept=kept,
@@ -203,6 +229,8 @@ class _Application:
                     self._tied.add(fqn)
                 if surroundings.sides[self._target].is_of_model:
                     self._in_model[fqn] = surroundings.sides[self._target].before
+                if surroundings.entry:
+                    self._entries[fqn] = surroundings.entry
                 layer = dict(numbers).get(self._translation.stacked)
                 if layer is None:
                     yield Wanted(fqn, *made)

@@ -21,7 +21,7 @@ from bytecheckpoint.planner.convert_plan import Wanted
 from bytecheckpoint.planner.map_file import parse_map
 from bytecheckpoint.planner.map_options import Facts, parse_options
 from bytecheckpoint.planner.map_records import MapFile
-from bytecheckpoint.planner.name_map_plan import Asked, Contents, Mapped, apply_map
+from bytecheckpoint.planner.name_map_plan import Asked, Contents, Mapped, apply_map, in_a_state
 from bytecheckpoint.planner.relinking import relink
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions
 
@@ -316,6 +316,21 @@ def test_the_entry_of_a_state_stays_before_the_names_in_it(entry: str) -> None:
     assert_equal(carry_out(apply(llama, facts=model.facts).tensors, llama), megatron)
 
 
+def test_a_model_without_a_name_gets_one_unless_it_is_taken() -> None:
+    model = Model()
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"}
+    tied = {name: array for name, array in model.llama.items() if name not in aliases}
+    plan = in_a_state(apply(tied, facts=model.facts, aliases=aliases))
+    assert plan.aliases == {"model.output_layer.weight": "model.embedding.word_embeddings.weight"}
+    assert plan.in_model == dict.fromkeys([*(tensor.fqn for tensor in plan.tensors), *plan.aliases], "model.")
+    with_name = {f"model.{name}": array for name, array in model.llama.items()}
+    named = apply(with_name, facts=model.facts)
+    assert in_a_state(named) == named
+    both = apply(model.llama | with_name, facts=model.facts)
+    with pytest.raises(CheckpointMismatchError, match=r"has 'model\.embedding\.word_embeddings\.weight', and another"):
+        in_a_state(both)
+
+
 def test_tied_embeddings_stay_tied() -> None:
     model = Model()
     llama = {name: array for name, array in model.llama.items() if name != "lm_head.weight"}
@@ -519,6 +534,11 @@ def test_what_cannot_be_read_in_place_says_so() -> None:
             "[options.groups]",
             "[[around]]\na = 'x'\nb = '{name}'\n[options.groups]",
             r"around\[0\] \(line 4\): 'x' has to",
+        ),
+        (
+            "[options.groups]",
+            "[[around]]\na = 'x.{name}'\nb = '{name}'\nentry = 'm'\n[options.groups]",
+            r"an entry is for",
         ),
         ("[options.groups]", "[[refuse]]\nvalue = 'x'\n[options.groups]", r"missing required field `is`.*refuse\[0\]"),
         ("[options.groups]", "more = 1\n[options.groups]", r"unknown field `more`"),
