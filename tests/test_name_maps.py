@@ -4,9 +4,6 @@ same.
 
 from __future__ import annotations
 
-import json
-from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,20 @@ import torch.distributed.checkpoint as dcp
 from foreign.foreign_files import assert_same
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from two_llamas import FFN, GROUPS, HEAD_SIZE, HEADS, HIDDEN, LAYERS, VOCABULARY, Llama, Megatron
+from two_llamas import (
+    GROUPS,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    Llama,
+    Megatron,
+    llama_configuration,
+    megatron_arguments,
+    stacked,
+    trained,
+    write_safetensors,
+)
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
@@ -26,29 +36,6 @@ TO_LLAMA, TO_MEGATRON = "megatron-gpt-to-hf-llama", "hf-llama-to-megatron-gpt"
 SIZES = {"heads": HEADS, "groups": GROUPS, "head_size": HEAD_SIZE, "vocab_size": VOCABULARY}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def arguments(padding: int = 0) -> Namespace:
-    """Those of Megatron that matter here, and some that do not."""
-    return Namespace(
-        num_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        group_query_attention=True,
-        kv_channels=HEAD_SIZE,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        swiglu=True,
-        vocab_size=VOCABULARY,
-        padded_vocab_size=VOCABULARY + padding,
-        lr=0.1,
-        data_path=["a", "b"],
-    )
-
-
-def configuration(**more: Any) -> dict[str, Any]:
-    known = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
-    return {**known, "num_key_value_heads": GROUPS, "head_dim": HEAD_SIZE, **more}
 
 
 def through(name: Any, **options: int | str) -> bcp.LoadOptions:
@@ -64,29 +51,9 @@ def check_same_logits(megatron: Megatron, llama: Llama) -> None:
     assert expected.abs().max() > 0.1
 
 
-def write_safetensors(path: Path, llama: Llama, config: Mapping[str, Any] | None) -> Path:
-    path.mkdir()
-    save_file({name: tensor.detach() for name, tensor in llama.state_dict().items()}, path / "model.safetensors")
-    if config is not None:
-        (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-def stacked(megatron: nn.Module) -> dict[str, Tensor]:
-    """As Megatron's distributed checkpoints have it."""
-    state = megatron.state_dict()
-    first = "decoder.layers.0."
-    whole = {name: tensor for name, tensor in state.items() if "layers." not in name}
-    names = [name.removeprefix(first) for name in state if name.startswith(first)]
-    return whole | {
-        f"decoder.layers.{name}": torch.stack([state[f"decoder.layers.{layer}.{name}"] for layer in range(LAYERS)])
-        for name in names
-    }
-
-
 def test_weights_of_llama_loaded_into_megatron_compute_the_same(tmp_path: Path) -> None:
     llama, megatron = Llama(), Megatron()
-    path = write_safetensors(tmp_path / "hf", llama, configuration())
+    path = write_safetensors(tmp_path / "hf", llama, llama_configuration())
     report = bcp.load(path, {"model": megatron}, options=through(TO_MEGATRON))
     assert (report.missing, report.unexpected) == ([], [])
     check_same_logits(megatron, llama)
@@ -94,7 +61,7 @@ def test_weights_of_llama_loaded_into_megatron_compute_the_same(tmp_path: Path) 
 
 def test_weights_of_megatron_loaded_into_llama_compute_the_same(tmp_path: Path) -> None:
     megatron, llama = Megatron(padding=5), Llama()
-    bcp.save(tmp_path, {"model": megatron, "args": vars(arguments(5))})
+    bcp.save(tmp_path, {"model": megatron, "args": vars(megatron_arguments(5))})
     bcp.load(tmp_path, {"model": llama}, options=through(TO_LLAMA))
     check_same_logits(megatron, llama)
 
@@ -109,7 +76,7 @@ def test_a_distributed_checkpoint_of_megatron_with_all_layers_in_one_tensor_is_r
 def test_a_file_of_torch_with_the_arguments_in_it_needs_no_options(tmp_path: Path) -> None:
     """Without the references to tensors that have other names now, and with the rest of its plain data."""
     megatron, llama = Megatron(), Llama()
-    torch.save({"model": megatron.state_dict(), "args": arguments(), "iteration": 7}, tmp_path / "model.pt")
+    torch.save({"model": megatron.state_dict(), "args": megatron_arguments(), "iteration": 7}, tmp_path / "model.pt")
     options = bcp.LoadOptions(name_map=TO_LLAMA)
     report = bcp.load(tmp_path / "model.pt", {"model": llama}, options=options)
     assert report.num_tensors == len(llama.state_dict())
@@ -131,7 +98,7 @@ def test_a_model_beside_other_things_stands_under_the_name_of_an_entry(tmp_path:
     megatron, llama = Megatron(), Llama()
     state = stacked(megatron)
     moments = {f"optimizer.state.exp_avg.{name}": tensor + 1 for name, tensor in state.items()}
-    dcp.save({**state, **moments, "args": vars(arguments()), "iteration": 7}, checkpoint_id=tmp_path / "iter")
+    dcp.save({**state, **moments, "args": vars(megatron_arguments()), "iteration": 7}, checkpoint_id=tmp_path / "iter")
     options = bcp.LoadOptions(name_map=TO_LLAMA)
     bcp.load(tmp_path / "iter", {"model": llama}, options=options)
     check_same_logits(megatron, llama)
@@ -144,7 +111,7 @@ def test_a_model_beside_other_things_stands_under_the_name_of_an_entry(tmp_path:
 def test_there_and_back_are_the_same_bytes(tmp_path: Path) -> None:
     """A checkpoint of what was seen through a map, seen through the map the other way."""
     megatron = Megatron()
-    bcp.save(tmp_path / "one", {"model": megatron, "args": vars(arguments())})
+    bcp.save(tmp_path / "one", {"model": megatron, "args": vars(megatron_arguments())})
     seen = bcp.open(tmp_path / "one", options=through(TO_LLAMA))
     save_file({name: seen[name][...] for name in seen}, tmp_path / "two.safetensors")
     again = bcp.open(tmp_path / "two.safetensors", options=through(TO_MEGATRON, **SIZES))
@@ -152,20 +119,11 @@ def test_there_and_back_are_the_same_bytes(tmp_path: Path) -> None:
     assert_same(found, {f"model.{name}": tensor for name, tensor in megatron.state_dict().items()})
 
 
-def trained(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer that has made one step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    tokens = torch.arange(2 * VOCABULARY).reshape(2, -1) % VOCABULARY
-    model(tokens).square().sum().backward()
-    optimizer.step()
-    return optimizer
-
-
 def test_training_goes_on_in_the_other_framework(tmp_path: Path) -> None:
     """What the optimizer knows of a parameter goes where the parameter goes, and its hyperparameters come along."""
     megatron = Megatron()
     optimizer = trained(megatron)
-    bcp.save(tmp_path, {"model": megatron, "optimizer": optimizer, "args": vars(arguments())})
+    bcp.save(tmp_path, {"model": megatron, "optimizer": optimizer, "args": vars(megatron_arguments())})
     llama = Llama()
     other = torch.optim.AdamW(llama.parameters(), lr=0.5)
     bcp.load(tmp_path, {"model": llama, "optimizer": other}, options=through(TO_LLAMA))
@@ -197,7 +155,7 @@ def test_groups_that_have_parts_of_one_parameter_are_refused(tmp_path: Path) -> 
 
 
 def test_what_is_read_through_a_map_is_verified(tmp_path: Path) -> None:
-    bcp.save(tmp_path, {"model": Megatron(), "args": vars(arguments())})
+    bcp.save(tmp_path, {"model": Megatron(), "args": vars(megatron_arguments())})
     (file,) = (tmp_path / "data").iterdir()
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -212,7 +170,9 @@ def test_compressed_chunks_that_would_have_to_be_cut_are_refused_before_anything
     for name, parameter in megatron.named_parameters():
         if "embedding" in name:
             nn.init.zeros_(parameter)
-    bcp.save(tmp_path, {"model": megatron, "args": vars(arguments(500))}, options=bcp.SaveOptions(codec="zstd"))
+    bcp.save(
+        tmp_path, {"model": megatron, "args": vars(megatron_arguments(500))}, options=bcp.SaveOptions(codec="zstd")
+    )
     with pytest.raises(CheckpointMismatchError, match=r"embed_tokens\.weight cannot be read in place.*compressed"):
         bcp.load(tmp_path, {"model": Llama()}, options=through(TO_LLAMA))
 
@@ -305,7 +265,7 @@ def test_a_configuration_that_makes_no_sense_is_an_error(tmp_path: Path, config:
 
 
 def test_what_the_user_says_counts_before_the_configuration(tmp_path: Path) -> None:
-    path = write_safetensors(tmp_path / "hf", Llama(), configuration(num_attention_heads=99, head_dim=None))
+    path = write_safetensors(tmp_path / "hf", Llama(), llama_configuration(num_attention_heads=99, head_dim=None))
     megatron = Megatron()
     bcp.load(path, {"model": megatron}, options=through(TO_MEGATRON, heads=HEADS, head_size=HEAD_SIZE))
     with pytest.raises(CheckpointMismatchError, match=r"head_size cannot follow from others: hidden_size / heads"):
@@ -313,7 +273,7 @@ def test_what_the_user_says_counts_before_the_configuration(tmp_path: Path) -> N
 
 
 def test_what_the_map_does_not_know_is_named_or_kept(tmp_path: Path) -> None:
-    state = {"model": Megatron(), "args": vars(arguments()), "extra": torch.ones(3)}
+    state = {"model": Megatron(), "args": vars(megatron_arguments()), "extra": torch.ones(3)}
     bcp.save(tmp_path, state)
     with pytest.raises(CheckpointMismatchError, match="does not know 1 tensors of this checkpoint: extra;"):
         bcp.open(tmp_path, options=through(TO_LLAMA))
@@ -347,7 +307,7 @@ def load_mapped(rank: int, world_size: int, path: str, names: list[str]) -> dict
 
 
 def test_ranks_load_through_one_map_or_are_told(tmp_path: Path, workers: WorkerPool) -> None:
-    bcp.save(tmp_path, {"model": Megatron(), "args": vars(arguments())})
+    bcp.save(tmp_path, {"model": Megatron(), "args": vars(megatron_arguments())})
     first, second = workers.run(load_mapped, str(tmp_path), [TO_LLAMA, TO_LLAMA], world_size=2)
     assert_same(first, second)
     with pytest.raises(WorkerError) as failed:

@@ -1,10 +1,17 @@
 """One small model twice: as Hugging Face names and computes Llama, and as Megatron does. Each is written after its own
-framework's equations; neither knows the other, nor any name map.
+framework's equations; neither knows the other, nor any name map. And what the frameworks save beside it.
 """
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -141,3 +148,55 @@ def _with_rotary(x: Tensor) -> Tensor:
     turns = torch.polar(torch.ones((), dtype=x.dtype), positions[:, None] * THETA**-exponents)
     turned = torch.complex(first, second) * turns[:, None, None, :]
     return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def megatron_arguments(padding: int = 0) -> Namespace:
+    """Those of Megatron that matter here, and some that do not."""
+    return Namespace(
+        num_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        group_query_attention=True,
+        kv_channels=HEAD_SIZE,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        swiglu=True,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY + padding,
+        lr=0.1,
+        data_path=["a", "b"],
+    )
+
+
+def llama_configuration(**more: Any) -> dict[str, Any]:
+    known = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
+    return {**known, "num_key_value_heads": GROUPS, "head_dim": HEAD_SIZE, **more}
+
+
+def write_safetensors(path: Path, llama: Llama, config: Mapping[str, Any] | None) -> Path:
+    path.mkdir()
+    save_file({name: tensor.detach() for name, tensor in llama.state_dict().items()}, path / "model.safetensors")
+    if config is not None:
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def stacked(megatron: nn.Module) -> dict[str, Tensor]:
+    """As Megatron's distributed checkpoints have it."""
+    state = megatron.state_dict()
+    first = "decoder.layers.0."
+    whole = {name: tensor for name, tensor in state.items() if "layers." not in name}
+    names = [name.removeprefix(first) for name in state if name.startswith(first)]
+    return whole | {
+        f"decoder.layers.{name}": torch.stack([state[f"decoder.layers.{layer}.{name}"] for layer in range(LAYERS)])
+        for name in names
+    }
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has made one step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = torch.arange(2 * VOCABULARY).reshape(2, -1) % VOCABULARY
+    model(tokens).square().sum().backward()
+    optimizer.step()
+    return optimizer

@@ -10,13 +10,26 @@ import torch
 import torch.distributed.checkpoint as dcp
 from foreign.foreign_files import assert_same
 from safetensors.torch import load_file, save_file
-from test_name_maps import SIZES, TO_LLAMA, TO_MEGATRON, arguments, configuration, stacked, trained
-from two_llamas import LAYERS, VOCABULARY, Llama, Megatron
+from two_llamas import (
+    GROUPS,
+    HEAD_SIZE,
+    HEADS,
+    LAYERS,
+    VOCABULARY,
+    Llama,
+    Megatron,
+    llama_configuration,
+    megatron_arguments,
+    stacked,
+    trained,
+)
 
 import bytecheckpoint as bcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
+TO_LLAMA, TO_MEGATRON = "megatron-gpt-to-hf-llama", "hf-llama-to-megatron-gpt"
+SIZES = {"heads": HEADS, "groups": GROUPS, "head_size": HEAD_SIZE, "vocab_size": VOCABULARY}
 GIVEN = [text for name, value in SIZES.items() for text in ("--map-option", f"{name}={value}")]
 
 
@@ -30,7 +43,7 @@ def of_llama(llama: Llama, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As Hugging Face saves it; not to be changed."""
     path = tmp_path_factory.mktemp("llama")
     save_file({name: tensor.detach() for name, tensor in llama.state_dict().items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(configuration()))
+    (path / "config.json").write_text(json.dumps(llama_configuration()))
     return path
 
 
@@ -59,7 +72,7 @@ def test_llama_becomes_megatron_with_padding_and_stacks_and_llama_again(call, of
 def test_only_the_model_goes_to_hugging_face_and_the_rest_is_told(call, tmp_path) -> None:
     """Though it is saved as part of a state, with an optimizer, and is compressed."""
     megatron = Megatron(padding=300)
-    state = {"model": megatron, "optimizer": trained(megatron), "args": vars(arguments(300))}
+    state = {"model": megatron, "optimizer": trained(megatron), "args": vars(megatron_arguments(300))}
     bcp.save(tmp_path / "megatron", state, options=bcp.SaveOptions(codec="zstd"))
     result = call("convert", tmp_path / "megatron", tmp_path / "hf", "--to", "hf", "--map", TO_LLAMA, "--json")
     assert result.code == 0, result.out
