@@ -23,7 +23,7 @@ _METADATA = "__metadata__"
 def plan_hf(manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str) -> Target:
     """`infix` stands in the names of files that must not have those of an older checkpoint there.
 
-    Raises CheckpointMismatchError (dtype) for what safetensors cannot hold, and UnsafeCheckpointError (limits_exceeded)
+    Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError (limits_exceeded)
     for a header that no reader accepts.
     """
     wanted = selection.wanted
@@ -63,7 +63,7 @@ def _refuse_unheld(wanted: Sequence[Wanted]) -> None:
         raise CheckpointMismatchError(
             f"safetensors has no dtype for {len(unheld)} tensors, the first {unheld[0].fqn!r:.200} of "
             f"{unheld[0].dtype}; nothing was written: leave them out with exclude, or convert to another format",
-            kind="dtype",
+            kind="conflict",
         )
     if any(tensor.fqn == _METADATA for tensor in wanted):
         raise CheckpointMismatchError(

@@ -1,0 +1,160 @@
+"""`bcp convert --link`: a checkpoint that is a manifest only, and who is led where by it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import bytecheckpoint as bcp
+from bytecheckpoint.manifest import decode_manifest, encode_manifest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+FOLLOW = bcp.LoadOptions(follow_links=True)
+STATE = {f"layers.{number}.weight": torch.full((64, 512), float(number)) for number in range(8)}
+
+
+def write_hf(path: Path) -> None:
+    path.mkdir(parents=True)
+    save_file(STATE, path / "model.safetensors")
+
+
+def write_dcp(path: Path) -> None:
+    dcp.save(STATE, checkpoint_id=path, no_dist=True)
+
+
+def write_own(path: Path) -> None:
+    bcp.save(path, STATE)
+
+
+def write_torch(path: Path) -> None:
+    path.mkdir(parents=True)
+    torch.save(STATE, path / "pytorch_model.bin")
+
+
+SOURCES = {"bcp": write_own, "hf": write_hf, "dcp": write_dcp, "torch": write_torch}
+
+
+def assert_loads(path: Path, options: bcp.LoadOptions | None = None) -> None:
+    state = {name: torch.zeros(64, 512) for name in STATE}
+    bcp.load(path, state, options=options)
+    assert all(torch.equal(state[name], STATE[name]) for name in STATE)
+
+
+@pytest.mark.parametrize("source", ["hf", "dcp", "torch"])
+def test_a_link_in_the_folder_itself_needs_no_option(call, tmp_path, source) -> None:
+    SOURCES[source](tmp_path / "run")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    result = call("convert", tmp_path / "run", tmp_path / "run", "--to", "bcp", "--link", "--json").json
+    assert result["is_link"]
+    assert result["num_bytes"] < sum(map(len, before.values())) / 100
+    assert {path: path.read_bytes() for path in files} == before
+    assert (tmp_path / "run" / "manifest.bcp").stat().st_size == result["num_bytes"]
+    assert_loads(tmp_path / "run")
+    assert call("verify", tmp_path / "run").code == 0
+    assert call("convert", tmp_path / "run", tmp_path / "run", "--to", "bcp", "--link").code == 2  # it stands
+    assert call("convert", tmp_path / "run", tmp_path / "hf", "--to", "hf").code == 0
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_link_in_a_folder_above_needs_no_option_and_moves_with_it(call, tmp_path, source) -> None:
+    SOURCES[source](tmp_path / "root" / "run")
+    assert call("convert", tmp_path / "root" / "run", tmp_path / "root", "--to", "bcp", "--link").code == 0
+    (tmp_path / "root").rename(tmp_path / "moved")
+    assert_loads(tmp_path / "moved")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_link_elsewhere_is_followed_only_by_who_asks_for_it(call, tmp_path, source) -> None:
+    SOURCES[source](tmp_path / "run")
+    link = tmp_path / "link"
+    assert call("convert", tmp_path / "run", link, "--to", "bcp", "--link").code == 0
+    for attempt in (lambda: assert_loads(link), lambda: bcp.open(link)):
+        with pytest.raises(bcp.UnsafeCheckpointError, match=r"follow_links=True") as caught:
+            attempt()
+        assert caught.value.kind == "path_escape"
+        assert str(tmp_path / "run") in str(caught.value)
+    assert_loads(link, FOLLOW)
+    assert torch.equal(bcp.open(link, options=FOLLOW)["layers.3.weight"][5:7], STATE["layers.3.weight"][5:7])
+    for command in (("verify", link), ("show", link, "--stats"), ("diff", link, tmp_path / "run")):
+        refused = call(*command, "--json")
+        assert (refused.code, refused.json["error"]["kind"]) == (1, "path_escape")
+        assert call(*command, "--follow-links").code == 0
+    assert call("show", link).code == 0  # reads the manifest only
+    assert call("convert", link, tmp_path / "hf", "--to", "hf").code == 1
+    assert call("convert", link, tmp_path / "hf", "--to", "hf", "--follow-links").code == 0
+
+
+def test_a_part_of_a_checkpoint_under_other_names(call, tmp_path) -> None:
+    write_own(tmp_path / "run")
+    arguments = ("--link", "--include", "layers.[0-3].*", "--rename", "^layers=blocks")
+    assert call("convert", tmp_path / "run", tmp_path / "run" / "part", "--to", "bcp", *arguments).code == 0
+    found = bcp.open(tmp_path / "run" / "part", options=FOLLOW)
+    assert sorted(found.keys()) == [f"blocks.{number}.weight" for number in range(4)]
+    assert torch.equal(found["blocks.2.weight"][...], STATE["layers.2.weight"])
+
+
+def test_what_the_link_points_to_is_looked_at(call, tmp_path) -> None:
+    write_hf(tmp_path / "run")
+    assert call("convert", tmp_path / "run", tmp_path / "link", "--to", "bcp", "--link").code == 0
+    data = tmp_path / "run" / "model.safetensors"
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(bcp.CheckpointCorruptError, match="wrong size") as caught:
+        assert_loads(tmp_path / "link", FOLLOW)
+    assert caught.value.kind == "truncated"
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(bcp.CheckpointNotFoundError, match="misses 1 of 1"):
+        assert_loads(tmp_path / "link", FOLLOW)
+
+
+def test_a_source_that_lacks_files_is_not_linked_to(call, tmp_path) -> None:
+    write_own(tmp_path / "run")
+    for path in (tmp_path / "run" / "data").iterdir():
+        path.unlink()
+    ended = call("convert", tmp_path / "run", tmp_path / "link", "--to", "bcp", "--link", "--json")
+    assert (ended.code, ended.json["error"]["kind"]) == (3, "missing_file")
+    assert not (tmp_path / "link").exists()
+
+
+def test_a_snapshot_of_the_hugging_face_cache(call, tmp_path) -> None:
+    """Its files are links into another folder of the cache."""
+    model = tmp_path / "models--a--b"
+    snapshot = model / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (model / "blobs").mkdir()
+    save_file(STATE, model / "blobs" / "beef")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/beef")
+    assert call("convert", snapshot, tmp_path / "link", "--to", "bcp", "--link").code == 0
+    assert_loads(tmp_path / "link", FOLLOW)
+    refused = call("convert", snapshot, snapshot, "--to", "bcp", "--link", "--json")
+    assert (refused.code, refused.json["error"]["kind"]) == (1, "path_escape")
+    assert not (snapshot / "manifest.bcp").exists()
+
+
+@pytest.mark.parametrize("place", ["run", "../run", "/a/../etc", "/a\0b", "\\\\host\\share", "C:/x"])
+def test_a_manifest_that_leads_nowhere_sensible_is_refused_before_any_look(tmp_path, place) -> None:
+    write_own(tmp_path / "run")
+    path = tmp_path / "run" / "manifest.bcp"
+    path.write_bytes(encode_manifest(replace(decode_manifest(path.read_bytes()), linked_to=place)))
+    with pytest.raises(bcp.UnsafeCheckpointError, match="link to another folder") as caught:
+        assert_loads(tmp_path / "run", FOLLOW)
+    assert caught.value.kind == "path_escape"
+
+
+def test_credentials_in_the_place_that_a_manifest_names_are_not_shown(call, tmp_path) -> None:
+    write_hf(tmp_path / "run")
+    path = tmp_path / "run" / "manifest.bcp"
+    assert call("convert", tmp_path / "run", tmp_path / "run", "--to", "bcp", "--link").code == 0
+    manifest = replace(decode_manifest(path.read_bytes()), linked_to="s3://user:s3cr3t@bucket/x")
+    path.write_bytes(encode_manifest(manifest))
+    ended = call("verify", tmp_path / "run")
+    assert ended.code == 1
+    assert "s3cr3t" not in ended.err + json.dumps(call("show", tmp_path / "run", "--json").json)
