@@ -23,7 +23,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, LoadReport, LocalInfo, RecoveredSave
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
 
 if TYPE_CHECKING:
     from bytecheckpoint.adapters.rng import RngState
@@ -45,6 +45,7 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "LocalInfo",
+    "NameMap",
     "RankLocal",
     "RecoveredSave",
     "RngState",

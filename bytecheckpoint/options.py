@@ -82,6 +82,26 @@ class SaveOptions:
         _check_positive("SaveOptions", "timeout_s", self.timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """Which tensors of a checkpoint are which of another framework, and what is needed to tell: see docs/name_maps.md.
+    Checked on creation, but for the map itself: a ValueError names the field, what it got and what it takes.
+    """
+
+    name: str | os.PathLike[str]
+    """`megatron-gpt-to-hf-llama`, or another of those that this library has; or the path of a map of your own, which is
+    applied in the direction that the names of the checkpoint ask for. It is kept as a str."""
+    options: Mapping[str, int | str] | tuple[tuple[str, int | str], ...] = ()
+    """Numbers that the checkpoint does not say, by name: `{"heads": 32}`. It is kept as a tuple of pairs."""
+    keep_unmapped: bool = False
+    """Tensors that the map does not know keep their names, instead of being an error."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _checked_map_name(self.name))
+        object.__setattr__(self, "options", _checked_map_options(self.options))
+        _check_bool("NameMap", "keep_unmapped", self.keep_unmapped)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
     """How to load. Checked on creation: a ValueError names the field, what it got and what it takes."""
@@ -111,8 +131,14 @@ class LoadOptions:
     For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
     A request to S3 is tried again for half of it.
     """
+    name_map: NameMap | str | os.PathLike[str] | None = None
+    """See the checkpoint as another framework would have saved it, in place: the name or path of a map, or a NameMap.
+    `key_map`, `include` and `exclude` get the names that come of it. All ranks give the same. It is kept as a NameMap.
+    """
 
     def __post_init__(self) -> None:
+        if self.name_map is not None and not isinstance(self.name_map, NameMap):
+            object.__setattr__(self, "name_map", NameMap(self.name_map))
         _check_bool("LoadOptions", "verify", self.verify)
         _check_choice("LoadOptions", "exchange", self.exchange, EXCHANGES)
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
@@ -142,6 +168,25 @@ def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...
         if not isinstance(rule[1], str) or rule[1] not in CODECS:
             raise ValueError(f"{name} takes {choices} for {rule[0]!r}, not {rule[1]!r}")
     return rules
+
+
+def _checked_map_name(value: object) -> str:
+    name = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(name, str) and name and "\0" not in name:
+        return name
+    raise ValueError(f"NameMap.name takes the name or the path of a map, not {value!r}")
+
+
+def _checked_map_options(value: object) -> tuple[tuple[str, int | str], ...]:
+    """The options in a form that nobody can change later."""
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, tuple) and all(map(_is_map_option, pairs)):
+        return pairs
+    raise ValueError(f"NameMap.options takes integers and texts by name, not {value!r}")
+
+
+def _is_map_option(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and type(pair[0]) is str and type(pair[1]) in {int, str}
 
 
 def _checked_folder(name: str, value: object) -> str | None:

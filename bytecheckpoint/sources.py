@@ -11,10 +11,12 @@ import msgspec
 from bytecheckpoint.agreement import check_same
 from bytecheckpoint.links import Files, files_of
 from bytecheckpoint.location import check_step
-from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.manifest import encode_manifest
+from bytecheckpoint.name_maps import Beside, mapped_manifest
+from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.reading import Source
-from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_bytes, open_above
+from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint, manifest_bytes, open_above
 from bytecheckpoint.storage.layout import parse_manifest
 from bytecheckpoint.storage.opening import is_remote
 
@@ -59,12 +61,13 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
         is_exchanged = wanted and ranks.num_ranks > 1
         # What is passed on is verified by who reads it, for those who want that.
         is_verified = is_exchanged and any(verify for _, verify in wishes)
-        content = manifest_bytes(found)
+        content = _manifest_bytes(found, options)
         told = _Told(found.levels, found.folder, found.path, found.manifest_path, content, is_exchanged, is_verified)
         return [msgspec.msgpack.encode(told)] * ranks.num_ranks
 
     store = open_above(asked.root, 0, opening)
-    payload = msgspec.msgpack.encode((f"{store} (step={asked.step})", options.verify))
+    through = f" through {options.name_map}" if options.name_map else ""
+    payload = msgspec.msgpack.encode((f"{store} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
     manifest = parse_manifest(told.manifest, path=told.manifest_path, whole=False)
     here = Files(open_above(asked.root, told.levels, opening) if told.levels else store, told.folder)
@@ -81,7 +84,16 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that one process looks into. Raises the same."""
     opening = Opening(asked.storage_options, options.timeout_s)
     found = find_checkpoint(asked.root, asked.step, opening)
-    manifest = parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=False)
+    manifest = parse_manifest(_manifest_bytes(found, options), path=found.manifest_path, whole=False)
     here = Files(found.store, found.folder)
     files = files_of(here, manifest, opening, follow_links=options.follow_links, path=found.path)
     return Source(*files, manifest, options, is_exchanged=False, path=found.path)
+
+
+def _manifest_bytes(found: Found, options: LoadOptions) -> bytes:
+    """The encoded manifest, under the names that the options ask for."""
+    content = manifest_bytes(found)
+    if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
+        return content
+    manifest = parse_manifest(content, path=found.manifest_path, whole=False)
+    return encode_manifest(mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map))

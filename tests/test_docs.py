@@ -21,8 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from training import mlp, same_module
+from two_llamas import GROUPS, HEADS, Llama, Megatron, llama_configuration, megatron_arguments, write_safetensors
 
 import bytecheckpoint as bcp
+from bytecheckpoint.planner.map_file import parse_map
 from bytecheckpoint.region import Region, find_tiling_fault
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +146,29 @@ def test_checkpoints_of_others_are_read_as_the_page_says(tmp_path: Path, monkeyp
     run(block, {"bcp": bcp, "model": model, "optimizer": optimizer})
 
 
+def test_checkpoints_are_seen_through_maps_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the small models of another test, under the names of the page."""
+    monkeypatch.chdir(tmp_path)
+    gpt, llama = Megatron(), Llama()
+    bcp.save("megatron/iter_0001000", {"model": gpt, "args": vars(megatron_arguments())})
+    write_safetensors(Path("Llama-3.1-8B"), llama, llama_configuration())
+    (block,) = blocks_of(ROOT / "docs" / "name_maps.md")
+    sizes = f'{{"heads": {HEADS}, "groups": {GROUPS}}}'
+    run(block.replace('{"heads": 32, "groups": 8}', sizes), {"bcp": bcp, "gpt": gpt, "llama": llama})
+
+
+def test_the_map_that_the_page_shows_is_one() -> None:
+    """It names every field that a map can have, but those that the page says are for few."""
+    page = (ROOT / "docs" / "name_maps.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    found = parse_map(text, "ours.toml")
+    assert (found.sides, len(found.rules), len(found.arounds)) == (("ours", "hf"), 3, 2)
+    for path in (Path(bcp.__path__[0]) / "maps").glob("*.toml"):
+        name_map = parse_map(path.read_text(), path.name)
+        names = [*name_map.options, path.stem, "-to-".join(reversed(name_map.sides))]
+        assert [name for name in names if f"`{name}`" not in page] == []
+
+
 def test_there_is_no_block_of_python_that_no_test_knows() -> None:
     numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
     assert numbers == {
@@ -154,6 +179,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "frameworks.md": 4,
         "local_stage.md": 1,
         "foreign.md": 1,
+        "name_maps.md": 1,
     }
 
 

@@ -24,6 +24,7 @@ PUBLIC_NAMES = {
     "LoadOptions",
     "LoadReport",
     "LocalInfo",
+    "NameMap",
     "RankLocal",
     "RecoveredSave",
     "RngState",

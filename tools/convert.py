@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.options import NameMap
+from bytecheckpoint.planner.map_options import parse_options
 
 from . import exit_codes
 from .arguments import options_for, with_link_option, with_output_options
@@ -31,6 +33,7 @@ Example:
   bcp convert s3://bucket/run llama-hf --to hf --dtype bfloat16
   bcp convert run/step_00001000 dcp-folder --to dcp
   bcp convert deepspeed-folder linked --to bcp --link
+  bcp convert megatron/iter_0001000 llama-hf --to hf --map megatron-gpt-to-hf-llama
 """
 
 
@@ -48,6 +51,13 @@ def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str
             ) from error
         rules.append((old, new))
     return rules
+
+
+def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, int | str]:
+    try:
+        return parse_options(texts)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx=ctx, param=param) from error
 
 
 @click.command(short_help="Write a checkpoint in another format.", epilog=_EXAMPLE)
@@ -84,6 +94,21 @@ def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str
     help="A pattern and a replacement for Python's re.sub, divided at the last =, as the rules of key_map in bcp.load: "
     "--rename '^model\\.=net.'. May be repeated; applied in order.",
 )
+@click.option(
+    "--map",
+    "map_name",
+    metavar="NAME|FILE",
+    help="Write it as another framework would have: megatron-gpt-to-hf-llama, hf-llama-to-megatron-gpt, or a file of "
+    "your own (docs/name_maps.md). The options above get the names that come of it.",
+)
+@click.option(
+    "--map-option",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_parse_map_options,
+    help="What the map needs and SRC does not say: --map-option heads=32. May be repeated.",
+)
+@click.option("--keep-unmapped", is_flag=True, help="With --map: keep tensors that it does not know, as they are.")
 @click.option("--keep-names", is_flag=True, help="With --to hf: drop no name that stands before all others.")
 @click.option(
     "--max-shard-size",
@@ -114,6 +139,9 @@ def convert(
     include: Sequence[str],
     exclude: Sequence[str],
     rename: Sequence[tuple[str, str]],
+    map_name: str | None,
+    map_option: Mapping[str, int | str],
+    keep_unmapped: bool,
     keep_names: bool,
     max_shard_size: int | None,
     memory: int,
@@ -128,6 +156,8 @@ def convert(
     has no place for is told. Under torchrun the ranks share the work.
     """
     _refuse_idle(to, link=link, keep_names=keep_names, max_shard_size=max_shard_size)
+    if map_name is None and (map_option or keep_unmapped):
+        raise click.UsageError("--map-option and --keep-unmapped are for --map")
     of_source, of_target = options_for((src, dst), storage_options)
     from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
     from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
@@ -144,6 +174,7 @@ def convert(
         overwrite=overwrite,
         is_link=link,
         follow_links=follow_links,
+        name_map=NameMap(map_name, map_option, keep_unmapped) if map_name else None,
     )
     return _run(request, as_json=as_json)
 
@@ -217,6 +248,7 @@ def _as_json(request: Request, result: Converted, seconds: float) -> dict[str, A
         "num_cast": result.num_cast,
         "aliases": [{"fqn": alias, "alias_of": fqn} for alias, fqn in result.aliases.items()],
         "dropped_prefix": result.dropped_prefix or None,
+        "name_map": None if result.sides is None else {"from": result.sides[0], "to": result.sides[1]},
         "left_out": [item._asdict() for item in result.left_out],
         "seconds": round(seconds, 6),
     }
@@ -230,6 +262,8 @@ def _print(result: Converted, seconds: float) -> None:
         f"{count_text(result.num_files, 'file')}, written in {seconds:.1f} s ({rate}/s)",
         style="bold",
     )
+    if result.sides:
+        screen.line(f"  names and shapes of {result.sides[1]}, from those of {result.sides[0]}")
     if result.num_cast:
         screen.line(f"  converted to another dtype: {count_text(result.num_cast, 'tensor')}")
     if result.dropped_prefix:

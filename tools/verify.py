@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify_checkpoint
 
@@ -123,7 +124,7 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
             f"{count_text(len(tensors), 'tensor')} hit",
             style="bold red",
         )
-    elif manifest.foreign_format:
+    elif manifest.foreign_format not in {"", OWN_FORMAT}:
         screen.line(
             f"{opened.path}: every file is there with its size, and every tensor lies in them, but there are no "
             f"checksums ({manifest.foreign_format}) to tell whether their bytes are as they were written",

@@ -19,6 +19,7 @@ from bytecheckpoint.conversion.dcp_target import plan_dcp
 from bytecheckpoint.conversion.elements import Elements
 from bytecheckpoint.conversion.hf_target import plan_hf
 from bytecheckpoint.conversion.linking import check_reachable, link_manifest, write_link
+from bytecheckpoint.conversion.mapping import view_of
 from bytecheckpoint.conversion.own_target import plan_own
 from bytecheckpoint.conversion.plain_trees import PlainData
 from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, select
@@ -29,7 +30,7 @@ from bytecheckpoint.conversion.torch_target import plan_torch
 from bytecheckpoint.errors import CheckpointSaveError, StorageError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.convert_plan import check_wanted
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, together
 from bytecheckpoint.reading import Source
@@ -71,6 +72,8 @@ class Request:
     is_link: bool
     """Write a manifest only."""
     follow_links: bool
+    name_map: NameMap | None = None
+    """Write it as another framework would have saved it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +92,15 @@ class Converted:
     dropped_prefix: str
     num_cast: int
     """Tensors of another dtype than in the source."""
+    sides: tuple[str, str] | None
+    """From which framework to which, by the name map."""
 
 
 class _Plan(NamedTuple):
     """What is to be done, on one rank."""
 
     source: Source
+    sides: tuple[str, str] | None
     selection: Selection
     place: Place
     standing: Standing
@@ -142,7 +148,8 @@ def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
         source = _open_source(request, ranks)
         place = place_of(request.target, request.wish.to, Opening(request.target_options))
         source_folder = join_name(str(source.store), source.folder)
-        manifest, selection = link_manifest(source.manifest, request.wish, source=source_folder, target=place.path)
+        view = view_of(source, request.name_map, is_state=True, in_place=True)
+        manifest, selection = link_manifest(view, request.wish, source=source_folder, target=place.path)
         num_bytes = 0
         if ranks.rank == COORDINATOR:
             look_at(place, "bcp", overwrite=request.overwrite, beside=True)
@@ -152,7 +159,7 @@ def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
     ranks.farewell()
     target = Target([], [], layout.MANIFEST_NAME, lambda _: b"")
-    plan = _Plan(source, selection, place, Standing(False, False, ()), target, manifest.save_id)
+    plan = _Plan(source, view.sides, selection, place, Standing(False, False, ()), target, manifest.save_id)
     return replace(_converted(plan), num_bytes=num_bytes)
 
 
@@ -175,9 +182,15 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
     """The same on every rank, because all see the same manifest and are told the same id."""
     wish, limits = request.wish, request.limits
     source = _open_source(request, ranks)
-    manifest = source.manifest
-    selection = select(manifest, wish)
-    check_wanted(selection.wanted, manifest)
+    view = view_of(source, request.name_map, is_state=wish.to == "bcp", in_place=False)
+    manifest = view.manifest
+    selection = select(manifest, wish, view.names_of_map)
+    selection = replace(
+        selection,
+        wanted=view.made_of_stored(selection.wanted),
+        left_out=[*view.left_out, *selection.left_out],
+    )
+    check_wanted(selection.wanted, source.manifest)
     plain = PlainData(manifest, selection, wish)
     place = place_of(request.target, wish.to, Opening(request.target_options))
     standing, save_id = _agreed(request, place, ranks)
@@ -191,7 +204,7 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
         target = plan_torch(manifest, selection, plain, name=place.name, num_ranks=num_ranks)
     else:
         target = plan_own(manifest, selection, plain, max_file_bytes=max_bytes, num_ranks=num_ranks, save_id=save_id)
-    return _Plan(source, selection, place, standing, target, save_id)
+    return _Plan(source, view.sides, selection, place, standing, target, save_id)
 
 
 def _agreed(request: Request, place: Place, ranks: Ranks) -> tuple[Standing, str]:
@@ -316,7 +329,8 @@ def _discard(plan: _Plan, rank: int) -> None:
 def _converted(plan: _Plan) -> Converted:
     manifest, selection, target = plan.source.manifest, plan.selection, plan.target
     sources = [tensor.pieces[0].fqn for tensor in selection.wanted if tensor.pieces]
-    dtypes = {fqn: manifest.describe(fqn)[0] for fqn in sources if fqn is not None}
+    # Where a link is made through a map, these are names that come of it.
+    dtypes = {fqn: manifest.describe(fqn)[0] for fqn in sources if fqn is not None and fqn in manifest.tensors}
     is_cast = [
         any(piece.fqn is not None and dtypes.get(piece.fqn, tensor.dtype) != tensor.dtype for piece in tensor.pieces)
         for tensor in selection.wanted
@@ -332,4 +346,5 @@ def _converted(plan: _Plan) -> Converted:
         left_out=[*selection.left_out, *target.left_out],
         dropped_prefix=selection.dropped_prefix,
         num_cast=sum(is_cast),
+        sides=plan.sides,
     )

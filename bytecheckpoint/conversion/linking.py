@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
+from bytecheckpoint.conversion.mapping import View
 from bytecheckpoint.conversion.plain_trees import PlainData
 from bytecheckpoint.conversion.selecting import Selection, Wish, select
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
@@ -16,7 +18,7 @@ from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
 
 
-def link_manifest(manifest: Manifest, wish: Wish, *, source: str, target: str) -> tuple[Manifest, Selection]:
+def link_manifest(view: View, wish: Wish, *, source: str, target: str) -> tuple[Manifest, Selection]:
     """The manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs as
     stores show them. What is left out stays where it is.
 
@@ -27,7 +29,9 @@ def link_manifest(manifest: Manifest, wish: Wish, *, source: str, target: str) -
             "a link copies no data, so it cannot have another dtype; nothing was written: leave out --dtype, or --link",
             kind="conflict",
         )
-    selection = select(manifest, wish)
+    manifest = view.manifest
+    selection = select(manifest, wish, None)
+    selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
     plain = PlainData(manifest, selection, wish)
     inside = _below(source, target)
     prefix = "" if inside is None else inside

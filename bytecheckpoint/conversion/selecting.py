@@ -79,14 +79,35 @@ class Selection:
     """Plain data of the checkpoint, decoded, all of it."""
 
 
-def select(manifest: Manifest, wish: Wish) -> Selection:
+class ModelNames(NamedTuple):
+    """What a name map says of the tensors that come of it."""
+
+    entries: Mapping[str, str]
+    """By FQN of each that is a model's: what stands before its name in the model, `model.` or nothing."""
+    kept: frozenset[str]
+    """Those that the map does not know, and that were asked for all the same."""
+
+    def entry(self, fqns: Sequence[str]) -> str:
+        """What stands before the model of which these are, the first where there are two."""
+        found = {self.entries[fqn] for fqn in fqns if fqn in self.entries}
+        known = ["", *(f"{name}." for name in _MODELS)]
+        return next((entry for entry in known if entry in found), min(found, default=""))
+
+    def not_of_model(self, fqns: Sequence[str]) -> dict[str, str]:
+        """What is no tensor of it, and why."""
+        entry = self.entry(fqns)
+        others = [fqn for fqn in fqns if self.entries.get(fqn) != entry and fqn not in self.kept]
+        return dict.fromkeys(others, "no part of the model, by the name map")
+
+
+def select(manifest: Manifest, wish: Wish, names_of_map: ModelNames | None) -> Selection:
     """Raises CheckpointMismatchError (conflict) where nothing is left, or two tensors would get one name."""
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     every = [*manifest.tensors, *manifest.aliases]
     taken = [fqn for fqn in every if wish.takes(fqn)]
     left_out = _totals(manifest, set(every) - set(taken), lambda _: "not chosen by include and exclude")
     if wish.to == "hf" and not wish.include:
-        why = _not_of_a_model(manifest, taken, trees)
+        why = names_of_map.not_of_model(taken) if names_of_map else _not_of_a_model(manifest, taken, trees)
         left_out += _totals(manifest, why, why.__getitem__)
         taken = [fqn for fqn in taken if fqn not in why]
     if not taken and every:
@@ -94,7 +115,9 @@ def select(manifest: Manifest, wish: Wish) -> Selection:
             f"none of the {len(every)} tensors is left to convert; nothing was written: widen include and exclude",
             kind="conflict",
         )
-    prefix = _common_entry(manifest, taken, trees) if wish.to == "hf" and not (wish.keep_names or wish.rename) else ""
+    prefix = ""
+    if wish.to == "hf" and not (wish.keep_names or wish.rename):
+        prefix = names_of_map.entry(taken) if names_of_map else _common_entry(manifest, taken, trees)
     rename = renamer(list(wish.rename), "")
     names = {fqn: rename(fqn).removeprefix(prefix) for fqn in taken}
     _refuse_equal(names)

@@ -1,0 +1,79 @@
+"""A conversion through a name map: the checkpoint as the other framework has it, for those who choose and name tensors,
+and from where the elements of these come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bytecheckpoint.conversion.selecting import LeftOut, ModelNames
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.manifest import Manifest, tensor_record
+from bytecheckpoint.mapped_objects import mapped_objects
+from bytecheckpoint.name_maps import Beside, as_mapped, as_state, map_checkpoint
+from bytecheckpoint.options import NameMap
+from bytecheckpoint.planner.convert_plan import Piece, Wanted
+from bytecheckpoint.reading import Source
+from bytecheckpoint.region import whole
+
+
+class View(NamedTuple):
+    """A checkpoint as a conversion looks at it."""
+
+    manifest: Manifest
+    """Without chunks where a map stands between it and the checkpoint."""
+    pieces: Mapping[str, Sequence[Piece]] | None = None
+    """Of each of its tensors, by the FQN there; None where these are the stored tensors."""
+    names_of_map: ModelNames | None = None
+    left_out: Sequence[LeftOut] = ()
+    """By the map."""
+    sides: tuple[str, str] | None = None
+    """From which framework to which."""
+
+    def made_of_stored(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Tensors that are made of those of the view, each of one whole, made of those of the checkpoint."""
+        if self.pieces is None:
+            return list(wanted)
+        return [tensor._replace(pieces=self._pieces(tensor)) for tensor in wanted]
+
+    def _pieces(self, tensor: Wanted) -> Sequence[Piece]:
+        pieces = self.pieces or {}
+        return [found for piece in tensor.pieces if piece.fqn is not None for found in pieces[piece.fqn]]
+
+
+def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> View:
+    """`is_state` asks for names as a state of this library has them; `in_place` has the tensors of the view lie in the
+    files of the checkpoint.
+
+    Raises what `map_checkpoint` and `mapped_objects` raise, and `relink`, where it is in place.
+    """
+    if name_map is None:
+        return View(source.manifest)
+    manifest = source.manifest
+    mapped = map_checkpoint(manifest, Beside(source.store, source.folder), name_map)
+    objects, dropped_objects = mapped_objects(manifest, mapped)
+    mapped = as_state(mapped, objects) if is_state else mapped
+    left_out = [_dropped(manifest, fqn) for fqn in mapped.dropped]
+    left_out += [LeftOut(fqn, 0, 0, _WHY) for fqn in dropped_objects]
+    if in_place:
+        return View(as_mapped(manifest, mapped, objects), left_out=left_out, sides=mapped.sides)
+    tensors = {tensor.fqn: tensor_record(tensor.dtype, tensor.shape, ()) for tensor in mapped.tensors}
+    return View(
+        replace(manifest, tensors=tensors, aliases=mapped.aliases, objects=objects),
+        {tensor.fqn: tensor.pieces for tensor in mapped.tensors},
+        ModelNames(mapped.in_model, frozenset(mapped.kept)),
+        left_out,
+        mapped.sides,
+    )
+
+
+_WHY = "left out by the name map"
+
+
+def _dropped(manifest: Manifest, fqn: str) -> LeftOut:
+    if fqn in manifest.aliases:
+        return LeftOut(fqn, 0, 0, _WHY)
+    dtype, shape = manifest.describe(fqn)
+    return LeftOut(fqn, 1, whole(shape).numel * itemsize(dtype), _WHY)

@@ -1,0 +1,129 @@
+"""Plain data of a checkpoint that is seen through a name map: without what names tensors that have other names now, and
+with optimizers that know their parameters by the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from bytecheckpoint.adapters.parameter_names import MODEL
+from bytecheckpoint.adapters.plain_data import (
+    TensorRef,
+    decode_plain,
+    encode_plain,
+    join_fqn,
+    keep_in_tree,
+)
+from bytecheckpoint.adapters.stored_optimizer import BY_POSITION, is_optimizer_tree
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.planner.name_map_plan import Mapped
+
+_GONE = object()
+
+
+def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes], list[str]]:
+    """The plain data as the other framework has it, and the FQNs of what the map says is left out.
+
+    Raises CheckpointMismatchError (conflict) where an optimizer cannot be told in the new names.
+    """
+    walk = _Walk(manifest, mapped)
+    objects: dict[str, bytes] = {}
+    for fqn, data in manifest.objects.items():
+        tree = decode_plain(data)
+        left = walk.left(tree, fqn)
+        if left is tree:
+            objects[fqn] = data
+        elif left is not _GONE:
+            objects[fqn] = encode_plain(left, fqn, keep_in_tree)
+    return objects, walk.dropped
+
+
+class _Walk:
+    """Through the plain data of a checkpoint."""
+
+    def __init__(self, manifest: Manifest, mapped: Mapped) -> None:
+        self._manifest = manifest
+        self._mapped = mapped
+        self._gone = mapped.sources.union(mapped.dropped)
+        self.dropped: list[str] = []
+
+    def left(self, tree: Any, fqn: str) -> Any:
+        """What is left of a tree; the same object where that is all of it."""
+        if isinstance(tree, TensorRef):
+            return _GONE if tree.fqn in self._gone else tree
+        if any(fnmatchcase(fqn, glob) for glob in self._mapped.drop):
+            self.dropped.append(fqn)
+            return _GONE
+        if is_optimizer_tree(tree) and BY_POSITION not in tree:
+            return self._optimizer(tree, fqn)
+        if not isinstance(tree, dict):
+            return tree
+        items = {key: self.left(item, join_fqn(fqn, key)) for key, item in tree.items()}
+        if all(items[key] is item for key, item in tree.items()):
+            return tree
+        left = {key: item for key, item in items.items() if item is not _GONE}
+        return type(tree)(left) if left else _GONE
+
+    def _optimizer(self, tree: Mapping[str, Any], fqn: str) -> Mapping[str, Any]:
+        """An optimizer, as docs/format.md has it, with its parameters under their new names."""
+        outside = tree.get("outside_model", ())
+        parameters = [name for group in tree["groups"].values() for name in group["params"]]
+        new = {name: self._parameters(name, is_in_model=name not in outside) for name in [*parameters, *tree["state"]]}
+        if all(names == (name,) for name, names in new.items()):
+            return tree
+        groups: dict[str, Any] = {}
+        owners: dict[str, str] = {}
+        for first, group in tree["groups"].items():
+            params = dict.fromkeys(name for old in group["params"] for name in new[old])
+            self._refuse_divided(fqn, params, owners, first)
+            groups[next(iter(params), first)] = {**group, "params": params}
+        renamed = {**tree, "groups": groups, "state": self._state(tree["state"], new, fqn)}
+        if outside:
+            renamed["outside_model"] = dict.fromkeys(name for old in outside for name in new.get(old, (old,)))
+        if "elsewhere" in tree:
+            pairs = ((self._translated(other), new[name]) for other, name in tree["elsewhere"].items())
+            renamed["elsewhere"] = {
+                other: name for others, names in pairs for other, name in zip(others, names, strict=False)
+            }
+        return renamed
+
+    def _parameters(self, name: str, *, is_in_model: bool) -> tuple[str, ...]:
+        """The new names of a parameter; its own where the map does not know it."""
+        in_model = join_fqn(MODEL, name)
+        if is_in_model and (in_model in self._manifest.tensors or in_model in self._manifest.aliases):
+            return tuple(each.removeprefix(f"{MODEL}.") for each in self._translated(in_model))
+        return self._translated(name)
+
+    def _translated(self, fqn: str) -> tuple[str, ...]:
+        return self._mapped.translation.translate(fqn) or (fqn,)
+
+    def _state(self, state: Mapping[str, Any], new: Mapping[str, tuple[str, ...]], fqn: str) -> dict[str, Any]:
+        """What is no tensor, by new names. Parameters that become one must have it alike."""
+        found: dict[str, Any] = {}
+        for old, values in state.items():
+            for name in new[old]:
+                if name in found and encode_plain(found[name], "", keep_in_tree) != encode_plain(
+                    values, "", keep_in_tree
+                ):
+                    raise _no_optimizer(
+                        fqn, f"the state of {old!r:.200} differs from that of others that {name!r:.200} is"
+                    )
+                found[name] = values
+        return found
+
+    def _refuse_divided(self, fqn: str, params: Iterable[str], owners: dict[str, str], group: str) -> None:
+        """Refuses groups of which two would have one parameter."""
+        for name in params:
+            if owners.setdefault(name, group) != group:
+                raise _no_optimizer(fqn, f"two of its groups have parts of {name!r:.200}")
+
+
+def _no_optimizer(fqn: str, why: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the optimizer {fqn!r:.200} cannot be seen through the name map: {why}; nothing was loaded or written: load "
+        "it without a map, or save the model without it",
+        kind="conflict",
+    )
