@@ -28,6 +28,7 @@ class _Kind(NamedTuple):
 _OSS = _Kind({"model": "model", "optimizer": "optimizer"}, "extra_state")
 _ACCELERATE = _Kind({"pytorch_model_fsdp_0": "", "optimizer_0": ""}, "")
 _EXTRA_FILE = re.compile(r"\Aextra_state_rank_(\d{1,9})\.pt\Z")
+_STEP = re.compile(r"(?:\A|/)(?:global_step_|checkpoint-)(\d{1,18})\Z")
 _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
 
@@ -52,6 +53,8 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
     UnsafeCheckpointError.
     """
     parts = Parts(join_name(str(store), folder))
+    step = _STEP.search(parts.path)
+    parts.step = int(step[1]) if step else None
     kind = _kind_of(listing) or _OSS
     root: dict[Any, Any] = {}
     for inside in _present(kind, listing):

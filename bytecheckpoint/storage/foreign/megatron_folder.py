@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from itertools import product, starmap
 from typing import Any
 
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.storage.foreign.file_bytes import damaged
 from bytecheckpoint.storage.foreign.megatron_model import MODEL_KEY, Model, Rank, RankFile
 from bytecheckpoint.storage.foreign.megatron_values import find_megatron_value
 from bytecheckpoint.storage.foreign.parts import Parts
+from bytecheckpoint.storage.foreign.plain_values import TensorRef
 from bytecheckpoint.storage.foreign.saved_files import Saved, missing_file, open_saved, translated
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
@@ -75,6 +77,13 @@ def _arrange(opened: list[tuple[str, Saved, str]], parts: Parts) -> tuple[dict[R
         if len(rest) == 1 and not has_stages and _size(settings, "expert_model_parallel_size") > 1:
             rest = [0, *rest]
         rank = Rank(tp, *[*rest, 0, 0][:2])
+        if rank in files:
+            what = f"has {files[rank].folder!r} and {name!r}, which are of one rank"
+            raise CheckpointMismatchError(
+                f"{parts.path} {what}; nothing was loaded: remove the one that is older",
+                kind="conflict",
+                path=parts.path,
+            )
         files[rank] = RankFile(rank, name, saved)
         left_out = left_out or other or (_OPTIMIZER if saved.value.get(_OPTIMIZER) else "")
     _refuse_missing_ranks(files, settings, parts.path)
@@ -91,7 +100,8 @@ def _refuse_missing_ranks(files: Mapping[Rank, RankFile], settings: Mapping[str,
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
     said = [_size(settings, name) for name in names]
     sizes = [max(size, 1 + max(numbers)) for size, numbers in zip(said, zip(*files, strict=True), strict=True)]
-    for rank in starmap(Rank, product(*map(range, sizes))):
+    few = [min(size, len(files) + 1) for size in sizes]  # of more, one of these is missing as well
+    for rank in starmap(Rank, product(*map(range, few))):
         if rank not in files:
             have = f"there are {len(files)} folders like {next(iter(files.values())).folder}"
             what = f"tensor rank {rank.tp}, pipeline rank {rank.pp}, expert rank {rank.ep}"
@@ -115,8 +125,8 @@ def _read(files: Mapping[Rank, RankFile], parts: Parts) -> None:
         for key, value in file.value.items():
             if MODEL_KEY.match(str(key)) or key == _OPTIMIZER:
                 continue
-            if file is first:
-                parts.trees[str(key)] = file.saved.plain(parts, value, str(key))
-            elif key in _OF_RANK:
-                fqn = f"{file.folder}.{key}"
-                parts.trees[fqn] = file.saved.plain(parts, value, fqn)
+            if file is first or key in _OF_RANK:
+                fqn = str(key) if file is first else f"{file.folder}.{key}"
+                tree = file.saved.plain(parts, value, fqn)
+                if not isinstance(tree, TensorRef):
+                    parts.trees[fqn] = tree

@@ -18,8 +18,8 @@ _ROWS, _COLUMNS, _GATED, _SAME = "rows", "columns", "gated", "same"
 
 _RULES = (
     (_GATED, r"(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*"),
-    (_COLUMNS, r"(linear_proj|linear_fc2|dense_4h_to_h|attention\.dense)\.weight\d*"),
-    (_SAME, r"(linear_proj|linear_fc2|dense_4h_to_h|attention\.dense)\.bias\d*"),
+    (_COLUMNS, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.weight\d*"),
+    (_SAME, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.bias\d*"),
     (_ROWS, r"(word_embeddings|word_embeddings_for_head|output_layer|linear_qkv|query_key_value)\.(weight|bias)"),
     (_ROWS, r"(linear_q|linear_kv|query|key_value)\.(weight|bias)"),
     (_SAME, r"(\w*layer_?norm\d?|\w*_norm|norm)\.(weight|bias)"),
