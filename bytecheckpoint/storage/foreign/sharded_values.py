@@ -19,10 +19,10 @@ _MODULES = (
     "torch.distributed._shard.",
     "torch.distributed._tensor.",
     "torch.distributed.tensor.",
-    "torch.distributed._mesh_layout",
-    "torch.distributed._pycute",
-    "torch.distributed.device_mesh",
-    "torch.distributed.remote_device",
+    "torch.distributed._mesh_layout.",
+    "torch.distributed._pycute.",
+    "torch.distributed.device_mesh.",
+    "torch.distributed.remote_device.",
 )
 _SHARDED_TENSOR, _DTENSOR = "ShardedTensor", "DTensor"
 _SHARD, _STRIDED, _WHOLE = "Shard", "_StridedShard", "Replicate"
@@ -51,7 +51,7 @@ class _Class:
 
 def find_sharded_value(module: str, name: str) -> Any:
     """What stands for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
-    if module.startswith(_MODULES):
+    if f"{module}.".startswith(_MODULES):
         return _Class(f"{module}.{name}")
     found = _VALUES.get(f"{module}.{name}")
     return find_value(module, name) if found is None else found
