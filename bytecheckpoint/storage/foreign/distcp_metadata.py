@@ -30,6 +30,13 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
             )
         ),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
+        # plans of the ranks, which Megatron keeps there
+        "torch.distributed.checkpoint.filesystem._StoragePrefix",
+        "torch.distributed.checkpoint.planner.SavePlan",
+        "torch.distributed.checkpoint.planner.WriteItem",
+        "torch.distributed.checkpoint.planner.WriteItemType",
+        "torch.distributed.checkpoint.planner.TensorWriteData",
+        "torch.distributed.checkpoint.planner.BytesIOWriteData",
         "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
         "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
         # torch up to 2.2
