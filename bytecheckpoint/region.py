@@ -59,6 +59,13 @@ def relative(region: Region, to: Region) -> Region:
     return Region(tuple(map(int.__sub__, region.offsets, to.offsets)), region.lengths)
 
 
+def shifted(region: Region, offsets: Sequence[int]) -> Region:
+    """The region in the coordinates of what it is a part of, where that begins at these offsets: the inverse of
+    `relative`.
+    """
+    return Region(tuple(map(int.__add__, region.offsets, offsets)), region.lengths)
+
+
 def split_flat_range(shape: Sequence[int], start: int, length: int) -> list[Region]:
     """Regions that, one after the other, are elements `start` to `start + length` of the row-major flat tensor.
 

@@ -105,7 +105,7 @@ def _find(store: Store) -> list[Listed]:
 def _look_into(store: Store, folder: str) -> Listed | None:
     listing = store.list(folder)
     path, step = join_name(str(store), folder), layout.parse_step(folder)
-    foreign = None if layout.has_manifest(listing) else find_folder(folder, listing)
+    foreign = None if layout.has_manifest(listing) else find_folder(store, folder, listing)
     if layout.has_manifest(listing) or foreign:
         return _read(Found(store, 0, folder, foreign), step)
     data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in listing else {}

@@ -95,7 +95,7 @@ def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None,
         place = find_step(store, step, listing)
         return None if place is None else Found(store, 0, place.folder, place)
     if listing:
-        place = find_folder("", listing) or (find_step(store, None, listing) if step == "latest" else None)
+        place = find_folder(store, "", listing) or (find_step(store, None, listing) if step == "latest" else None)
         return None if place is None else _in_hub(Found(store, 0, place.folder, place), path, opening)
     parent, name = split_path(path)
     if not name:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.manifest import Chunk
-from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged, not_readable
-from bytecheckpoint.storage.foreign.flat_ranges import Buffer, chunks_of_runs, divided_runs
+from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable
+from bytecheckpoint.storage.foreign.flat_ranges import chunks_of_runs, divided_runs
 from bytecheckpoint.storage.foreign.parts import Parts, plain_tree
 from bytecheckpoint.storage.foreign.pickled_values import Call, StoredView, find_value, instances
-from bytecheckpoint.storage.foreign.torch_file import TorchArchive, chunks_of, unpickle
+from bytecheckpoint.storage.foreign.saved_files import Saved, missing_file, open_saved, translated
 from bytecheckpoint.storage.foreign.universal_folder import UNIVERSAL_FOLDER, read_universal
 from bytecheckpoint.storage.foreign.zero_state import Result, ZeroState, lengths_of, read_zero_state
 from bytecheckpoint.storage.names import join_name
@@ -29,6 +27,7 @@ _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z
 _OPTIMIZER = re.compile(r"\A(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
 _OTHER = re.compile(r"\A(?:layer_\d+.*-model_\d+.*|layer_\d+_expert_.*|expp_rank_.*)_states\.pt\Z")
 
+_WRITER = "DeepSpeed"
 _LOADED = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LEFT = ("optimizer", "ds_config", "universal_checkpoint_info", "checkpoint_parallel_dimensions", "autotp_uc_info")
@@ -45,30 +44,6 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
         "deepspeed.runtime.zero.config.ZeroStageEnum": Call(lambda stage: stage),
     }
 )
-
-
-class Saved(NamedTuple):
-    """A file of a rank."""
-
-    archive: TorchArchive
-    file: int
-    path: str
-    value: Any
-
-    def buffer(self, view: Any, what: str) -> tuple[Buffer, str]:
-        """A flat tensor of it, and its dtype. Raises CheckpointCorruptError (bad_manifest) where it is none."""
-        if not isinstance(view, StoredView) or len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
-            raise damaged(self.path, f"{what} is no flat tensor")
-        start, num_bytes = self.archive.storage(view.storage)
-        item_bytes = itemsize(view.dtype)
-        if (view.item_offset + view.shape[0]) * item_bytes > num_bytes:
-            raise damaged(self.path, f"{what} reaches out of its storage")
-        return Buffer(self.file, start + view.item_offset * item_bytes, view.shape[0]), view.dtype
-
-    def chunks(self, view: StoredView, fqn: str) -> list[Chunk]:
-        """Of a whole tensor in it."""
-        start, num_bytes = self.archive.storage(view.storage)
-        return chunks_of(view, fqn, file=self.file, byte_offset=start, byte_length=num_bytes, path=self.path)
 
 
 def is_folder(names: set[str]) -> bool:
@@ -89,27 +64,18 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
     reader = _Reader(store, folder, listing, parts)
     model_files = [reader.open(name) for name in models]
     if not model_files:
-        raise _missing(parts.path, "has optimizer states and no model states")
+        raise missing_file(parts.path, "has optimizer states and no model states")
     state = None
     if UNIVERSAL_FOLDER in listing and listing[UNIVERSAL_FOLDER] is None:
         found = (reader.open_sized, store, folder, model_files[0], Result(parts))
-        state = _translated(model_files[0].path, read_universal, *found)
+        state = translated(model_files[0].path, _WRITER, read_universal, *found)
     elif optimizers:
         optimizer_files = [reader.open(name) for name in optimizers]
-        state = _translated(optimizer_files[0].path, read_zero_state, model_files, optimizer_files, Result(parts))
-    _translated(model_files[0].path, reader.add_frozen, model_files)
-    _translated(model_files[0].path, reader.add_model, model_files[0], state)
+        found_files = (model_files, optimizer_files, Result(parts))
+        state = translated(optimizer_files[0].path, _WRITER, read_zero_state, *found_files)
+    translated(model_files[0].path, _WRITER, reader.add_frozen, model_files)
+    translated(model_files[0].path, _WRITER, reader.add_model, model_files[0], state)
     return parts
-
-
-def _translated(path: str, function: Any, *args: Any) -> Any:
-    """What a function gives, whose stumbling over values of another kind becomes an error about the file."""
-    try:
-        return function(*args)
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise damaged(path, f"it is not what DeepSpeed writes: {type(error).__name__}: {error}") from error
 
 
 def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
@@ -126,16 +92,8 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
         found[rank] = name
     missing = sorted(set(range(len(found))) - set(found))
     if missing:
-        raise _missing(path, f"has no file of rank {missing[0]} like {found[max(found)]!r}")
+        raise missing_file(path, f"has no file of rank {missing[0]} like {found[max(found)]!r}")
     return [found[rank] for rank in sorted(found)]
-
-
-def _missing(path: str, what: str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"{path} {what}; nothing was loaded: restore the files of all ranks, or take another checkpoint",
-        kind="missing_file",
-        path=path,
-    )
 
 
 class _Reader:
@@ -156,10 +114,7 @@ class _Reader:
 
     def open_sized(self, name: str, num_bytes: int) -> Saved:
         """A file at or below the folder."""
-        file = FileBytes(self._store, join_name(self._folder, name), num_bytes)
-        archive = TorchArchive(file, 0, num_bytes)
-        value = unpickle(archive.pickle, file.path, _find_class)
-        return Saved(archive, self._parts.add_file(name, num_bytes), file.path, value)
+        return open_saved(self._store, self._folder, name, num_bytes, parts=self._parts, find_global=_find_class)
 
     def add_frozen(self, models: list[Saved]) -> None:
         """Parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""

@@ -30,10 +30,26 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
             )
         ),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
+        # plans of the ranks, which Megatron keeps there
+        "torch.distributed.checkpoint.filesystem._StoragePrefix",
+        "torch.distributed.checkpoint.planner.SavePlan",
+        "torch.distributed.checkpoint.planner.WriteItem",
+        "torch.distributed.checkpoint.planner.WriteItemType",
+        "torch.distributed.checkpoint.planner.TensorWriteData",
+        "torch.distributed.checkpoint.planner.BytesIOWriteData",
         "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
         "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+        # torch up to 2.2
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        # the open-source ByteCheckpoint, whose package has this library's name
+        "bytecheckpoint.checkpointer.meta_type.Metadata",
+        "bytecheckpoint.checkpointer.meta_type._StorageInfo",
     )
 )
+
+_Place = tuple[str, tuple[int, ...] | None]
+"""A name, and where a chunk begins in the tensor."""
 
 
 class Item(NamedTuple):
@@ -42,6 +58,9 @@ class Item(NamedTuple):
     file: str
     byte_offset: int
     byte_length: int
+    tensor: bytes | None = None
+    """The pickle of a tensor whose storage alone is in the file, as the open-source ByteCheckpoint writes it; None for
+    an archive of torch.save."""
 
 
 class StoredChunk(NamedTuple):
@@ -89,7 +108,8 @@ def _find_class(module: str, name: str) -> Any:
 
 def _parse(found: Any, path: str) -> Metadata:
     fields = dict(_fields(found, "Metadata", "MCoreMetadata"))
-    items = _items(fields.pop("storage_data", None), path)
+    tensors_of = {_place(index): content for index, content in (fields.pop("all_tensor_metadata", None) or {}).items()}
+    items = _items(fields.pop("storage_data", None), tensors_of, path)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Item] = {}
     for fqn, description in fields.pop("state_dict_metadata").items():
@@ -122,7 +142,13 @@ def _chunks(chunks: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         yield _lengths(fields["offsets"]), _lengths(fields["sizes"])
 
 
-def _items(storage_data: Any, path: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+def _place(index: Any) -> _Place:
+    fields = _fields(index, "MetadataIndex")
+    offset = fields.get("offset")
+    return fields["fqn"], None if offset is None else _lengths(offset)
+
+
+def _items(storage_data: Any, tensors: Mapping[_Place, Any], path: str) -> dict[_Place, Item]:
     items = {}
     for index, info in storage_data.items():
         of_index, of_info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -130,19 +156,20 @@ def _items(storage_data: Any, path: str) -> dict[tuple[str, tuple[int, ...] | No
             how = ", ".join(map(str, of_info["transform_descriptors"]))
             advice = "load it with torch.distributed.checkpoint, and save it without extensions"
             raise not_readable(path, f"{of_index['fqn']!r:.200} was changed on its way to the file ({how:.80})", advice)
-        offset = of_index.get("offset")
-        place = of_index["fqn"], None if offset is None else _lengths(offset)
+        place = _place(index)
+        tensor = tensors.get(place)
         numbers = of_info["offset"], of_info["length"]
         if (
             not all(type(number) is int and number >= 0 for number in numbers)
             or type(of_info["relative_path"]) is not str
+            or not (tensor is None or type(tensor) is bytes)
         ):
             raise PickleError(f"the place of {of_index['fqn']!r:.200} is none")
-        items[place] = Item(of_info["relative_path"], *numbers)
+        items[place] = Item(of_info["relative_path"], *numbers, tensor)
     return items
 
 
-def _taken(items: dict[tuple[str, tuple[int, ...] | None], Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
+def _taken(items: Mapping[_Place, Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
     item = items.get((fqn, offset))
     if item is None and offset is not None:
         item = items.get((fqn, None))

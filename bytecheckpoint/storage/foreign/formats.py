@@ -9,21 +9,40 @@ from typing import Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.storage.foreign import deepspeed_folder, distcp_folder, safetensors_files, torch_file
+from bytecheckpoint.storage.foreign import (
+    deepspeed_folder,
+    distcp_folder,
+    folder_groups,
+    megatron_common,
+    megatron_folder,
+    rank_files,
+    safetensors_files,
+    torch_file,
+)
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged
 from bytecheckpoint.storage.foreign.parts import Parts
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
 
-Format = Literal["safetensors", "torch.save", "torch.distributed.checkpoint", "deepspeed"]
+Format = Literal[
+    "safetensors",
+    "torch.save",
+    "torch.save of ranks",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint folders",
+    "deepspeed",
+    "megatron",
+]
 
 _TORCH_SOLE = "pytorch_model.bin"
 _HEAD_BYTES = 16
 _DEEPSPEED_LATEST, _MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
 _MAX_POINTER_BYTES = 1024
 _MEGATRON_STEP = "iter_{:07d}"
-_STEP_FOLDERS = ("global_step{}", _MEGATRON_STEP, "checkpoint-{}")
-"""Of DeepSpeed, Megatron and the Trainer of transformers."""
+_NUMBERED = (_MEGATRON_STEP, "global_step_{}")
+"""Of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
+_STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}")
+"""Of DeepSpeed, these and the Trainer of transformers."""
 
 
 class Place(NamedTuple):
@@ -36,17 +55,23 @@ class Place(NamedTuple):
     format: Format
 
 
-def find_folder(folder: str, listing: Mapping[str, int | None]) -> Place | None:
+def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Place | None:
     """The checkpoint that a folder with this listing is, if any."""
     files = {name for name, num_bytes in listing.items() if num_bytes is not None}
-    if distcp_folder.METADATA_NAME in files:
+    if distcp_folder.METADATA_NAME in files or megatron_common.read_backend(store, folder, listing):
         return Place(folder, "", "torch.distributed.checkpoint")
     if deepspeed_folder.is_folder(files):
         return Place(folder, "", "deepspeed")
+    if megatron_folder.is_folder(listing):
+        return Place(folder, "", "megatron")
+    if folder_groups.is_folder(store, folder, listing):
+        return Place(folder, "", "torch.distributed.checkpoint folders")
     if any(name.endswith(safetensors_files.SUFFIX) for name in files):
         return Place(folder, "", "safetensors")
     if _TORCH_SOLE in files:
         return Place(folder, _TORCH_SOLE, "torch.save")
+    if rank_files.is_folder(files):
+        return Place(folder, "", "torch.save of ranks")
     return None
 
 
@@ -54,7 +79,7 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
     """The checkpoint of a step in the root with this listing, if any: None is the one to which a file there points."""
     names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
     for name in (name for name in names if listing.get(name, 0) is None):
-        place = find_folder(name, store.list(name))
+        place = find_folder(store, name, store.list(name))
         if place is not None:
             return place
     return None
@@ -69,7 +94,7 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
             text = FileBytes(store, pointer, num_bytes).read(0, num_bytes).decode("utf-8", "replace").strip()
             is_number = pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal()
             if is_number:
-                names.append(_MEGATRON_STEP.format(int(text)))
+                names += [form.format(int(text)) for form in _NUMBERED]
             elif text in listing:  # else it names nothing here: it is no path to follow
                 names.append(text)
     return names
@@ -110,7 +135,13 @@ def _read(store: Store, place: Place) -> Parts:
     folder, name, kind = place
     listing = store.list(folder)
     if kind == "torch.distributed.checkpoint":
-        return distcp_folder.read_folder(store, folder)
+        return distcp_folder.read_folder(store, folder, listing)
+    if kind == "torch.distributed.checkpoint folders":
+        return folder_groups.read_folder(store, folder, listing)
+    if kind == "megatron":
+        return megatron_folder.read_folder(store, folder, listing)
+    if kind == "torch.save of ranks":
+        return rank_files.read_folder(store, folder, listing)
     if kind == "deepspeed":
         return deepspeed_folder.read_folder(store, folder, listing)
     if kind == "torch.save":

@@ -76,8 +76,11 @@ class Instance:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its attributes; none where its state is something else."""
-        return self.state if isinstance(self.state, dict) else {}
+        """Its attributes, those in slots as well; none where its state is something else."""
+        state = self.state
+        if type(state) is tuple and len(state) == 2 and isinstance(state[1], dict) and not state[0]:
+            state = state[1]
+        return state if isinstance(state, dict) else {}
 
 
 class ByteStream:

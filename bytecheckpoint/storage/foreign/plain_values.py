@@ -33,6 +33,10 @@ class DtypeName(NamedTuple):
 
     name: str
 
+    def __repr__(self) -> str:
+        """As torch's own, because keys become texts."""
+        return f"torch.{self.name}"
+
 
 class Size(NamedTuple):
     """Stands for a torch.Size."""

@@ -57,6 +57,11 @@ class TorchArchive:
         """Where the checksum of a storage stands before it, from the start of the archive."""
         return self._zip.checksum_offset(f"{self._folder}data/{ref.key}")
 
+    def checksum(self, ref: StorageRef) -> int | None:
+        """That of a storage's bytes; None where the archive has no such member."""
+        member = self._zip.members.get(f"{self._folder}data/{ref.key}")
+        return None if member is None else member.checksum
+
     def storage(self, ref: StorageRef) -> tuple[int, int]:
         """Where in the file a storage begins, and its length in bytes."""
         name = f"{self._folder}data/{ref.key}"

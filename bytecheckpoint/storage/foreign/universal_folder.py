@@ -17,7 +17,7 @@ from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
 
 if TYPE_CHECKING:
-    from bytecheckpoint.storage.foreign.deepspeed_folder import Saved
+    from bytecheckpoint.storage.foreign.saved_files import Saved
 
 UNIVERSAL_FOLDER = "zero"
 _WEIGHTS, _SUFFIX, _OPTIMIZER = "fp32.pt", ".pt", "optimizer_state.pt"

@@ -23,8 +23,8 @@ from bytecheckpoint.storage.foreign.pickled_values import StoredView
 from bytecheckpoint.storage.foreign.plain_values import Size
 
 if TYPE_CHECKING:
-    from bytecheckpoint.storage.foreign.deepspeed_folder import Saved
     from bytecheckpoint.storage.foreign.parts import Parts
+    from bytecheckpoint.storage.foreign.saved_files import Saved
 
 _ALIGNMENT = 2
 """Elements to which DeepSpeed aligns the part of each rank."""

@@ -32,6 +32,8 @@ class Member(NamedTuple):
     byte_length: int
     limit: int
     """Where the next member, or the directory, begins."""
+    checksum: int
+    """The CRC-32 of its bytes, as their writer says."""
 
 
 class _Directory(NamedTuple):
@@ -87,25 +89,25 @@ class ZipArchive:
     def _read_members(self) -> dict[str, Member]:
         directory = self._find_directory()
         content = self._read(directory.byte_offset, directory.byte_length)
-        found: dict[str, tuple[int, int]] = {}
+        found: dict[str, tuple[int, int, int]] = {}
         position = 0
         for _ in range(directory.num_entries):
             if position + _ENTRY.size > len(content):
                 self.file.damaged(f"its directory ends before the last of its {directory.num_entries} members")
-            name, header_offset, byte_length, position = self._read_entry(content, position)
+            name, where, position = self._read_entry(content, position)
             if name in found:
                 self.file.damaged(f"it has two members named {name!r:.200}")
-            found[name] = header_offset, byte_length
+            found[name] = where
         return self._with_limits(found, directory.byte_offset)
 
-    def _with_limits(self, found: dict[str, tuple[int, int]], directory_offset: int) -> dict[str, Member]:
+    def _with_limits(self, found: dict[str, tuple[int, int, int]], directory_offset: int) -> dict[str, Member]:
         in_order = sorted(found.items(), key=lambda item: item[1])
-        limits = [header_offset for _, (header_offset, _) in in_order[1:]] + [directory_offset]
+        limits = [header_offset for _, (header_offset, *_) in in_order[1:]] + [directory_offset]
         members = {}
-        for (name, (header_offset, byte_length)), limit in zip(in_order, limits, strict=True):
+        for (name, (header_offset, byte_length, checksum)), limit in zip(in_order, limits, strict=True):
             if header_offset + _LOCAL.size + len(name.encode()) + byte_length > limit:
                 self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
-            members[name] = Member(header_offset, byte_length, limit)
+            members[name] = Member(header_offset, byte_length, limit, checksum)
         return members
 
     def _find_directory(self) -> _Directory:
@@ -135,8 +137,10 @@ class ZipArchive:
             self.file.damaged("the end of its directory is not what a large archive has there")
         return fields[7], fields[8], fields[9]
 
-    def _read_entry(self, content: bytes, position: int) -> tuple[str, int, int, int]:
-        """Name, header offset and length of the member at this position of the directory, and the next position."""
+    def _read_entry(self, content: bytes, position: int) -> tuple[str, tuple[int, int, int], int]:
+        """Name of the member at this position of the directory; its header offset, length and checksum; and the next
+        position.
+        """
         fields = _ENTRY.unpack_from(content, position)
         name_bytes, extra_bytes, comment_bytes = fields[10:13]
         start = position + _ENTRY.size
@@ -155,7 +159,7 @@ class ZipArchive:
         self._widen(numbers, content[start + name_bytes : start + name_bytes + extra_bytes])
         if numbers["raw"] != numbers["stored"]:
             self.file.damaged(f"its member {name!r:.200} is not compressed, and has two lengths")
-        return name, numbers["offset"], numbers["stored"], end
+        return name, (numbers["offset"], numbers["stored"], fields[7]), end
 
     def _widen(self, numbers: dict[str, int], extra: bytes) -> None:
         """Takes the numbers that do not fit into 32 bits from where large archives have them."""

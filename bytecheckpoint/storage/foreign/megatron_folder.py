@@ -1,0 +1,132 @@
+"""Folders of Megatron's older format (`--ckpt-format torch`): a folder for each rank of tensor, pipeline and expert
+parallelism, and in it one file with that rank's part of the model, and its own numbers for its layers.
+
+The weights are put together to the whole model. Optimizer state lies there without names, and is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import product, starmap
+from typing import Any
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.storage.foreign.file_bytes import damaged
+from bytecheckpoint.storage.foreign.megatron_model import MODEL_KEY, Model, Rank, RankFile
+from bytecheckpoint.storage.foreign.megatron_values import find_megatron_value
+from bytecheckpoint.storage.foreign.parts import Parts
+from bytecheckpoint.storage.foreign.plain_values import TensorRef
+from bytecheckpoint.storage.foreign.saved_files import Saved, missing_file, open_saved, translated
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.store import Store
+
+_RANK_FOLDER = re.compile(r"\Amp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?\Z")
+_MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_OPTIMIZER_FILES = re.compile(r"\A(?:distrib_optim|layer_wise_optimizer_\d+|optim)\.pt\Z")
+_WRITER = "Megatron"
+_OPTIMIZER = "optimizer"
+_OF_RANK = ("rng_state", "rerun_state_machine")
+
+
+def is_folder(listing: Mapping[str, int | None]) -> bool:
+    """Whether a folder with this listing is one of a step."""
+    return any(num_bytes is None and _RANK_FOLDER.match(name) for name, num_bytes in listing.items())
+
+
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+    """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    UnsafeCheckpointError.
+    """
+    parts = Parts(join_name(str(store), folder))
+    names = sorted(name for name, num_bytes in listing.items() if num_bytes is None and _RANK_FOLDER.match(name))
+    opened = [_open(store, folder, name, parts) for name in names]
+    first = opened[0][1]
+    files, left_out = translated(first.path, _WRITER, _arrange, opened, parts)
+    translated(first.path, _WRITER, _read, files, parts)
+    if left_out:
+        parts.metadata = {
+            "left_out": f"{left_out}: which parameter each of its tensors belongs to is not written there"
+        }
+    return parts
+
+
+def _open(store: Store, folder: str, name: str, parts: Parts) -> tuple[str, Saved, str]:
+    """The file of a rank, and the name of a file with optimizer state beside it."""
+    inside = store.list(join_name(folder, name))
+    file = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
+    if file is None:
+        raise missing_file(join_name(parts.path, name), f"has no {_MODEL_FILES[0]}")
+    full_name = join_name(name, file)
+    saved = open_saved(store, folder, full_name, inside[file] or 0, parts=parts, find_global=find_megatron_value)
+    if not isinstance(saved.value, dict):
+        raise damaged(saved.path, "it has no dict")
+    other = next((file for file in sorted(inside) if _OPTIMIZER_FILES.match(file)), "")
+    return name, saved, join_name(name, other) if other else ""
+
+
+def _arrange(opened: list[tuple[str, Saved, str]], parts: Parts) -> tuple[dict[Rank, RankFile], str]:
+    """The files by rank, all of them there and of one save; and where optimizer state is, if there is any."""
+    settings = RankFile(Rank(0, 0, 0), *opened[0][:2]).settings
+    has_stages = _size(settings, "pipeline_model_parallel_size") > 1
+    files = {}
+    left_out = ""
+    for name, saved, other in opened:
+        match = _RANK_FOLDER.match(name)
+        tp, *rest = (int(number) for number in (match.groups() if match else ()) if number is not None)
+        if len(rest) == 1 and not has_stages and _size(settings, "expert_model_parallel_size") > 1:
+            rest = [0, *rest]
+        rank = Rank(tp, *[*rest, 0, 0][:2])
+        if rank in files:
+            what = f"has {files[rank].folder!r} and {name!r}, which are of one rank"
+            raise CheckpointMismatchError(
+                f"{parts.path} {what}; nothing was loaded: remove the one that is older",
+                kind="conflict",
+                path=parts.path,
+            )
+        files[rank] = RankFile(rank, name, saved)
+        left_out = left_out or other or (_OPTIMIZER if saved.value.get(_OPTIMIZER) else "")
+    _refuse_missing_ranks(files, settings, parts.path)
+    _refuse_mixed(files)
+    return files, left_out
+
+
+def _size(settings: Mapping[str, Any], name: str) -> int:
+    size = settings.get(name)
+    return size if type(size) is int and size > 0 else 1
+
+
+def _refuse_missing_ranks(files: Mapping[Rank, RankFile], settings: Mapping[str, Any], path: str) -> None:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    said = [_size(settings, name) for name in names]
+    sizes = [max(size, 1 + max(numbers)) for size, numbers in zip(said, zip(*files, strict=True), strict=True)]
+    few = [min(size, len(files) + 1) for size in sizes]  # of more, one of these is missing as well
+    for rank in starmap(Rank, product(*map(range, few))):
+        if rank not in files:
+            have = f"there are {len(files)} folders like {next(iter(files.values())).folder}"
+            what = f"tensor rank {rank.tp}, pipeline rank {rank.pp}, expert rank {rank.ep}"
+            raise missing_file(path, f"has no folder of {what}: {have}, and {sizes} ranks along these axes")
+
+
+def _refuse_mixed(files: Mapping[Rank, RankFile]) -> None:
+    first = next(iter(files.values()))
+    for file in files.values():
+        here, there = file.value.get("iteration"), first.value.get("iteration")
+        if here != there:
+            raise damaged(file.saved.path, f"it is of iteration {here!r:.40}, {first.saved.path} of {there!r:.40}")
+
+
+def _read(files: Mapping[Rank, RankFile], parts: Parts) -> None:
+    first = files[Rank(0, 0, 0)]
+    steps = first.value.get("iteration")
+    parts.step = steps if type(steps) is int and steps >= 0 else None
+    Model(files, parts).add()
+    for file in files.values():
+        for key, value in file.value.items():
+            if MODEL_KEY.match(str(key)) or key == _OPTIMIZER:
+                continue
+            if file is first or key in _OF_RANK:
+                fqn = str(key) if file is first else f"{file.folder}.{key}"
+                tree = file.saved.plain(parts, value, fqn)
+                if not isinstance(tree, TensorRef):
+                    parts.trees[fqn] = tree

@@ -1,0 +1,193 @@
+"""Files of torch.save, one of each rank, that hold torch's sharded tensors: what `torch.save` makes of FSDP1's sharded
+state_dict, or of one with DTensors. All of them together are the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.region import Region, shifted
+from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable, too_much
+from bytecheckpoint.storage.foreign.parts import MAX_VALUES, Parts, join_fqn
+from bytecheckpoint.storage.foreign.pickled_values import StoredView
+from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, TensorRef, encode_value
+from bytecheckpoint.storage.foreign.saved_files import Saved, missing_file, open_saved, translated
+from bytecheckpoint.storage.foreign.sharded_values import (
+    Sharded,
+    find_sharded_value,
+    is_sharded,
+    read_sharded,
+    refuse_others,
+)
+from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.store import Store
+
+_NAME = re.compile(r"\A(.*?)rank[_-]?(\d{1,6})(|[^\d/].*)\.(?:pt|pth|bin|ckpt)\Z")
+_WORLD_SIZE = re.compile(r"world_size_(\d{1,6})")
+_OTHER_NAMES = {"optim": "optimizer"}
+_WRITER = "torch.save"
+
+
+class _Group(NamedTuple):
+    """The files of all ranks that are named alike."""
+
+    name: str
+    """Of what is in them, where there are several groups."""
+    files: list[str]
+    """In the order of ranks."""
+
+
+def is_folder(names: set[str]) -> bool:
+    """Whether a folder with these files may be such a checkpoint."""
+    return any(map(_NAME.match, names))
+
+
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+    """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
+    parts = Parts(join_name(str(store), folder))
+    root: dict[Any, Any] = {}
+    is_any_sharded = False
+    groups = _groups({name for name, num_bytes in listing.items() if num_bytes is not None}, parts.path)
+    for group in groups:
+        opened = [
+            open_saved(store, folder, name, listing[name] or 0, parts=parts, find_global=find_sharded_value)
+            for name in group.files
+        ]
+        below = group.name if len(groups) > 1 else ""
+        state, is_group_sharded = translated(opened[0].path, _WRITER, _read_group, opened, below, parts)
+        is_any_sharded |= is_group_sharded
+        root |= {below: state} if below else state
+    if not is_any_sharded:
+        what = "none of the files of its ranks says which part of a tensor it has"
+        raise not_readable(parts.path, what, "give the path of one of them, or save with torch.distributed.checkpoint")
+    parts.take_apart(root, on_tensor=lambda fqn, _view: _refuse_tensor(parts.path, fqn))
+    return parts
+
+
+def _refuse_tensor(path: str, fqn: str) -> None:
+    raise damaged(path, f"{fqn!r:.200} is a tensor in the wrong place")
+
+
+def _groups(names: set[str], path: str) -> list[_Group]:
+    by_kind: dict[tuple[str, str], dict[int, str]] = {}
+    for name in names:
+        match = _NAME.match(name)
+        if match:
+            by_kind.setdefault((match[1], match[3]), {})[int(match[2])] = name
+    groups = []
+    for (head, tail), files in sorted(by_kind.items()):
+        said = _WORLD_SIZE.search(head + tail)
+        num_ranks = max(int(said[1]) if said else 0, 1 + max(files))
+        missing = next((rank for rank in range(num_ranks) if rank not in files), None)
+        if missing is not None:
+            raise missing_file(path, f"has no file of rank {missing} like {files[max(files)]!r:.200}")
+        name = _WORLD_SIZE.sub("", head + tail).strip("_-.").replace("__", "_") or "state"
+        groups.append(_Group(_OTHER_NAMES.get(name, name), [files[rank] for rank in sorted(files)]))
+    return groups
+
+
+def _read_group(opened: list[Saved], below: str, parts: Parts) -> tuple[dict[Any, Any], bool]:
+    """What the files hold, each tensor of which was added to the parts; and whether any of them is sharded."""
+    leaves = [dict(_leaves(saved, below)) for saved in opened]
+    sharded = {fqn: [found[fqn] for found in leaves if isinstance(found.get(fqn), Sharded)] for fqn in _sharded(leaves)}
+    if not sharded:
+        return {f"rank_{rank}": saved.plain(parts, saved.value, join_fqn(below, f"rank_{rank}"))
+                for rank, saved in enumerate(opened)}, False  # fmt: skip
+    for fqn in sharded:
+        _add_sharded(fqn, leaves, opened, parts)
+    for rank, (saved, found) in enumerate(zip(opened, leaves, strict=True)):
+        if found.keys() != leaves[0].keys():
+            name = min(found.keys() ^ leaves[0].keys())
+            raise not_readable(
+                saved.path,
+                f"{name!r:.200} is in the file of one rank, and not in that of another",
+                "save it with torch.distributed.checkpoint",
+            )
+        if rank:
+            _add_differences(rank, saved, found, (opened[0], leaves[0]), parts)
+    state = opened[0].plain(parts, _with_refs(opened[0].value, below, leaves[0]), below)
+    return state if isinstance(state, dict) else {"value": state}, True
+
+
+def _sharded(leaves: list[dict[str, Any]]) -> list[str]:
+    return [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, Sharded)]
+
+
+def _leaves(saved: Saved, below: str) -> Iterator[tuple[str, Any]]:
+    """Everything in a file that holds nothing else, by name; sharded tensors as such."""
+    num_values = 0
+
+    def walk(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
+        nonlocal num_values
+        num_values += 1
+        if depth == 0 or num_values > MAX_VALUES:
+            raise too_much(saved.path, f"its data is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
+        if isinstance(value, dict) or type(value) in {list, tuple}:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from walk(item, join_fqn(fqn, key), depth - 1)
+        elif is_sharded(value):
+            yield fqn, read_sharded(value)
+        else:
+            refuse_others(value)
+            yield fqn, value
+
+    return walk(saved.value, below, MAX_DEPTH)
+
+
+def _add_sharded(fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], parts: Parts) -> None:
+    first: Sharded = leaves[0][fqn]
+    chunks: dict[Region, list[Chunk]] = {}
+    for saved, found in zip(opened, leaves, strict=True):
+        leaf = found.get(fqn)
+        if not isinstance(leaf, Sharded) or (leaf.dtype, leaf.shape) != (first.dtype, first.shape):
+            raise damaged(saved.path, f"{fqn!r:.200} is not the tensor that it is in {opened[0].path}")
+        for region, view in leaf.parts:
+            if region.numel and region not in chunks:
+                if view.dtype != first.dtype:
+                    raise damaged(
+                        saved.path, f"{fqn!r:.200} is of {view.dtype}, and of {first.dtype} by its description"
+                    )
+                inside = saved.chunks(view, fqn)
+                chunks[region] = [each._replace(region=shifted(each.region, region.offsets)) for each in inside]
+    missing = min(first.all_regions - chunks.keys(), default=None)
+    if missing is not None:
+        where = f"which has the shape {list(missing.lengths)} and begins at {list(missing.offsets)}"
+        raise missing_file(parts.path, f"has no file with a part of {fqn!r:.200} {where}, in {len(opened)} files")
+    found_chunks = [chunk for of_region in chunks.values() for chunk in of_region]
+    parts.add_tensor(fqn, first.dtype, first.shape, found_chunks)
+
+
+def _add_differences(
+    rank: int, saved: Saved, found: Mapping[str, Any], first: tuple[Saved, Mapping[str, Any]], parts: Parts
+) -> None:
+    """What a rank has of its own stands below its name. Tensors are told by the checksums that torch has written."""
+    own = {
+        fqn: leaf
+        for fqn, leaf in found.items()
+        if not isinstance(leaf, Sharded) and _print(saved, leaf, fqn) != _print(first[0], first[1][fqn], fqn)
+    }
+    if own:
+        parts.trees[f"rank_{rank}"] = saved.plain(parts, own, f"rank_{rank}")
+
+
+def _print(saved: Saved, leaf: Any, fqn: str) -> Any:
+    """What equal values have in common, and different ones do not."""
+    if isinstance(leaf, StoredView):
+        checksum = saved.archive.checksum(leaf.storage)
+        return leaf.dtype, leaf.shape, leaf.strides, leaf.item_offset, leaf.storage.num_items, checksum
+    if isinstance(leaf, Sharded):
+        return None
+    return encode_value(saved.plain(Parts(saved.path), leaf, fqn), path=saved.path)
+
+
+def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:
+    """The value with the names of its sharded tensors in their place."""
+    if isinstance(value, dict):
+        items = [(key, _with_refs(item, join_fqn(fqn, key), leaves)) for key, item in value.items()]
+        return type(value)(items) if type(value) is dict else dict(items)
+    if type(value) in {list, tuple}:
+        return type(value)(_with_refs(item, join_fqn(fqn, index), leaves) for index, item in enumerate(value))
+    return TensorRef(fqn) if isinstance(leaves.get(fqn), Sharded) else value

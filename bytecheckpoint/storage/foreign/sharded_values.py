@@ -1,0 +1,198 @@
+"""What torch's own sharded tensors say of themselves in a file of torch.save that one rank wrote: ShardedTensor, which
+FSDP1 gives, and DTensor. Each is read as the regions of the whole tensor that the rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bytecheckpoint.region import Region
+from bytecheckpoint.storage.foreign.pickle_machine import PickleError
+from bytecheckpoint.storage.foreign.pickled_values import Call, Instance, StoredView, find_value, refused
+from bytecheckpoint.storage.foreign.plain_values import Size
+
+_MODULES = (
+    "torch.distributed._shard.",
+    "torch.distributed._tensor.",
+    "torch.distributed.tensor.",
+    "torch.distributed._mesh_layout.",
+    "torch.distributed._pycute.",
+    "torch.distributed.device_mesh.",
+    "torch.distributed.remote_device.",
+)
+_SHARDED_TENSOR, _DTENSOR = "ShardedTensor", "DTensor"
+_SHARD, _STRIDED, _WHOLE = "Shard", "_StridedShard", "Replicate"
+_MAX_RANKS = 1 << 20
+
+
+class Sharded(NamedTuple):
+    """A tensor of which a rank has parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Region, StoredView], ...]
+    all_regions: frozenset[Region]
+    """Those that all ranks together have; none is empty."""
+
+
+class _Class:
+    """Stands for one of torch's classes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def make(self, *args: Any) -> Instance:
+        return Instance(self.name, *args)
+
+
+def find_sharded_value(module: str, name: str) -> Any:
+    """What stands for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
+    if f"{module}.".startswith(_MODULES):
+        return _Class(f"{module}.{name}")
+    found = _VALUES.get(f"{module}.{name}")
+    return find_value(module, name) if found is None else found
+
+
+def _attribute(owner: Any, name: Any) -> _Class:
+    """A class inside of one of torch's."""
+    if not isinstance(owner, _Class) or type(name) is not str:
+        raise PickleError("it asks for an attribute")
+    return _Class(f"{owner.name}.{name}")
+
+
+def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor of a class of its own: its state says what it is made of."""
+    if not isinstance(kind, _Class):
+        return find_value("torch._tensor", "_rebuild_from_type_v2").make(function, kind, args, state)
+    made = kind.make(*(args if type(args) is tuple else ()))
+    made.take_state(state)
+    return made
+
+
+_VALUES: Mapping[str, Any] = MappingProxyType(
+    {
+        "builtins.getattr": Call(_attribute),
+        "__builtin__.getattr": Call(_attribute),
+        "torch._tensor._rebuild_from_type_v2": Call(_rebuild),
+        "torch._utils._rebuild_wrapper_subclass": Call(lambda *_: None),
+    }
+)
+
+
+def is_sharded(value: Any) -> bool:
+    return isinstance(value, Instance) and _name(value) in {_SHARDED_TENSOR, _DTENSOR}
+
+
+def read_sharded(value: Instance) -> Sharded:
+    """Raises PickleError, LookupError, TypeError, ValueError or AttributeError for what is none of torch's."""
+    return _read_sharded_tensor(value) if _name(value) == _SHARDED_TENSOR else _read_dtensor(value)
+
+
+def refuse_others(value: Any) -> None:
+    """Raises UnsafeCheckpointError (pickle_refused) for an object of torch's that is no tensor."""
+    if isinstance(value, Instance) and value.kind.startswith(_MODULES):
+        raise refused(value.kind)
+
+
+def _name(value: Any) -> str:
+    return value.kind.rpartition(".")[2] if isinstance(value, Instance) else ""
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    if not all(type(length) is int and length >= 0 for length in lengths):
+        raise PickleError("it has a shape that is none")
+    return lengths
+
+
+def _read_sharded_tensor(value: Instance) -> Sharded:
+    local_shards, metadata, *_ = value.state
+    shape = _lengths(metadata.fields["size"])
+    dtype = metadata.fields["tensor_properties"].state[0].name
+    parts = []
+    for shard in local_shards:
+        region, view = _region(shard.fields["metadata"]), shard.fields["tensor"]
+        parts.append((region, _checked(view, region)))
+    everything = frozenset(map(_region, metadata.fields["shards_metadata"]))
+    return Sharded(dtype, shape, tuple(parts), frozenset(region for region in everything if region.numel))
+
+
+def _region(shard: Instance) -> Region:
+    return Region(_lengths(shard.fields["shard_offsets"]), _lengths(shard.fields["shard_sizes"]))
+
+
+def _checked(view: Any, region: Region) -> StoredView:
+    if not isinstance(view, StoredView) or view.shape != region.lengths:
+        found = list(view.shape) if isinstance(view, StoredView) else type(view).__name__
+        raise PickleError(f"a rank's part of a tensor is {found}, and should have the shape {list(region.lengths)}")
+    return view
+
+
+def _read_dtensor(value: Instance) -> Sharded:
+    spec = value.fields["_spec"].fields
+    view, mesh, placements = value.fields["_local_tensor"], spec["mesh"].fields, spec["placements"]
+    meta = spec["tensor_meta"]
+    shape = _lengths(meta.args[0] if meta.args else meta.fields["shape"])
+    sizes = _mesh_sizes(mesh)
+    if len(sizes) != len(placements) or prod(sizes) > _MAX_RANKS:
+        raise PickleError(f"a tensor is placed along {len(placements)} axes of a mesh of {list(sizes)} ranks")
+    all_regions = {_placed(shape, sizes, placements, at) for at in _coordinates(sizes, placements)}
+    if not isinstance(view, StoredView):
+        raise PickleError("a rank's part of a tensor is none")
+    coordinate = mesh["_coordinate_on_dim"]
+    parts = []
+    if coordinate is not None:  # else this rank is not in the mesh
+        region = _placed(shape, sizes, placements, _lengths(coordinate))
+        parts = [(region, _checked(view, region))] if region.numel else []
+    return Sharded(view.dtype, shape, tuple(parts), frozenset(region for region in all_regions if region.numel))
+
+
+def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
+    """How many ranks there are along each axis: releases of torch keep it in different places."""
+    ranks = mesh.get("mesh")
+    if isinstance(ranks, StoredView):
+        return ranks.shape
+    layout = mesh["_layout"]
+    axes = layout.fields.get("axes")
+    sizes = [axis.fields["shape"] for axis in axes] if axes is not None else layout.fields["shape"]
+    return tuple(prod(_flat(size)) for size in (sizes if isinstance(sizes, list | tuple) else [sizes]))
+
+
+def _flat(size: Any) -> Iterator[int]:
+    """The numbers of a layout, which may be nested one level deep."""
+    for each in size if isinstance(size, list | tuple) else [size]:
+        yield from _lengths(each if isinstance(each, list | tuple) else [each])
+
+
+def _coordinates(sizes: Sequence[int], placements: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    """Of ranks with different parts: along other axes all have the same."""
+    ranges = [
+        range(size) if _name(placement) in {_SHARD, _STRIDED} else range(1)
+        for size, placement in zip(sizes, placements, strict=True)
+    ]
+    return product(*ranges)
+
+
+def _placed(shape: tuple[int, ...], sizes: Sequence[int], placements: Sequence[Any], at: Sequence[int]) -> Region:
+    """What the rank at these coordinates has: strided shards are cut out of what the others leave."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    order = sorted(zip(placements, sizes, at, strict=True), key=lambda axis: _name(axis[0]) == _STRIDED)
+    for placement, size, index in order:
+        if _name(placement) == _WHOLE:
+            continue
+        if _name(placement) not in {_SHARD, _STRIDED}:
+            raise PickleError(
+                f"a tensor is placed as {_name(placement) or placement!r:.80}, so that no rank has a part"
+            )
+        dim = placement.fields["dim"]
+        if type(dim) is not int or not 0 <= dim < len(shape):
+            raise PickleError(f"a tensor of {len(shape)} dimensions is cut along dimension {dim!r:.20}")
+        part = -(-lengths[dim] // size)
+        start = min(index * part, lengths[dim])
+        offsets[dim] += start
+        lengths[dim] = min(part, lengths[dim] - start)
+    return Region(tuple(offsets), tuple(lengths))

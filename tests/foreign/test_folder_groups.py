@@ -1,0 +1,164 @@
+"""Folders with one for the model and one for the optimizer: of the open-source ByteCheckpoint, and of Accelerate."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oss_files
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from foreign_files import Touch, assert_same
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import bytecheckpoint as bcp
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def trained(seed: int, num_steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3))
+    model.register_buffer("count", torch.tensor(7))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    for _ in range(num_steps):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def write_oss(folder: Path, *, by_name: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = trained(0, 3)
+    of_optimizer = get_state_dict(model, optimizer)[1] if by_name else optimizer.state_dict()
+    oss_files.write_state(folder / "model", dict(model.state_dict()))
+    oss_files.write_state(folder / "optimizer", {"state": of_optimizer["state"], "param_groups": Whole(of_optimizer)})
+    (folder / "extra_state").mkdir()
+    for rank in range(2):
+        path = folder / "extra_state" / f"extra_state_rank_{rank}.pt"
+        torch.save({"step": 3, "rank": rank, "rng": torch.full((2,), rank)}, path)
+    return model, optimizer
+
+
+class Whole:
+    """Groups, which are one object of bytes there: torch.save of this is that of the list."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._groups = optimizer["param_groups"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._groups,)
+
+
+def write_accelerate(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = trained(0, 3)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    dcp.save({"model": of_model}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": of_optimizer}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    return model, optimizer
+
+
+def check_load(path: Path, wanted: tuple[torch.nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = trained(1, 0)
+    bcp.load(path, {"model": model, "optimizer": optimizer})
+    assert_same(model.state_dict(), wanted[0].state_dict())
+    found, expected = optimizer.state_dict(), wanted[1].state_dict()
+    for key, values in expected["state"].items():
+        assert_same(found["state"][key], values)
+    assert found["param_groups"][0]["lr"] == expected["param_groups"][0]["lr"]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_the_open_source_bytecheckpoint_is_read(tmp_path: Path, by_name: bool) -> None:
+    wanted = write_oss(tmp_path / "global_step_3", by_name=by_name)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    check_load(tmp_path, wanted)
+    checkpoint = bcp.open(tmp_path)
+    assert (checkpoint.info.format, checkpoint.info.step) == ("torch.distributed.checkpoint folders", 3)
+    assert checkpoint.objects["extra_state.rank_1.rank"] == 1
+    assert checkpoint["extra_state.rank_1.rng"][0] == 1
+    assert_same(bcp.open(tmp_path / "global_step_3" / "model").state_dict(), wanted[0].state_dict())
+
+
+def test_accelerates_folders_are_read(tmp_path: Path) -> None:
+    wanted = write_accelerate(tmp_path / "checkpoint-20")
+    check_load(tmp_path / "checkpoint-20", wanted)
+    assert bcp.open(tmp_path, step=20).info.path == str(tmp_path / "checkpoint-20")
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def cut_metadata(folder: Path) -> None:
+    path = folder / "model" / ".metadata"
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def lost_data(folder: Path) -> None:
+    (folder / "optimizer" / "__0_0.distcp").unlink()
+
+
+def unfinished(folder: Path) -> None:
+    (folder / "optimizer" / ".metadata").unlink()
+
+
+def lost_extra_state(folder: Path) -> None:
+    (folder / "extra_state" / "extra_state_rank_0.pt").unlink()
+
+
+def cut_extra_state(folder: Path) -> None:
+    (folder / "extra_state" / "extra_state_rank_1.pt").write_bytes(b"PK\x03\x04")
+
+
+def hostile_extra_state(folder: Path) -> None:
+    torch.save(Touch(folder / "marker"), folder / "extra_state" / "extra_state_rank_1.pt")
+
+
+def hostile_tensor(folder: Path) -> None:
+    change(folder, lambda tensors, key: tensors.update({key: pickle.dumps(Touch(folder / "marker"))}))
+
+
+def other_tensor(folder: Path) -> None:
+    change(folder, lambda tensors, key: tensors.update({key: pickle.dumps([1, 2])}))
+
+
+def text_for_a_tensor(folder: Path) -> None:
+    change(folder, lambda tensors, key: tensors.update({key: "text"}))
+
+
+def change(folder: Path, rewrite: Callable[[dict[Any, Any], Any], None]) -> None:
+    path = folder / "model" / ".metadata"
+    with oss_files._classes():
+        metadata = pickle.loads(path.read_bytes())
+        tensors = metadata.all_tensor_metadata
+        rewrite(tensors, next(index for index in tensors if index.fqn == "0.weight"))
+        path.write_bytes(pickle.dumps(metadata))
+
+
+DAMAGE = {
+    cut: "truncated",
+    cut_metadata: "bad_manifest",
+    lost_data: "missing_file",
+    unfinished: "missing_file",
+    lost_extra_state: "missing_file",
+    cut_extra_state: "truncated",
+    hostile_extra_state: "pickle_refused",
+    hostile_tensor: "pickle_refused",
+    other_tensor: "bad_manifest",
+    text_for_a_tensor: "bad_manifest",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_one_clear_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    write_oss(tmp_path / "c")
+    damage(tmp_path / "c")
+    with pytest.raises(bcp.CheckpointError) as caught:
+        bcp.open(tmp_path / "c")
+    assert caught.value.kind == DAMAGE[damage], caught.value.message
+    assert str(tmp_path) in caught.value.message
+    assert not (tmp_path / "c" / "marker").exists()

@@ -1,0 +1,235 @@
+"""Folders of Megatron's older format: put together to the whole model, whatever ranks have saved it."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign_files import Touch, assert_same
+from megatron_files import Grid, truth, write
+
+import bytecheckpoint as bcp
+
+GRIDS = {
+    "one": Grid(),
+    "tp2": Grid(tp=2),
+    "pp2": Grid(pp=2),
+    "tp2_pp2": Grid(tp=2, pp=2),
+    "tp4": Grid(tp=4),
+    "pp2_chunks": Grid(tp=2, pp=2, num_chunks=2),
+}
+
+
+def model_of(path: Path) -> dict[str, torch.Tensor]:
+    found = bcp.open(path).state_dict()
+    return {name.removeprefix("model."): tensor for name, tensor in found.items() if name.startswith("model.")}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_whole_model_is_put_together(tmp_path: Path, name: str, gated: bool) -> None:
+    expected = truth(gated=gated)
+    write(tmp_path / "iter_0000020", expected, GRIDS[name], gated=gated)
+    assert_same(model_of(tmp_path / "iter_0000020"), expected)
+
+
+@pytest.mark.parametrize("grid", [Grid(ep=2), Grid(tp=2, ep=2), Grid(tp=2, pp=2, ep=2)], ids=str)
+def test_experts_are_numbered_through(tmp_path: Path, grid: Grid) -> None:
+    expected = truth(num_experts=4)
+    write(tmp_path / "iter_0000020", expected, grid, num_experts=4)
+    assert_same(model_of(tmp_path / "iter_0000020"), expected)
+
+
+def test_a_model_is_filled_from_it_and_a_root_is_read_at_its_newest_step(tmp_path: Path) -> None:
+    expected = truth()
+    write(tmp_path / "iter_0000020", expected, Grid(tp=2))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    bcp.load(tmp_path, {"model": loaded}, exclude=["*._extra_state"])
+    assert_same(loaded, expected)
+    shutil.move(tmp_path / "iter_0000020", tmp_path / "release")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert bcp.open(tmp_path).info.path == str(tmp_path / "release")
+
+
+def test_what_is_no_tensor_of_the_model_is_there_too(tmp_path: Path) -> None:
+    checkpoint = bcp.open(write(tmp_path / "c", truth(), Grid(tp=2)))
+    assert (checkpoint.info.format, checkpoint.info.step) == ("megatron", 20)
+    assert checkpoint.objects["args.hidden_size"] == 8
+    assert checkpoint.objects["args.params_dtype"] == torch.bfloat16
+    assert checkpoint.objects["rng_state.0.python"] == (3, (1, 2))
+    assert checkpoint["rng_state.0.torch_rng_state"][0] == 0
+    assert checkpoint["mp_rank_01.rng_state.0.torch_rng_state"][0] == 1
+    assert checkpoint.info.metadata == {}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("other", ["optimizer", "distrib_optim.pt"])
+def test_optimizer_state_is_left_out_and_that_is_said(tmp_path: Path, other: str) -> None:
+    folder = write(tmp_path / "c", truth(), Grid(tp=2))
+    if other == "optimizer":
+        rewrite(folder / "mp_rank_00", lambda state: state.update(optimizer={"state": {0: torch.ones(3)}}))
+    else:
+        torch.save({}, folder / "mp_rank_00" / other)
+    checkpoint = bcp.open(folder)
+    assert other in checkpoint.info.metadata["left_out"]
+    assert not [name for name in checkpoint if name.startswith("optimizer")]
+
+
+def test_models_of_releases_that_nested_them_are_read(tmp_path: Path) -> None:
+    expected = {
+        "language_model.embedding.word_embeddings.weight": torch.randn(16, 4),
+        "language_model.encoder.layers.0.self_attention.query_key_value.weight": torch.randn(12, 4),
+        "language_model.encoder.layers.0.self_attention.dense.weight": torch.randn(4, 4),
+        "language_model.encoder.layers.0.mlp.dense_h_to_4h.weight": torch.randn(16, 4),
+        "language_model.encoder.layers.0.mlp.dense_4h_to_h.weight": torch.randn(4, 16),
+        "language_model.encoder.layers.0.input_layernorm.weight": torch.randn(4),
+    }
+    for rank in range(2):
+        nested: dict[str, Any] = {"embedding": {"word_embeddings": {}}, "encoder": {}}
+        for name, whole in expected.items():
+            dim = 1 if name.endswith(("dense.weight", "4h_to_h.weight")) else 0
+            part = whole if "layernorm" in name else whole.chunk(2, dim=dim)[rank].contiguous()
+            if "embedding" in name:
+                nested["embedding"]["word_embeddings"]["weight"] = part
+            else:
+                nested["encoder"][name.removeprefix("language_model.encoder.")] = part
+        at = tmp_path / "c" / f"mp_rank_0{rank}"
+        at.mkdir(parents=True)
+        args = Namespace(tensor_model_parallel_size=2)
+        state = {"model": {"language_model": nested}, "args": args, "iteration": 3, "checkpoint_version": 3.0}
+        torch.save(state, at / "model_optim_rng.pt")
+    assert_same(model_of(tmp_path / "c"), expected)
+
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+def other_iteration(folder: Path) -> None:
+    rewrite(folder / "mp_rank_01_000", lambda state: state.update(iteration=30))
+
+
+def lost_rank(folder: Path) -> None:
+    shutil.rmtree(folder / "mp_rank_01_000")
+
+
+def lost_last_stage(folder: Path) -> None:
+    for name in ("mp_rank_00_001", "mp_rank_01_001"):
+        shutil.rmtree(folder / name)
+
+
+def lost_file(folder: Path) -> None:
+    (folder / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(folder: Path) -> None:
+    (folder / "mp_rank_01_001" / "model_optim_rng.pt").write_bytes(b"")
+
+
+def same_rank_twice(folder: Path) -> None:
+    shutil.copytree(folder / "mp_rank_00_000", folder / "mp_rank_00")
+
+
+def unknown_kind(folder: Path) -> None:
+    for rank in range(2):
+        change = {"decoder.layers.0.mixer.in_proj.weight": torch.zeros(4, 4)}
+        rewrite(folder / f"mp_rank_0{rank}_000", lambda state, change=change: state["model"].update(change))
+
+
+def without_second_layer(folder: Path) -> None:
+    for rank in range(2):
+        rewrite(folder / f"mp_rank_0{rank}_000", lambda state: state["model"].pop(FC2))
+
+
+def other_names(folder: Path) -> None:
+    rewrite(folder / "mp_rank_01_000", lambda state: state["model"].pop(FC2))
+
+
+def other_shape(folder: Path) -> None:
+    rewrite(folder / "mp_rank_01_000", lambda state: state["model"].update({FC2: torch.zeros(8, 7)}))
+
+
+def other_dtype(folder: Path) -> None:
+    rewrite(folder / "mp_rank_01_000", lambda state: state["model"].update({QKV: state["model"][QKV].float()}))
+
+
+def old_order(folder: Path) -> None:
+    for path in folder.iterdir():
+        rewrite(path, lambda state: state.update(checkpoint_version=1.0))
+
+
+def no_model(folder: Path) -> None:
+    rewrite(folder / "mp_rank_00_000", lambda state: state.pop("model"))
+
+
+def no_dict(folder: Path) -> None:
+    torch.save([1], folder / "mp_rank_00_000" / "model_optim_rng.pt")
+
+
+def model_of_numbers(folder: Path) -> None:
+    rewrite(folder / "mp_rank_00_000", lambda state: state.update(model=[1, 2]))
+
+
+def same_name_on_two_stages(folder: Path) -> None:
+    for path in folder.iterdir():
+        rewrite(path, lambda state: state["model"].update({"output_layer.weight": torch.zeros(8, 8)}))
+
+
+def impossible_sizes(folder: Path) -> None:
+    rewrite(folder / "mp_rank_00_000", lambda state: setattr(state["args"], "pipeline_model_parallel_size", 1 << 70))
+
+
+def hostile(folder: Path) -> None:
+    change = {"hook": Touch(folder.parent / "marker")}
+    rewrite(folder / "mp_rank_01_001", lambda state: state.update(change))
+
+
+DAMAGE = {
+    other_iteration: "bad_manifest",
+    lost_rank: "missing_file",
+    lost_last_stage: "missing_file",
+    lost_file: "missing_file",
+    truncated: "truncated",
+    empty: "truncated",
+    same_rank_twice: "conflict",
+    unknown_kind: "unsupported_version",
+    without_second_layer: "unsupported_version",
+    other_names: "bad_manifest",
+    other_shape: "bad_manifest",
+    other_dtype: "bad_manifest",
+    old_order: "unsupported_version",
+    no_model: "bad_manifest",
+    no_dict: "bad_manifest",
+    model_of_numbers: "bad_manifest",
+    same_name_on_two_stages: "conflict",
+    impossible_sizes: "missing_file",
+    hostile: "pickle_refused",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_one_clear_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = write(tmp_path / "c", truth(), Grid(tp=2, pp=2))
+    damage(folder)
+    with pytest.raises(bcp.CheckpointError) as caught:
+        bcp.open(folder)
+    assert caught.value.kind == DAMAGE[damage], caught.value.message
+    assert str(folder) in caught.value.message
+    assert not (tmp_path / "marker").exists()

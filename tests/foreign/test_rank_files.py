@@ -1,0 +1,201 @@
+"""Files that each rank has written with torch.save, with torch's sharded tensors in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from foreign_files import Touch, assert_same
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Shard as Cut
+from torch.distributed.tensor.placement_types import Placement
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import bytecheckpoint as bcp
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what it saves itself
+
+NUM_RANKS = 4
+WHOLE = {
+    "layers.0.weight": torch.arange(60.0).reshape(10, 6),
+    "layers.0.bias": torch.arange(3, dtype=torch.bfloat16),  # fewer elements than ranks
+    "layers.1.weight": torch.randn(7, 4),
+}
+BUFFER = torch.tensor([5, 6, 7])
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int = NUM_RANKS) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_tensor(whole: torch.Tensor, rank: int, world_size: int = NUM_RANKS) -> ShardedTensor:
+    """As FSDP1 makes it: rows, as torch.chunk cuts them."""
+    shards, start = [], 0
+    for owner, part in enumerate(whole.chunk(world_size)):
+        offsets = [start] + [0] * (whole.dim() - 1)
+        shards.append((ShardMetadata(offsets, list(part.shape), f"rank:{owner}/cpu"), part))
+        start += part.shape[0]
+    properties = TensorProperties(dtype=whole.dtype)
+    metadata = ShardedTensorMetadata([shard for shard, _ in shards], whole.shape, properties)
+    mine = [Shard(part.clone(), shard) for shard, part in shards[rank : rank + 1]]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata)
+
+
+def dtensor(whole: torch.Tensor, mesh: Any, placements: list[Placement]) -> DTensor:
+    local = whole
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Cut):
+            parts = local.chunk(mesh.size(dim), dim=placement.dim)
+            at = mesh.get_local_rank(dim)
+            local = parts[at] if at < len(parts) else local.narrow(placement.dim, 0, 0)
+    return DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def write_sharded_tensors(folder: Path) -> None:
+    folder.mkdir()
+    for rank in range(NUM_RANKS):
+        with as_rank(rank):
+            state = {name: sharded_tensor(whole, rank) for name, whole in WHOLE.items()}
+            torch.save({**state, "buffer": BUFFER}, folder / f"pytorch_model_fsdp_rank{rank}.bin")
+
+
+PLACEMENTS = {
+    "rows": [Replicate(), Cut(0)],
+    "both": [Cut(0), Cut(0)],
+    "columns": [Cut(0), Cut(-1)],
+    "whole": [Replicate(), Replicate()],
+}
+
+
+def write_dtensors(folder: Path, placements: list[Any]) -> None:
+    folder.mkdir()
+    for rank in range(NUM_RANKS):
+        with as_rank(rank):
+            mesh = init_device_mesh("cpu", (2, 2))
+            state: dict[str, Any] = {"count": BUFFER}
+            for name, whole in WHOLE.items():
+                of_tensor = [Cut(min(1, whole.dim() - 1)) if each == Cut(-1) else each for each in placements]
+                state[name] = dtensor(whole, mesh, of_tensor)
+            torch.save(state, folder / f"model_world_size_4_rank_{rank}.pt")
+            moments = {name: {"exp_avg": state[name], "step": torch.tensor(3.0)} for name in WHOLE}
+            groups = [{"lr": 0.5, "params": list(WHOLE)}]
+            torch.save({"state": moments, "param_groups": groups}, folder / f"optim_world_size_4_rank_{rank}.pt")
+            torch.save(
+                {"rank": rank, "rng": torch.full((2,), rank)}, folder / f"extra_state_world_size_4_rank_{rank}.pt"
+            )
+
+
+def test_sharded_tensors_are_put_together(tmp_path: Path) -> None:
+    write_sharded_tensors(tmp_path / "c")
+    checkpoint = bcp.open(tmp_path / "c")
+    assert_same(checkpoint.state_dict(), {**WHOLE, "buffer": BUFFER})
+    assert checkpoint.info.format == "torch.save of ranks"
+    loaded = {name: torch.zeros_like(whole) for name, whole in {**WHOLE, "buffer": BUFFER}.items()}
+    bcp.load(tmp_path / "c", {"model": loaded})
+    assert_same(loaded, {**WHOLE, "buffer": BUFFER})
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_dtensors_are_put_together(tmp_path: Path, name: str) -> None:
+    write_dtensors(tmp_path / "c", PLACEMENTS[name])
+    checkpoint = bcp.open(tmp_path / "c")
+    found = checkpoint.state_dict()
+    assert_same({fqn: found[f"model.{fqn}"] for fqn in WHOLE}, WHOLE)
+    assert_same({fqn: found[f"optimizer.state.{fqn}.exp_avg"] for fqn in WHOLE}, WHOLE)
+    assert torch.equal(found["model.count"], BUFFER)
+    assert checkpoint.objects["extra_state.rank_3.rank"] == 3
+    assert checkpoint.objects["optimizer.groups.layers.0.weight.values.lr"] == 0.5
+    assert torch.equal(found["extra_state.rank_2.rng"], torch.tensor([2, 2]))
+
+
+def test_what_a_rank_has_of_its_own_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    for rank in range(2):
+        with as_rank(rank, 2):
+            state = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2), "seed": rank, "rng": torch.tensor([rank])}
+            torch.save({**state, "same": [1, 2]}, tmp_path / "c" / f"rank_{rank}.pt")
+    checkpoint = bcp.open(tmp_path / "c")
+    assert (checkpoint.objects["seed"], checkpoint.objects["rank_1.seed"]) == (0, 1)
+    assert (checkpoint["rng"][0], checkpoint["rank_1.rng"][0]) == (0, 1)
+    assert "rank_1.same.0" not in checkpoint.objects
+
+
+def lost_rank(folder: Path) -> None:
+    (folder / "pytorch_model_fsdp_rank1.bin").unlink()
+
+
+def lost_last_rank(folder: Path) -> None:
+    (folder / "pytorch_model_fsdp_rank3.bin").unlink()
+
+
+def cut(folder: Path) -> None:
+    path = folder / "pytorch_model_fsdp_rank2.bin"
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+def another_save(folder: Path) -> None:
+    with as_rank(2):
+        state = {name: sharded_tensor(whole, 2) for name, whole in WHOLE.items()}
+        state["layers.1.weight"] = sharded_tensor(torch.zeros(9, 4), 2)
+        torch.save({**state, "buffer": BUFFER}, folder / "pytorch_model_fsdp_rank2.bin")
+
+
+def other_names(folder: Path) -> None:
+    with as_rank(2):
+        state = {name: sharded_tensor(whole, 2) for name, whole in WHOLE.items()}
+        torch.save({**state, "more": BUFFER}, folder / "pytorch_model_fsdp_rank2.bin")
+
+
+def no_shards(folder: Path) -> None:
+    for path in folder.iterdir():
+        torch.save({"w": torch.ones(2)}, path)
+
+
+def partial(folder: Path) -> None:
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        with as_rank(rank):
+            mesh = init_device_mesh("cpu", (NUM_RANKS,))
+            torch.save({"w": DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)}, path)
+
+
+def hostile(folder: Path) -> None:
+    torch.save({"hook": Touch(folder.parent / "marker")}, folder / "pytorch_model_fsdp_rank0.bin")
+
+
+DAMAGE = {
+    lost_rank: "missing_file",
+    lost_last_rank: "missing_file",
+    cut: "truncated",
+    another_save: "bad_manifest",
+    other_names: "unsupported_version",
+    no_shards: "unsupported_version",
+    partial: "bad_manifest",
+    hostile: "pickle_refused",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damage_is_one_clear_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    write_sharded_tensors(tmp_path / "c")
+    damage(tmp_path / "c")
+    with pytest.raises(bcp.CheckpointError) as caught:
+        bcp.open(tmp_path / "c")
+    assert caught.value.kind == DAMAGE[damage], caught.value.message
+    assert str(tmp_path) in caught.value.message
+    assert not (tmp_path / "marker").exists()
