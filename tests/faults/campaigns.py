@@ -1,10 +1,5 @@
-"""Campaigns: the same fault many times, each trial drawn from a seed and a number, so that any one can be repeated alone.
-Each module named in MODULES has a tuple CAMPAIGNS; this one finds them, runs them and keeps what came of it.
-
-    python tests/faults/campaigns.py                          all of them, two at a time, and docs/faults.md
-    python tests/faults/campaigns.py kill-times-copy          one of them, and docs/faults.md
-    python tests/faults/campaigns.py kill-times-copy --trials 17      one trial again; keeps nothing
-    python tests/faults/campaigns.py --table                  docs/faults.md alone, from what was kept
+"""Campaigns: the same fault many times, each trial drawn from a seed and a number, so that any can be repeated alone. Each
+module named in MODULES has a tuple CAMPAIGNS; fault_table.py runs them and keeps what came of it.
 """
 
 from __future__ import annotations
