@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = ("faults.kill_times",)
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)
 """For a campaign that knows its own end, as one that goes through every bit of a file."""
