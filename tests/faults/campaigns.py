@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-MODULES: tuple[str, ...] = ("faults.kill_times", "faults.power_cuts")
+MODULES: tuple[str, ...] = (
+    "faults.kill_times",
+    "faults.kill_calls",
+    "faults.power_cuts",
+    "faults.failing_calls",
+    "faults.damage",
+)
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)
 """For a campaign that knows its own end, as one that goes through every bit of a file."""

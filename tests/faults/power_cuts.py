@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import NamedTuple
 
+from bytecheckpoint.storage.local_files import sync_folder
 from faults.campaigns import Asked, Broken, Campaign, Outcome
 from faults.kill_times import FIRST_GUESS_S, PROGRAM
 from faults.launcher import Launcher
@@ -57,6 +58,7 @@ def cut_once(
             root, begun=begun, in_place=in_place
         )
     shutil.rmtree(root, ignore_errors=True)
+    sync_folder(disk.mounted)  # or the next cut brings it back
     return Cut(begun, acknowledged, took_s, is_wrong)
 
 

@@ -109,11 +109,11 @@ class OwnSaver(Saver):
     """This library."""
 
     def save(self, root: Path, training: Training, *, in_place: bool) -> None:
-        options = bcp.SaveOptions(overwrite=in_place, timeout_s=20)
+        options = bcp.SaveOptions(overwrite=in_place, timeout_s=8)
         bcp.save(root, self._state(training), step=_step_of(training, in_place=in_place), options=options)
 
     def begin(self, root: Path, training: Training, *, in_place: bool, snapshot: str) -> Callable[[], object]:
-        options = bcp.SaveOptions(overwrite=in_place, timeout_s=20, snapshot=snapshot)
+        options = bcp.SaveOptions(overwrite=in_place, timeout_s=8, snapshot=snapshot)
         step = _step_of(training, in_place=in_place)
         return bcp.save(root, self._state(training), step=step, async_save=True, options=options).result
 
