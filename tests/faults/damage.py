@@ -311,7 +311,7 @@ CAMPAIGNS = (
         unit="bits",
         run=flip_manifest,
         trials=EVERY,
-        quick=range(0, 8000, 97),
+        quick=range(0, 8000, 397),
     ),
     Campaign(
         name="flip-data",
@@ -321,7 +321,7 @@ CAMPAIGNS = (
         unit="bits",
         run=partial(flip_data, saver_name="own"),
         trials=range(100_000),
-        quick=range(100),
+        quick=range(30),
     ),
     Campaign(
         name="truncate",
@@ -330,7 +330,7 @@ CAMPAIGNS = (
         unit="lengths",
         run=truncate,
         trials=EVERY,
-        quick=range(0, 60_000, 997),
+        quick=range(0, 40_000, 1997),
     ),
     Campaign(
         name="mix-up",
@@ -339,7 +339,7 @@ CAMPAIGNS = (
         unit="files",
         run=mix_up,
         trials=range(3000),
-        quick=range(20),
+        quick=range(10),
     ),
     Campaign(
         name="flip-data-torch",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from faults import savers
 from faults.campaigns import Asked, Broken, Campaign, Outcome
-from faults.launcher import Launcher
+from faults.launcher import Launcher, shared_launcher
 from faults.savers import SAVERS, Training
 from faults.survived import lost, stuck, told, torn
 
@@ -109,17 +109,14 @@ def run(asked: Asked, *, saver_name: str, kind: str) -> Outcome:
     killed: list[Killed] = []
     broken = []
     save_s = FIRST_GUESS_S
-    launcher = Launcher(asked.folder, ready_for="faults.kill_times")
-    try:
-        for trial in asked.due():
-            killed.append(kill_once(launcher, asked, trial, saver_name=saver_name, kind=kind, save_s=save_s))
-            save_s = statistics.median([save_s, *killed[-1].save_s])
-            if killed[-1].is_wrong is None:
-                shutil.rmtree(asked.folder / str(trial))
-            else:
-                broken.append(Broken(trial, killed[-1].is_wrong))
-    finally:
-        launcher.close()
+    launcher = shared_launcher("faults.kill_times")
+    for trial in asked.due():
+        killed.append(kill_once(launcher, asked, trial, saver_name=saver_name, kind=kind, save_s=save_s))
+        save_s = statistics.median([save_s, *killed[-1].save_s])
+        if killed[-1].is_wrong is None:
+            shutil.rmtree(asked.folder / str(trial))
+        else:
+            broken.append(Broken(trial, killed[-1].is_wrong))
     num_acknowledged = sum(len(one.acknowledged) for one in killed)
     num_within = sum(one.begun > len(one.acknowledged) for one in killed)
     return Outcome(
@@ -147,7 +144,7 @@ CAMPAIGNS = (
             unit="kills",
             run=partial(run, saver_name="own", kind=kind),
             trials=range(2500),
-            quick=range(4),
+            quick=range(2),
             seed=seed,
         )
         for seed, (kind, called) in enumerate(_KINDS.items(), 1)
@@ -159,7 +156,7 @@ CAMPAIGNS = (
         unit="kills",
         run=partial(run, saver_name="torch", kind="sync"),
         trials=range(2500),
-        quick=range(2),
+        quick=range(1),
         is_peer=True,
     ),
 )
