@@ -18,7 +18,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.verifying import verify_checkpoint
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome
-from faults.savers import NARROW, SAVERS, Training, WrongBytesError
+from faults.savers import NARROW, OWN, SAVERS, Training, WrongBytesError
 
 STEPS = 3
 LONG = 300_000
@@ -36,7 +36,7 @@ class Shot(NamedTuple):
 def load_own(root: Path, *, file: str, width: int) -> Shot:
     """Loads what was damaged in this file: an error that names it, and nothing else, will do."""
     try:
-        SAVERS["own"].steps_loaded(root, step=None, width=width)
+        OWN.steps_loaded(root, step=None, width=width)
     except bcp.CheckpointError as error:
         named = file in str(error)
         return Shot(f"{error.kind}", None if named else f"an error that does not name {file}: {error}")

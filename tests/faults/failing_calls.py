@@ -17,7 +17,7 @@ from typing import NamedTuple
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome
 from faults.kill_calls import Crew, census
 from faults.launcher import Ended, shared_launcher
-from faults.savers import SAVERS, Training
+from faults.savers import OWN, Training
 from faults.survived import lost, stuck, torn
 from faults.traced import BEFORE, CHANGING, SAVED, FileCall, missing_for_traces, save_and_tell
 

@@ -11,11 +11,10 @@ import bytecheckpoint as bcp
 from faults import fault_table
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome, all_campaigns, nothing_missing
 from faults.damage import flipped, load_own, saved
-from faults.savers import NARROW, SAVERS, Training, WrongBytesError
+from faults.savers import NARROW, OWN, Training, WrongBytesError
 from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
 
 CAMPAIGNS = all_campaigns()
-OWN = SAVERS["own"]
 
 
 def cases() -> list[object]:
