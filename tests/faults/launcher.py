@@ -5,9 +5,13 @@ process.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
+import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,13 +33,18 @@ class Ended(NamedTuple):
 class Launcher:
     """The process that has torch, as seen from a test. To be closed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, ready_for: str | None = None) -> None:
+        """`ready_for` names a module whose `warm_up()` does once what every program would have to do for itself."""
         self._folder = folder
         self._outputs: dict[int, Path] = {}
         root = Path(__file__).parents[2]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+            [sys.executable, __file__, *([ready_for] if ready_for else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
         )
 
     def start(self, code: str, *arguments: object) -> int:
@@ -54,6 +63,12 @@ class Launcher:
             assert time.monotonic() < deadline, self._outputs[pid].read_text()
             time.sleep(0.002)
 
+    def wait_for_lines(self, pid: int, number: int, timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._outputs[pid].read_bytes().count(b"\n") < number:
+            assert time.monotonic() < deadline, self._outputs[pid].read_text()
+            time.sleep(0.003)
+
     def run(self, code: str, *arguments: object, timeout_s: float = 30.0) -> Ended:
         return self.wait(self.start(code, *arguments), timeout_s)
 
@@ -61,13 +76,27 @@ class Launcher:
         if self._process.stdin and self._process.stdout:
             self._process.stdin.close()
             self._process.stdout.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:  # it has nothing left to do but to clear up, which a busy machine makes slow
+            self._process.kill()
+            self._process.wait()
 
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin
         assert self._process.stdout
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
+
+
+@functools.cache
+def shared_launcher(ready_for: str) -> Launcher:
+    """One for all that this process does, because starting it takes seconds; closed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="programs-"))
+    launcher = Launcher(folder, ready_for=ready_for)
+    atexit.register(shutil.rmtree, folder)
+    atexit.register(launcher.close)  # which comes first
+    return launcher
 
 
 def serve() -> dict[str, Any] | None:
@@ -124,6 +153,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:  # imports what a first save and load import
         bytecheckpoint.save(folder, state_of(0, 0.0))
         bytecheckpoint.load(folder, state_of(0, 0.0))
+    for module in sys.argv[1:]:
+        importlib.import_module(module).warm_up()
     torch.set_num_threads(1)
     gc.freeze()  # collections in the children would copy every page
     program = serve()
