@@ -10,7 +10,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable
 from bytecheckpoint.storage.foreign.pickle_machine import PickleError
 from bytecheckpoint.storage.foreign.pickled_values import Instance, find_value, instances
-from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, DtypeName, Size
+from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, MAX_DIMS, DtypeName, Size
 from bytecheckpoint.storage.foreign.torch_file import unpickle
 
 _METADATA = "torch.distributed.checkpoint.metadata."
@@ -122,7 +122,8 @@ def _chunks(chunks: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         yield _lengths(fields["offsets"]), _lengths(fields["sizes"])
 
 
-def _items(storage_data: Any, path: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
+def _items(storage_data: Any, path: str) -> dict[tuple[str, str], Item]:
+    """By FQN, and offsets as a text: nobody can choose the hash of one, as of numbers."""
     items = {}
     for index, info in storage_data.items():
         of_index, of_info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -131,7 +132,9 @@ def _items(storage_data: Any, path: str) -> dict[tuple[str, tuple[int, ...] | No
             advice = "load it with torch.distributed.checkpoint, and save it without extensions"
             raise not_readable(path, f"{of_index['fqn']!r:.200} was changed on its way to the file ({how:.80})", advice)
         offset = of_index.get("offset")
-        place = of_index["fqn"], None if offset is None else _lengths(offset)
+        if type(of_index["fqn"]) is not str:
+            raise PickleError("a name in it is no text")
+        place = of_index["fqn"], _place(None if offset is None else _lengths(offset))
         numbers = of_info["offset"], of_info["length"]
         if (
             not all(type(number) is int and number >= 0 for number in numbers)
@@ -142,10 +145,14 @@ def _items(storage_data: Any, path: str) -> dict[tuple[str, tuple[int, ...] | No
     return items
 
 
-def _taken(items: dict[tuple[str, tuple[int, ...] | None], Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
-    item = items.get((fqn, offset))
+def _place(offset: tuple[int, ...] | None) -> str:
+    return "" if offset is None else repr(offset)
+
+
+def _taken(items: dict[tuple[str, str], Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
+    item = items.get((fqn, _place(offset)))
     if item is None and offset is not None:
-        item = items.get((fqn, None))
+        item = items.get((fqn, _place(None)))
     if item is None:
         where = "" if offset is None else f" at {list(offset)}"
         raise PickleError(f"it does not say where {fqn!r:.200}{where} is")
@@ -162,7 +169,7 @@ def _dtype(properties: Any) -> str:
 
 def _lengths(value: Any) -> tuple[int, ...]:
     lengths = value.lengths if isinstance(value, Size) else tuple(value)
-    if not all(type(length) is int and length >= 0 for length in lengths):
+    if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
         raise PickleError("it has a shape that is none")
     return lengths
 
