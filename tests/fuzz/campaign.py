@@ -1,13 +1,14 @@
 """The fuzzing of the table of faults: inputs drawn from the kept ones, each by its seed and number, read in a process that
 this one watches, because an input may end a process or keep it forever.
 
-    python tests/faults/campaigns.py fuzz-manifests                 all of it
+    python tests/faults/fault_table.py fuzz-manifests               all of it
     python tests/fuzz/campaign.py fuzz-manifests 1 17 18            input 17 of seed 1, in this process
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -58,14 +60,15 @@ def draw_input(name: str, seed: int, trial: int) -> tuple[Any, bytes]:
     return target, draw(target, rng)
 
 
-def read_inputs(name: str, seed: int, trials: range, on_trial: Callable[[int], None]) -> _Told:
-    """Reads them in this process."""
+def read_inputs(name: str, seed: int, trials: range, on_trial: Callable[[int], None], until_s: float) -> _Told:
+    """Reads them in this process, as far as there is time."""
+    from bytecheckpoint.errors import CheckpointError
     from fuzz.targets import TARGETS, inputs
     from fuzz.watch import Watch
 
     for target in SHARES[name]:  # what the first input imports is not on its account
-        TARGETS[target].read(inputs(target)[0])
-
+        with suppress(CheckpointError):
+            TARGETS[target].read(inputs(target)[0])
     broken: list[tuple[int, str, str]] = []
     num_trials = 0
     with Watch() as watch:
@@ -76,7 +79,7 @@ def read_inputs(name: str, seed: int, trials: range, on_trial: Callable[[int], N
             num_trials += 1
             if wrong:
                 broken.append((trial, target.name, wrong))
-            if len(broken) >= MAX_BROKEN:
+            if len(broken) >= MAX_BROKEN or time.monotonic() > until_s:
                 break
         return _Told(num_trials, watch.num_refused, broken, watch.longest_s, watch.most_bytes)
 
@@ -87,7 +90,7 @@ def run(name: str, asked: Asked) -> Outcome:
     lost: list[tuple[int, str, str]] = []
     rest = asked.trials
     while rest:
-        found, reached, why = _in_a_process(name, asked.seed, rest, asked.folder)
+        found, reached, why = _in_a_process(name, asked._replace(trials=rest))
         if found is not None:
             told.append(found)
             break
@@ -117,11 +120,11 @@ def _kept(name: str, asked: Asked, trial: int, target: str, wrong: str) -> Broke
     return Broken(trial, f"{target}: {wrong.splitlines()[-1]}; {repeat_command(target, path)}")
 
 
-def _in_a_process(name: str, seed: int, trials: range, folder: Path) -> tuple[_Told | None, int, str]:
+def _in_a_process(name: str, asked: Asked) -> tuple[_Told | None, int, str]:
     """What it told, or None, the number of the input that it had come to, and how it ended."""
-    progress, result = folder / "progress", folder / "result"
+    trials, progress, result = asked.trials, asked.folder / "progress", asked.folder / "result"
     progress.write_bytes(_PROGRESS.pack(trials.start))
-    arguments = [name, str(seed), str(trials.start), str(trials.stop), str(progress), str(result)]
+    arguments = map(str, (name, asked.seed, trials.start, trials.stop, asked.until_s, progress, result))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, __file__, *arguments], env=environment) as process:
         reached, since = trials.start, time.monotonic()
@@ -141,13 +144,15 @@ def _in_a_process(name: str, seed: int, trials: range, folder: Path) -> tuple[_T
 
 def main(arguments: Sequence[str]) -> int:
     name, seed, first, stop = arguments[0], *map(int, arguments[1:4])
+    trials = range(first, stop)
     if len(arguments) == 4:
-        told = read_inputs(name, seed, range(first, stop), lambda _: None)
+        told = read_inputs(name, seed, trials, lambda _: None, math.inf)
         print(json.dumps(told._asdict(), indent=2))
         return bool(told.broken)
-    with open(arguments[4], "r+b") as file, mmap.mmap(file.fileno(), _PROGRESS.size) as progress:
-        told = read_inputs(name, seed, range(first, stop), lambda trial: _PROGRESS.pack_into(progress, 0, trial))
-    Path(arguments[5]).write_text(json.dumps(told._asdict()))
+    until_s, progress_file, result_file = float(arguments[4]), *map(Path, arguments[5:])
+    with progress_file.open("r+b") as file, mmap.mmap(file.fileno(), _PROGRESS.size) as progress:
+        told = read_inputs(name, seed, trials, lambda trial: _PROGRESS.pack_into(progress, 0, trial), until_s)
+    result_file.write_text(json.dumps(told._asdict()))
     return 0
 
 
