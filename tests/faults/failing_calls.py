@@ -67,8 +67,9 @@ def _needed(calls: Sequence[FileCall]) -> Iterator[FileCall]:
         if call.name in DURABLE and not is_telemetry and (not is_committed or call.name == "fsync"):
             yield call
         is_committed |= call.name in {"link", "rename"} and "manifest.bcp" in call.text
-        if is_committed and call.name.startswith("getdents"):
-            return  # what was replaced is cleared away
+        clears_away = call.name == "unlink" and "manifest.bcp" not in call.text
+        if is_committed and (clears_away or call.name.startswith("getdents")):
+            return
 
 
 def fail_once(crew: Crew, root: Path, case: Case) -> tuple[str, str | None]:
