@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import no_pickle
 import pytest
 import torch.distributed as dist
 
@@ -13,6 +14,17 @@ from distributed.workers import WorkerPool
 
 if TYPE_CHECKING:
     from storage.s3_service import S3Service
+
+
+no_pickle.install()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_library_pickles() -> Iterator[None]:
+    """In the whole suite. Workers and programs that tests start look to it themselves."""
+    yield
+    uses, no_pickle.uses[:] = no_pickle.uses[:], []
+    assert not uses
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,7 @@ from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError, UnsafeCheckpointError
 
 MAX_DEPTH = 64
+MAX_DIMS = 64
 SMALL_TENSOR_BYTES = 64 << 10
 
 _TUPLE, _PAIRS, _COMPLEX, _SIZE, _DTYPE, _TENSOR, _ARRAY, _SCALAR, _REF, _BIG_INT, _ORDERED, _COUNTER = range(1, 13)
@@ -284,6 +285,8 @@ def _dtype_from_wire(name: Any) -> torch.dtype:
 
 def _tensor_from_wire(value: Any) -> torch.Tensor:
     name, shape, content = value
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions, at most {MAX_DIMS}")
     if name not in DTYPE_ITEMSIZES or len(content) != prod(shape) * DTYPE_ITEMSIZES[name]:
         raise ValueError(f"{len(content)} bytes are no {name}{shape} tensor")
     if not content:
@@ -299,17 +302,24 @@ def _array_from_wire(value: Any) -> np.ndarray:
     return np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
+def _checked_pairs(pairs: Any) -> Any:
+    """Keys as the encoder writes them: of others somebody could have chosen the hashes, all the same."""
+    if not all(type(key) is str or (type(key) is int and key in _INT64) for key, _ in pairs):
+        raise ValueError("a dict has a key that is neither a text nor an integer of 64 bits")
+    return pairs
+
+
 _DECODERS: dict[int, Callable[[Any], Any]] = {
     _TUPLE: tuple,
-    _PAIRS: dict,
+    _PAIRS: lambda pairs: dict(_checked_pairs(pairs)),
     _SIZE: torch.Size,
     _DTYPE: _dtype_from_wire,
     _TENSOR: _tensor_from_wire,
     _ARRAY: _array_from_wire,
     _SCALAR: lambda value: _array_from_wire(value)[()],
     _BIG_INT: int,
-    _ORDERED: OrderedDict,
-    _COUNTER: lambda pairs: Counter(dict(pairs)),
+    _ORDERED: lambda pairs: OrderedDict(_checked_pairs(pairs)),
+    _COUNTER: lambda pairs: Counter(dict(_checked_pairs(pairs))),
 }
 
 

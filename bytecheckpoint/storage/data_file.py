@@ -235,7 +235,7 @@ def decode_header(data: bytes | bytearray) -> Header:
         _refuse_repeated(bytes(text), raw)
         texts = metadata.decode(raw.pop(_METADATA)) if _METADATA in raw else {}
         wires = {name: entry.decode(value) for name, value in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # json's own are ValueErrors
         raise _bad_header(f"it cannot be decoded: {error}") from error
     return _checked(wires, texts, data_offset=_LENGTH.size + num_bytes)
 

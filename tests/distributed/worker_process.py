@@ -101,6 +101,9 @@ def serve(rank: int, connection: Connection, stacks: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends its workers
     import torch
 
+    import no_pickle
+
+    no_pickle.install()
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.enable(file=file, all_threads=True)  # what a crash in native code leaves behind

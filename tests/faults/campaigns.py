@@ -20,6 +20,7 @@ MODULES: tuple[str, ...] = (
     "faults.power_cuts",
     "faults.failing_calls",
     "faults.damage",
+    "fuzz.campaign",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)

@@ -148,7 +148,10 @@ if __name__ == "__main__":
     import torch.distributed
 
     import bytecheckpoint
+    import no_pickle
     from faults.seams import state_of
+
+    no_pickle.install()
 
     with tempfile.TemporaryDirectory() as folder:  # imports what a first save and load import
         bytecheckpoint.save(folder, state_of(0, 0.0))

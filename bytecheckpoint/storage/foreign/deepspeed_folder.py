@@ -131,7 +131,7 @@ class _Reader:
             item_bytes = itemsize(found[0][1])
             runs = list(divided_runs(lengths, 0, [[buffer] for buffer, _ in found], item_bytes=item_bytes))
             chunks = chunks_of_runs(lengths, runs, item_bytes=item_bytes)
-            self._parts.add_tensor(f"model.{name}", found[0][1], lengths, chunks)
+            self._parts.add_tensor(f"model.{name}", found[0][1], lengths, chunks, num_parts=len(chunks))
 
     def add_model(self, saved: Saved, state: ZeroState | None) -> None:
         """Adds what is saved with the model, but for what lies in flat buffers."""

@@ -5,6 +5,7 @@ is an archive of torch.save. Whatever sharded the state (FSDP2, tensor paralleli
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
@@ -136,12 +137,17 @@ class _Folder:
         dtype = tensor.dtype
         chunks = [found for chunk in tensor.chunks for found in self._chunks(fqn, dtype, tensor.shape, chunk)]
         if shape is not None:
+            self._refuse_too_many(fqn, sum(prod(chunk.region.lengths[:-1]) for chunk in chunks), tensor)
             chunks = [found for chunk in chunks for found in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
-        if len(chunks) > max(strides.MAX_CHUNKS, len(tensor.chunks)):
-            what = f"{fqn!r:.200} lies in {len(chunks)} pieces, because its parts are strided"
+        self._refuse_too_many(fqn, len(chunks), tensor)
+        stored_shape = tensor.shape if shape is None else shape
+        self.parts.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
+
+    def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: StoredTensor) -> None:
+        """Before they are made, where that is known."""
+        if num_chunks > max(strides.MAX_CHUNKS, len(tensor.chunks)):
+            what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"
             raise not_readable(self.parts.path, what, "save contiguous tensors")
-        name = self._below + fqn
-        self.parts.add_tensor(name, dtype, tensor.shape if shape is None else shape, chunks)
 
     def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> list[Chunk]:
         if len(chunk.offsets) != len(shape) or len(chunk.lengths) != len(shape):

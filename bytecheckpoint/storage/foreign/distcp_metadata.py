@@ -10,7 +10,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable
 from bytecheckpoint.storage.foreign.pickle_machine import PickleError
 from bytecheckpoint.storage.foreign.pickled_values import Instance, find_value, instances
-from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, DtypeName, Size
+from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, MAX_DIMS, DtypeName, Size
 from bytecheckpoint.storage.foreign.torch_file import unpickle
 
 _METADATA = "torch.distributed.checkpoint.metadata."
@@ -48,8 +48,8 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
     )
 )
 
-_Place = tuple[str, tuple[int, ...] | None]
-"""A name, and where a chunk begins in the tensor."""
+_Place = tuple[str, str]
+"""A name, and where a chunk begins in the tensor, as a text: nobody can choose the hash of one, as of numbers."""
 
 
 class Item(NamedTuple):
@@ -145,7 +145,13 @@ def _chunks(chunks: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 def _place(index: Any) -> _Place:
     fields = _fields(index, "MetadataIndex")
     offset = fields.get("offset")
-    return fields["fqn"], None if offset is None else _lengths(offset)
+    if type(fields["fqn"]) is not str:
+        raise PickleError("a name in it is no text")
+    return _key(fields["fqn"], None if offset is None else _lengths(offset))
+
+
+def _key(fqn: str, offset: tuple[int, ...] | None) -> _Place:
+    return fqn, "" if offset is None else repr(offset)
 
 
 def _items(storage_data: Any, tensors: Mapping[_Place, Any], path: str) -> dict[_Place, Item]:
@@ -170,9 +176,9 @@ def _items(storage_data: Any, tensors: Mapping[_Place, Any], path: str) -> dict[
 
 
 def _taken(items: Mapping[_Place, Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
-    item = items.get((fqn, offset))
+    item = items.get(_key(fqn, offset))
     if item is None and offset is not None:
-        item = items.get((fqn, None))
+        item = items.get(_key(fqn, None))
     if item is None:
         where = "" if offset is None else f" at {list(offset)}"
         raise PickleError(f"it does not say where {fqn!r:.200}{where} is")
@@ -189,7 +195,7 @@ def _dtype(properties: Any) -> str:
 
 def _lengths(value: Any) -> tuple[int, ...]:
     lengths = value.lengths if isinstance(value, Size) else tuple(value)
-    if not all(type(length) is int and length >= 0 for length in lengths):
+    if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
         raise PickleError("it has a shape that is none")
     return lengths
 

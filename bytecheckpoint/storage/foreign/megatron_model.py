@@ -125,7 +125,7 @@ class Model:
         parts = [Part(file.saved, each) for file, each in found]
         dtype, shape, chunks = whole_of(name, parts, is_gated=_is_gated(local_name, value, stage))
         self._refuse_taken(fqn, first.rank)
-        self._parts.add_tensor(fqn, dtype, shape, chunks)
+        self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=2 * len(parts))
 
     def _refuse_taken(self, fqn: str, rank: Rank) -> None:
         other = self._stage_of.setdefault(fqn, rank)

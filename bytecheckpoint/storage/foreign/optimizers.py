@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytecheckpoint.storage.foreign.plain_values import TensorRef
+from bytecheckpoint.storage.foreign.plain_values import INT64, TensorRef
 
 BY_POSITION = "by_position"
 """Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups."""
@@ -48,7 +48,7 @@ def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
     if not all(isinstance(values, dict) for values in state.values()):
         return None
     keys = [key for group in groups for key in group["params"]]
-    if not {*map(type, keys)} <= {int, str}:
+    if not all(type(key) is str or (type(key) is int and key in INT64) for key in keys):
         return None
     names = _names(groups)
     is_by_position = names is None and all(type(key) is int for key in keys)

@@ -24,6 +24,9 @@ from bytecheckpoint.storage.foreign.pickled_values import (
 )
 from bytecheckpoint.storage.foreign.plain_values import INT64, MAX_DEPTH, DtypeName, Size, TensorRef, encode_value
 
+MAX_PIECES = 1 << 20
+"""Of all tensors together, beyond the parts that the files name one by one: a view of few bytes can say tens of
+thousands."""
 MAX_VALUES = 1 << 20
 _ATOMS_A_VALUE = 16
 """Numbers and texts in a list, which cost less."""
@@ -54,15 +57,26 @@ class Parts:
     """Plain data by FQN."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
+    num_pieces: int = 0
+    """Chunks so far that no file names."""
 
     def add_file(self, name: str, byte_length: int) -> int:
         """Its number."""
         self.files.append(DataFile(name, byte_length))
         return len(self.files) - 1
 
-    def add_tensor(self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> None:
-        """Raises CheckpointMismatchError (conflict) for a name that is taken."""
+    def add_tensor(
+        self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk], *, num_parts: int = 1
+    ) -> None:
+        """A tensor of which the files name so many parts.
+
+        Raises CheckpointMismatchError (conflict) for a name that is taken, UnsafeCheckpointError (limits_exceeded) for
+        too many pieces.
+        """
         self._refuse_taken(fqn)
+        self.num_pieces += max(0, len(chunks) - num_parts)
+        if self.num_pieces > MAX_PIECES:
+            raise too_much(self.path, f"its tensors lie in more than {MAX_PIECES} pieces, because they are strided")
         self.tensors[fqn] = tensor_record(dtype, tuple(shape), chunks)
 
     def add_alias(self, fqn: str, stored_fqn: str) -> None:

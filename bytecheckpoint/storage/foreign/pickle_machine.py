@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from bytecheckpoint.errors import CheckpointError
@@ -17,6 +17,8 @@ MAX_PICKLE_BYTES = 1 << 26
 _MAX_ON_STACK, _MAX_IN_MEMO = 1 << 20, 1 << 22
 _MAX_KEY_ITEMS = 64
 _MAX_INT_BYTES = 1024
+_MAX_CRAFTED_KEYS = 1 << 13
+_INT64 = range(-(1 << 63), 1 << 64)
 _ITEM_BYTES = 8
 """Of a list, a dict or a shape."""
 
@@ -160,7 +162,7 @@ class _Machine:
             "u": lambda: self._set_items(self._popped()),
             "\x8f": lambda: push(set()),
             "\x90": lambda: self._add_to_set(self._popped()),
-            "\x91": lambda: push(frozenset(map(check_key, self._popped()))),
+            "\x91": self._make_frozenset,
             "c": lambda: push(self._find_global(self._line(), self._line())),
             "\x93": self._stack_global,
             "R": self._reduce,
@@ -237,13 +239,27 @@ class _Machine:
         if type(target) not in {dict, OrderedDict, defaultdict}:
             raise PickleError(f"it sets items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
+            self._count_key(key, len(target))
             target[check_key(key)] = value
 
     def _add_to_set(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is not set:
             raise PickleError(f"it adds to a {type(target).__name__} as to a set")
-        target.update(map(check_key, items))
+        for item in items:
+            self._count_key(item, len(target))
+            target.add(check_key(item))
+
+    def _make_frozenset(self) -> None:
+        items = self._popped()
+        self._stack.append(set())
+        self._add_to_set(items)
+        self._stack.append(frozenset(self._stack.pop()))
+
+    def _count_key(self, key: Any, num_others: int) -> None:
+        if is_crafted(key):
+            self._bytes_made += _ITEM_BYTES + 2 * num_others
+            self._refuse_too_many_bytes()
 
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
@@ -261,6 +277,9 @@ class _Machine:
 
     def _count(self, made: Any) -> None:
         self._bytes_made += _num_bytes(made)
+        self._refuse_too_many_bytes()
+
+    def _refuse_too_many_bytes(self) -> None:
         if self._bytes_made > MAX_PICKLE_BYTES:
             raise PickleError(f"it makes more than {MAX_PICKLE_BYTES} bytes of values out of those that it has")
 
@@ -303,10 +322,28 @@ def check_key(value: Any) -> Any:
     return value
 
 
+def is_crafted(key: Any) -> bool:
+    """Whether somebody could have chosen the hash of a key: numbers and tuples can be made that all have the same, and
+    each is compared with all others then. Texts have a secret in theirs, and objects of their own their address.
+    """
+    if type(key) is int:
+        return key not in _INT64
+    return not (key is None or isinstance(key, str | bytes | bool) or type(key).__hash__ is object.__hash__)
+
+
+def check_keys(keys: Collection[Any]) -> None:
+    """Raises PickleError where a dict of these keys could take forever to make."""
+    num_crafted = sum(map(is_crafted, keys))
+    if num_crafted > _MAX_CRAFTED_KEYS:
+        raise PickleError(f"it has {num_crafted} keys that are large numbers or tuples, at most {_MAX_CRAFTED_KEYS}")
+
+
 def _num_bytes(made: Any) -> int:
     """What a value may have copied, about. What is no plain value says it itself."""
     if isinstance(made, str | bytes):
         return len(made)
-    if type(made) in {list, tuple, OrderedDict, Counter}:
+    if type(made) in {OrderedDict, Counter}:
+        return int(_ITEM_BYTES * len(made) + sum(map(is_crafted, made)) ** 2)
+    if type(made) in {list, tuple}:
         return _ITEM_BYTES * len(made)
     return getattr(made, "num_bytes", 1)

@@ -15,8 +15,8 @@ import numpy as np
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import UnsafeCheckpointError
-from bytecheckpoint.storage.foreign.pickle_machine import PickleError, check_key
-from bytecheckpoint.storage.foreign.plain_values import DtypeName, Size
+from bytecheckpoint.storage.foreign.pickle_machine import PickleError, check_key, check_keys
+from bytecheckpoint.storage.foreign.plain_values import MAX_DIMS, DtypeName, Size
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -161,7 +161,7 @@ def instances(*names: str) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 63:
         raise PickleError(f"it has {value!r:.80} where a number from 0 on stands")
     return value
 
@@ -204,6 +204,8 @@ def _refuse_metadata(metadata: tuple[Any, ...]) -> None:
 
 
 def _checked(view: StoredView) -> StoredView:
+    if len(view.shape) > MAX_DIMS:
+        raise PickleError(f"it has a tensor of {len(view.shape)} dimensions, at most {MAX_DIMS} are read")
     if len(view.shape) != len(view.strides):
         raise PickleError(f"it has a tensor of shape {view.shape} and strides {view.strides}")
     return view
@@ -278,6 +280,7 @@ def _device(kind: Any, index: Any = None) -> str:
 def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     if type(pairs) not in {list, tuple} or any(type(pair) not in {list, tuple} or len(pair) != 2 for pair in pairs):
         raise PickleError("it makes a dict of something that is no list of pairs")
+    check_keys([key for key, _ in pairs])
     return OrderedDict((check_key(key), value) for key, value in pairs)
 
 

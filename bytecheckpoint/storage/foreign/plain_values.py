@@ -15,6 +15,8 @@ from msgspec.msgpack import Ext, encode
 from bytecheckpoint.storage.foreign.file_bytes import too_much
 
 MAX_DEPTH = 64
+MAX_DIMS = 64
+"""Of a tensor."""
 _TUPLE, _PAIRS, _COMPLEX, _SIZE, _DTYPE, _ARRAY, _SCALAR, _REF, _BIG_INT, _ORDERED, _COUNTER = (
     *range(1, 6),
     *range(7, 13),

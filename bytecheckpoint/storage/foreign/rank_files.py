@@ -157,7 +157,7 @@ def _add_sharded(fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], pa
         where = f"which has the shape {list(missing.lengths)} and begins at {list(missing.offsets)}"
         raise missing_file(parts.path, f"has no file with a part of {fqn!r:.200} {where}, in {len(opened)} files")
     found_chunks = [chunk for of_region in chunks.values() for chunk in of_region]
-    parts.add_tensor(fqn, first.dtype, first.shape, found_chunks)
+    parts.add_tensor(fqn, first.dtype, first.shape, found_chunks, num_parts=len(chunks))
 
 
 def _add_differences(

@@ -164,7 +164,8 @@ class _Found(NamedTuple):
             for region, part in regions.items()
             if region.numel
         ]
-        self.parts.add_tensor(fqn, torch_dtype_of(of_tensor[0].entry.dtype), shape, chunks)
+        dtype = torch_dtype_of(of_tensor[0].entry.dtype)
+        self.parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(of_tensor))
 
 
 def _read(store: Store, folder: str, names: Iterable[str]) -> _Found:

@@ -105,10 +105,11 @@ class _Tensors:
         self._parts = parts
         self._file = file
         self._places: dict[str, tuple[int, int]] = {}
-        self._known: dict[tuple[Any, ...], str] = {}
+        self._known: dict[str, str] = {}
 
     def add(self, fqn: str, view: StoredView) -> None:
-        place = (view.storage.key, view.dtype, view.item_offset, view.shape, view.strides)
+        # As a text: nobody can choose the hash of one, as of numbers.
+        place = repr((view.storage.key, view.dtype, view.item_offset, view.shape, view.strides))
         first = self._known.setdefault(place, fqn)
         if first != fqn:
             self._parts.add_alias(fqn, first)

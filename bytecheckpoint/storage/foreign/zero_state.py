@@ -20,7 +20,7 @@ from bytecheckpoint.storage.foreign.flat_ranges import (
     shared_runs,
 )
 from bytecheckpoint.storage.foreign.pickled_values import StoredView
-from bytecheckpoint.storage.foreign.plain_values import Size
+from bytecheckpoint.storage.foreign.plain_values import MAX_DIMS, Size
 
 if TYPE_CHECKING:
     from bytecheckpoint.storage.foreign.parts import Parts
@@ -65,7 +65,7 @@ def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result
 def lengths_of(value: Any) -> tuple[int, ...]:
     """A shape as a pickle has it."""
     lengths = value.lengths if isinstance(value, Size) else tuple(value)
-    if not all(type(length) is int and length >= 0 for length in lengths):
+    if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
         raise ValueError(f"{lengths!r:.80} is no shape")
     return lengths
 
@@ -78,7 +78,8 @@ class Result:
         self.tree: dict[str, Any] = {"state": {}, "groups": {}}
 
     def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Sequence[Run]) -> None:
-        self._parts.add_tensor(fqn, dtype, shape, chunks_of_runs(shape, runs, item_bytes=itemsize(dtype)))
+        chunks = chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
+        self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
 
     def add_view(self, fqn: str, view: StoredView, saved: Saved) -> None:
         """A tensor that is whole in a file."""
