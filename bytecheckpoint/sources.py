@@ -16,6 +16,7 @@ from bytecheckpoint.reading import Source
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_bytes, open_above
 from bytecheckpoint.storage.layout import parse_manifest
 from bytecheckpoint.storage.opening import is_remote
+from bytecheckpoint.storage.store import place_of
 
 
 class Asked(NamedTuple):
@@ -63,7 +64,7 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
         return [msgspec.msgpack.encode(told)] * ranks.num_ranks
 
     store = open_above(asked.root, 0, opening)
-    payload = msgspec.msgpack.encode((f"{store} (step={asked.step})", options.verify))
+    payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step})", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
     return Source(
         open_above(asked.root, told.levels, opening) if told.levels else store,
