@@ -6,6 +6,7 @@ process.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -29,13 +30,18 @@ class Ended(NamedTuple):
 class Launcher:
     """The process that has torch, as seen from a test. To be closed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, ready_for: str | None = None) -> None:
+        """`ready_for` names a module whose `warm_up()` does once what every program would have to do for itself."""
         self._folder = folder
         self._outputs: dict[int, Path] = {}
         root = Path(__file__).parents[2]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+            [sys.executable, __file__, *([ready_for] if ready_for else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
         )
 
     def start(self, code: str, *arguments: object) -> int:
@@ -124,6 +130,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:  # imports what a first save and load import
         bytecheckpoint.save(folder, state_of(0, 0.0))
         bytecheckpoint.load(folder, state_of(0, 0.0))
+    for module in sys.argv[1:]:
+        importlib.import_module(module).warm_up()
     torch.set_num_threads(1)
     gc.freeze()  # collections in the children would copy every page
     program = serve()

@@ -1,0 +1,105 @@
+"""Campaigns: the same fault many times, each trial drawn from a seed and a number, so that any can be repeated alone. Each
+module named in MODULES has a tuple CAMPAIGNS; fault_table.py runs them and keeps what came of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+MODULES: tuple[str, ...] = ("faults.kill_times",)
+"""Each has a tuple CAMPAIGNS. Their order is that of the table."""
+EVERY = range(sys.maxsize)
+"""For a campaign that knows its own end, as one that goes through every bit of a file."""
+
+
+class Asked(NamedTuple):
+    """Which trials to do, and where."""
+
+    seed: int
+    trials: range
+    """Numbers of trials. A campaign that has fewer stops at its last."""
+    folder: Path
+    """Empty, on an ordinary disk, and removed afterwards."""
+
+    def rng(self, trial: int) -> random.Random:
+        """What a trial draws from: the same whichever trials were done before it."""
+        return random.Random(f"{self.seed}/{trial}")
+
+
+class Broken(NamedTuple):
+    """A trial after which something did not hold that must."""
+
+    trial: int
+    what: str
+    """Found against expected."""
+
+
+class Outcome(NamedTuple):
+    """What came of the trials."""
+
+    num_trials: int
+    """Faults that were really injected."""
+    broken: tuple[Broken, ...]
+    result: str
+    """What was seen, in a few words with numbers: `5,113 saves committed, 4,887 left no trace`. That nothing is broken
+    need not be said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Campaign:
+    """One row of the table, as it is made."""
+
+    name: str
+    """On the command line: words with hyphens."""
+    fault: str
+    """What goes wrong: `SIGKILL at a random time of an asynchronous save, snapshot="copy"`."""
+    how: str
+    """By which means: `a fork server, os.kill`."""
+    unit: str
+    """What is counted, in the plural: `kills`."""
+    run: Callable[[Asked], Outcome]
+    """Does the trials. Raises only where it cannot be run; what a trial finds goes into `broken`."""
+    trials: range
+    """Of the long run; EVERY where it knows its own end."""
+    quick: range
+    """Of the run in `make test`, a second or two; empty for none."""
+    seed: int = 1
+    missing: Callable[[], str | None] = lambda: None
+    """What this machine lacks for it: `the right to mount a loop device`. None where it has all."""
+    is_peer: bool = False
+    """Whether another library is broken, for comparison: what is lost then fails nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of the table, as it is kept."""
+
+    name: str
+    fault: str
+    how: str
+    number: int | None
+    """None where it was not run."""
+    unit: str
+    broken: int
+    first_broken: str | None
+    result: str
+    """What was seen; what was missing where it was not run."""
+    seed: int
+    seconds: float
+    command: str
+    """Repeats all of it."""
+    is_peer: bool
+    commit: str
+    date: str
+    """Year, month and day."""
+
+
+def all_campaigns() -> list[Campaign]:
+    """In the order of the table."""
+    return [campaign for module in MODULES for campaign in importlib.import_module(module).CAMPAIGNS]

@@ -1,0 +1,206 @@
+"""Runs campaigns of faults, keeps what came of each as JSON in docs/faults/, and writes docs/faults.md from that. What a
+campaign does is its own business.
+
+    python tests/faults/fault_table.py                             all of them, two at a time
+    python tests/faults/fault_table.py kill-times-copy flip-data   these
+    python tests/faults/fault_table.py kill-times-copy --trials 17      one trial again; it keeps nothing
+    python tests/faults/fault_table.py --table                     the page alone, from what was kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from faults.campaigns import EVERY, Asked, Campaign, Outcome, Row, all_campaigns
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "docs" / "faults"
+PAGE = ROOT / "docs" / "faults.md"
+SCRIPT = "python tests/faults/fault_table.py"
+
+
+def run(campaign: Campaign, *, seed: int, trials: range) -> Row:
+    """Does these trials; a machine that lacks the means gives a row that says so."""
+    started = time.monotonic()
+    missing = campaign.missing()
+    if missing is None:
+        with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-") as folder:
+            outcome: Outcome | None = campaign.run(Asked(seed, trials, Path(folder)))
+    else:
+        outcome = None
+    return Row(
+        name=campaign.name,
+        fault=campaign.fault,
+        how=campaign.how,
+        number=None if outcome is None else outcome.num_trials,
+        unit=campaign.unit,
+        broken=0 if outcome is None else len(outcome.broken),
+        first_broken=_first_broken(campaign, outcome, seed),
+        result=f"not run: needs {missing}" if outcome is None else outcome.result,
+        seed=seed,
+        seconds=round(time.monotonic() - started, 1),
+        command=f"{SCRIPT} {campaign.name}",
+        is_peer=campaign.is_peer,
+        commit=_commit(),
+        date=time.strftime("%Y-%m-%d"),
+    )
+
+
+def _first_broken(campaign: Campaign, outcome: Outcome | None, seed: int) -> str | None:
+    if outcome is None or not outcome.broken:
+        return None
+    trial, what = outcome.broken[0]
+    return f"{what} ({SCRIPT} {campaign.name} --seed {seed} --trials {trial})"
+
+
+def _commit() -> str:
+    """Of the library; with a plus where its files are not as committed. Empty where git does not know."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    head = git("log", "-1", "--format=%h", "--", "bytecheckpoint", "tools")
+    return head + "+" if git("status", "--porcelain", "--", "bytecheckpoint", "tools") else head
+
+
+def keep(row: Row) -> None:
+    KEPT.mkdir(exist_ok=True)
+    _write(KEPT / f"{row.name}.json", json.dumps(asdict(row), indent=1) + "\n")
+
+
+def kept_rows(campaigns: Iterable[Campaign]) -> list[Row]:
+    """What was kept, in the order of the campaigns; those that were never run are not among them."""
+    files = [KEPT / f"{campaign.name}.json" for campaign in campaigns]
+    return [Row(**json.loads(file.read_text())) for file in files if file.exists()]
+
+
+def _write(path: Path, text: str) -> None:
+    """In one step: several campaigns end at the same time."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(text)
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path)
+
+
+_INTRODUCTION = """\
+# What was broken on purpose, and what became of it
+
+Printed by `make fault-table`, which runs everything below and writes this page; `make fault-table
+FAULT_ARGS="kill-times-copy --trials 17"` repeats one trial of one row. A trial is drawn from the seed and its number, so
+it is the same every time but for the moment at which a timer strikes. After each fault a reader checks that
+
+- what was acknowledged (`save` or `result()` had returned) loads, bit by bit;
+- what can be seen (`steps`, `latest`) loads, bit by bit;
+- the next save at the same place works, and `bcp gc` leaves nothing of what died.
+
+Whatever does not hold counts as broken. How each fault is made is told in [tests/faults](../tests/faults); rights to trace
+or to mount are needed for some, and a row that could not be run says so.
+"""
+_COMPARISON = """\
+## The same harness on torch.distributed.checkpoint
+
+torch's own `dcp.save` and `dcp.load`, with the same state, the same seeds and the same trials, in the version of torch that
+the rows name. Only what `dcp.save` had acknowledged can be lost here: it counts when it no longer loads, or loads other
+values without an error. An error at a load of damaged bytes counts as detected.
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """docs/faults.md."""
+    own = [row for row in rows if not row.is_peer]
+    peers = [row for row in rows if row.is_peer]
+    parts = [_INTRODUCTION, _table(own, broken="broken")]
+    if peers:
+        parts += [_COMPARISON, _table(peers, broken="lost")]
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Row], *, broken: str) -> str:
+    lines = [f"| fault | how | number | {broken} | seen | run |", "| --- | --- | --- | --- | --- | --- |"]
+    lines += [f"| {' | '.join(map(_cell, _cells(row)))} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    number = "-" if row.number is None else f"{row.number:,} {row.unit}"
+    lost = "-" if row.number is None else f"{row.broken:,}"
+    seen = row.result if row.first_broken is None else f"{row.result}. First: {row.first_broken}"
+    run_as = f"`{row.name}`, seed {row.seed}, {row.seconds:,.0f} s, {row.date}, at {row.commit}"
+    return [row.fault, row.how, number, lost if row.broken == 0 else f"**{lost}**", seen, run_as]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def write_page() -> None:
+    _write(PAGE, page(kept_rows(all_campaigns())))
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    by_name = {campaign.name: campaign for campaign in all_campaigns()}
+    unknown = [name for name in arguments.names if name not in by_name]
+    if unknown:
+        sys.stderr.write(f"no campaign is called {', '.join(unknown)}; there are {', '.join(by_name)}\n")
+        return 2
+    names = arguments.names or list(by_name)
+    if arguments.table:
+        write_page()
+        return 0
+    if len(names) > 1:
+        codes = _each_alone(names, arguments.jobs)
+        write_page()
+        return max(codes)
+    campaign = by_name[names[0]]
+    seed = campaign.seed if arguments.seed is None else arguments.seed
+    trials = campaign.trials if arguments.trials is None else _range_of(arguments.trials)
+    row = run(campaign, seed=seed, trials=trials)
+    sys.stdout.write(f"{json.dumps(asdict(row), indent=1)}\n")
+    if (seed, trials) == (campaign.seed, campaign.trials):
+        keep(row)
+        write_page()
+    return int(row.broken > 0 and not row.is_peer)
+
+
+def _each_alone(names: Sequence[str], jobs: int) -> list[int]:
+    """Each in a process of its own, so many at a time; their exit codes."""
+
+    def run_alone(name: str) -> int:
+        return subprocess.run([sys.executable, __file__, name], cwd=ROOT, check=False).returncode
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(run_alone, names))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="campaigns; all of them if none is named")
+    parser.add_argument("--seed", type=int, help="another one than the campaign's own")
+    parser.add_argument("--trials", metavar="N or N-M", help="only these trials of one campaign")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="campaigns at a time")
+    parser.add_argument("--table", action="store_true", help="write the page only, from what was kept")
+    return parser
+
+
+def _range_of(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""SIGKILL at a moment drawn at random, in a program that trains and saves again and again. The programs are forked from
+one process that has torch, so that thousands can be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from faults.campaigns import Asked, Broken, Campaign, Outcome
+from faults.launcher import Launcher
+from faults.savers import SAVERS, Training
+from faults.survived import lost, stuck, told, torn
+
+PROGRAM = """
+import sys
+from faults.kill_times import train_and_save
+train_and_save(*sys.argv[1:])
+"""
+WINDOW_S = 0.12
+"""After the first save has begun: long enough for several saves."""
+ENDS_WITHIN_S = 10.0
+
+
+def train_and_save(saver_name: str, root: str, kind: str, place: str, num_saves: str) -> None:
+    """Says before each save that it begins and after each that it is done; waits for its end after the last."""
+    os.setsid()  # by which whatever it forked is found again
+    training, saver, in_place = Training(), SAVERS[saver_name], place == "in place"
+    for _ in range(int(num_saves)):
+        training.step()
+        number = training.extra["steps"]
+        sys.stdout.write(f"begin {number}\n")
+        sys.stdout.flush()
+        if kind == "sync":
+            saver.save(Path(root), training, in_place=in_place)
+        else:
+            wait = saver.begin(Path(root), training, in_place=in_place, snapshot=kind)
+            training.step()  # what is saved must stay as it was at the call
+            wait()
+        sys.stdout.write(f"done {number}\n")
+        sys.stdout.flush()
+    while True:
+        signal.pause()
+
+
+class Killed(NamedTuple):
+    """What a program had done when it was killed."""
+
+    begun: int
+    acknowledged: list[int]
+    is_wrong: str | None
+
+
+def kill_once(launcher: Launcher, asked: Asked, trial: int, *, saver_name: str, kind: str) -> Killed:
+    rng = asked.rng(trial)
+    root = asked.folder / str(trial)
+    in_place, delay_s = rng.random() < 0.5, rng.random() * WINDOW_S
+    pid = launcher.start(PROGRAM, saver_name, root, kind, "in place" if in_place else "steps", 1000)
+    launcher.wait_for_output(pid, "begin")
+    time.sleep(delay_s)
+    os.kill(pid, signal.SIGKILL)
+    ended = launcher.wait(pid)
+    begun, acknowledged = told(ended.output)
+    if ended.exit_code != -signal.SIGKILL:
+        return Killed(begun, acknowledged, f"the program ended by itself: {ended.output[-500:]}")
+    saver = SAVERS[saver_name]
+    is_wrong = lost(saver, root, begun=begun, acknowledged=acknowledged, in_place=in_place)
+    if saver_name == "own" and is_wrong is None:
+        is_wrong = (
+            torn(root, begun=begun, acknowledged=acknowledged, in_place=in_place)
+            or stuck(root, begun=begun, in_place=in_place)
+            or left_alive(pid)
+        )
+    return Killed(begun, acknowledged, is_wrong)
+
+
+def left_alive(pid: int) -> str | None:
+    """What the program had forked and has outlived it for long."""
+    deadline = time.monotonic() + ENDS_WITHIN_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(pid, 0)
+        except ProcessLookupError:
+            return None
+        time.sleep(0.005)
+    return f"a child of the program lives {ENDS_WITHIN_S:g} s after it"
+
+
+def run(asked: Asked, *, saver_name: str, kind: str) -> Outcome:
+    killed: list[Killed] = []
+    broken = []
+    launcher = Launcher(asked.folder, ready_for="faults.savers")
+    try:
+        for trial in asked.trials:
+            killed.append(kill_once(launcher, asked, trial, saver_name=saver_name, kind=kind))
+            if killed[-1].is_wrong is None:
+                shutil.rmtree(asked.folder / str(trial))
+            else:
+                broken.append(Broken(trial, killed[-1].is_wrong))
+    finally:
+        launcher.close()
+    num_acknowledged = sum(len(one.acknowledged) for one in killed)
+    num_within = sum(one.begun > len(one.acknowledged) for one in killed)
+    return Outcome(
+        len(killed),
+        tuple(broken),
+        f"{num_within:,} struck within a save; {num_acknowledged:,} saves were acknowledged before",
+    )
+
+
+_HOW = "SIGKILL from another process; programs forked by a server"
+_STRUCK = "at a random moment of a program that saves again and again, in steps or in place"
+_KINDS = {
+    "sync": "synchronous",
+    "copy": 'asynchronous, `snapshot="copy"`',
+    "lazy": 'asynchronous, `snapshot="lazy"`',
+    "fork": 'asynchronous, `snapshot="fork"`',
+}
+
+CAMPAIGNS = (
+    *(
+        Campaign(
+            name=f"kill-times-{kind}",
+            fault=f"SIGKILL {_STRUCK}, {called}",
+            how=_HOW,
+            unit="kills",
+            run=partial(run, saver_name="own", kind=kind),
+            trials=range(2500),
+            quick=range(4),
+            seed=seed,
+        )
+        for seed, (kind, called) in enumerate(_KINDS.items(), 1)
+    ),
+    Campaign(
+        name="kill-times-torch",
+        fault=f"SIGKILL {_STRUCK}, synchronous",
+        how=_HOW,
+        unit="kills",
+        run=partial(run, saver_name="torch", kind="sync"),
+        trials=range(2500),
+        quick=range(2),
+        is_peer=True,
+    ),
+)
