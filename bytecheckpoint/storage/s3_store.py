@@ -27,7 +27,6 @@ from bytecheckpoint.storage.s3_upload import TakenError, new_target, upload
 from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
-_HOST = re.compile(r"\A\w+://([^/]+(?:/.*?)?)/*\Z")
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Of a bucket in the same region, through one connection."""
@@ -75,8 +74,7 @@ class S3Store:
     @property
     def endpoint(self) -> str:
         """The host and port of the service; empty for Amazon, whose endpoints all lead to the same buckets."""
-        found = _HOST.match(self._requests.service.endpoint)
-        host = found[1].lower() if found else ""
+        host = self._requests.service.endpoint.partition("://")[2].rstrip("/").lower()
         return "" if _AMAZON.search(host) else host
 
     @property
