@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from faults.campaigns import Asked, Broken, Campaign, Outcome
 from faults.commit_job import Call, Ended
 from faults.commit_jobs import Crew, Job, Planned
-from faults.commit_model import BrokenPromiseError, Cause, Model, Place, must
+from faults.commit_model import Cause, Model, Place, must
+from faults.launcher import Launcher
 from faults.object_world import Fault, World, save_id_in
 
 RUN = "world://bucket/run"
@@ -27,6 +28,7 @@ PLACES = [*(Place(RUN, step) for step in (1, 2, 3)), Place(ALONE, None)]
 ROOTS = [RUN, ALONE]
 ABOVE = "world://bucket"
 NUM_JOBS = 2
+RUNS, STEPS = 10, 50
 HOUR_S = 3600.0
 LIVES_FOR_S = 22 * HOUR_S
 """Less than a clean-up takes for dead."""
@@ -315,8 +317,54 @@ class CommitMachine(RuleBasedStateMachine):
     def last_signs_of_life(self) -> list[float]:
         """Of each job that is writing: when it last did."""
         running = [job.running for job in self.jobs if job is not None and job.running is not None]
-        times = [[self.world.objects[name].changed_s for name in each.written & self.world.objects.keys()] for each in running]
+        times = [
+            [self.world.objects[name].changed_s for name in each.written & self.world.objects.keys()]
+            for each in running
+        ]
         return [max(of_job) for of_job in times if of_job]
+
+
+def run(asked: Asked) -> Outcome:
+    """Each trial is a batch of runs, because the first run of any is the simplest that there is."""
+    tally: dict[str, int] = {}
+    broken = []
+    launcher = Launcher(asked.folder, ready_for="faults.commit_job")
+    crew = Crew(launcher)
+    try:
+        for trial in asked.trials:
+            try:
+                run_machine(crew, seed_text=f"{asked.seed}/{trial}", num_runs=RUNS, num_steps=STEPS, tally=tally)
+            except BaseExceptionGroup as group:
+                broken += [Broken(trial, _story(error)) for error in group.exceptions]
+            except AssertionError as error:
+                broken.append(Broken(trial, _story(error)))
+    finally:
+        crew.close()
+        launcher.close()
+    told = (
+        f"{tally['steps']:,} steps: {tally['saves']:,} saves, of which {tally['acknowledged saves']:,} were acknowledged, "
+        f"{tally['kills']:,} kills, {tally['faults']:,} faults, {tally['late writes']:,} writes that arrived late, "
+        f"{tally['gcs']:,} clean-ups, {tally['loads'] + tally['copies']:,} loads"
+    )
+    return Outcome(tally["runs"], tuple(broken), told)
+
+
+def _story(error: BaseException) -> str:
+    """What did not hold, and the steps that led there."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+CAMPAIGNS = (
+    Campaign(
+        name="commit-machine",
+        fault="two jobs at one store that save, load, clean up, recover and delete, held, failed or killed at any operation",
+        how="a state machine of hypothesis over processes, whose every store operation the test answers",
+        unit="runs of 50 steps",
+        run=run,
+        trials=range(50),
+        quick=range(0),
+    ),
+)
 
 
 def run_machine(crew: Crew, *, seed_text: str, num_runs: int, num_steps: int, tally: dict[str, int]) -> None:

@@ -190,7 +190,7 @@ def try_batch(workers: WorkerPool, root: Path, cases: list[Case]) -> list[str]:
 
 def what_is_wrong(case: Case, outcomes: list[OfRank], first: int, path: Path) -> str | None:
     """Of a group whose first rank has this global number."""
-    missing = outcomes[case.missing_rank]
+    missing, told = outcomes[case.missing_rank], []
     if isinstance(missing.error, WorkerDied) != (case.how == "killed"):
         return f"the rank that was to be {case.how} did otherwise: {missing}"
     for rank, outcome in enumerate(outcomes):
@@ -199,20 +199,21 @@ def what_is_wrong(case: Case, outcomes: list[OfRank], first: int, path: Path) ->
         if outcome.error is not None:
             return f"rank {first + rank} broke off: {outcome.error}"
         error, next_works = outcome.value
+        told.append(error)
         what = _wrong_with(case, rank, error, first + case.missing_rank)
         if what is not None:
             return f"rank {first + rank} {what}"
         if not next_works:
             return f"rank {first + rank} does not load the next save"
-    return _wrong_at(path, case)
+    return _wrong_at(path, case, told)
 
 
 def _wrong_with(case: Case, rank: int, error: Seen | None, missing: int) -> str | None:
     """With what a rank was told."""
     if case.is_over:
         return None if error is None else f"raised though all was done: {error}"
-    if rank == case.missing_rank and (case.how == NEVER or case.phase in {"committing", "telling"}):
-        return None  # it did not call, or committed when it went on
+    if rank == case.missing_rank and error is None:
+        return None  # it never called, or finished when it went on
     if error is None:
         return "did not notice"
     if (error.kind, error.ranks) != ("rank_missing", (missing,)) or f"rank {missing}" not in error.message:
@@ -220,16 +221,16 @@ def _wrong_with(case: Case, rank: int, error: Seen | None, missing: int) -> str 
     return None
 
 
-def _wrong_at(path: Path, case: Case) -> str | None:
-    """With what is to be seen afterwards."""
+def _wrong_at(path: Path, case: Case, told: list[Seen | None]) -> str | None:
+    """With what is to be seen afterwards, by what the ranks were told of the call."""
     steps = bcp.steps(path)
-    is_committed = case.is_save and case.phase in {"telling", "leaving"}
-    may_be_committed = is_committed or (case.phase == "committing" and case.how == "stopped")
-    expected = {1} | ({2} if is_committed else set()) | ({3} if case.how != "killed" else set())
-    if set(steps) - ({2} if may_be_committed else set()) != expected - ({2} if may_be_committed else set()):
+    if set(steps) - {2} != ({1} if case.how == "killed" else {1, 3}):
         return f"steps are {steps}"
-    if is_committed and 2 not in steps:
-        return f"what was committed is not there: {steps}"
+    is_there, was_done = 2 in steps, case.is_save and (case.phase in {"telling", "leaving"} or None in told)
+    if was_done and case.how != NEVER and not is_there:
+        return "what was committed is not there"
+    if is_there and not all(error is None or MAY_BE_COMMITTED in error.message for error in told):
+        return f"it was committed, against what ranks were told: {told}"
     for step in steps:
         if not all(loads_as(path, rank, float(step), step=step, strict=False) for rank in range(case.group_size)):
             return f"step {step} is not what was saved"
@@ -249,7 +250,9 @@ def run(asked: Asked) -> Outcome:
     num_phases = len({(case.call, case.phase) for case in tried if case.how != NEVER})
     hows = {how: sum(case.how == how for case in tried) for how in ("killed", "stopped", NEVER)}
     told = ", ".join(f"{count} {how}" for how, count in hows.items())
-    return Outcome(len(tried), tuple(broken), f"{num_phases} phases of {len({case.call for case in tried})} calls: {told}")
+    return Outcome(
+        len(tried), tuple(broken), f"{num_phases} phases of {len({case.call for case in tried})} calls: {told}"
+    )
 
 
 CAMPAIGNS = (

@@ -221,5 +221,3 @@ class WorldStore:
 
     def _own(self, full: str) -> str:
         return full[len(self._root) + 1 :]
-
-
