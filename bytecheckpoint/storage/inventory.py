@@ -107,7 +107,8 @@ def _in_folder(root: str, folder: str) -> Iterator[StoredObject]:
         for name in names:
             try:
                 status = os.stat(os.path.join(path, name), follow_symlinks=False)  # noqa: PTH116
-            except FileNotFoundError:
+            except OSError as error:
+                refuse(error)
                 continue  # finished or deleted since it was listed
             relative = name if inside == os.curdir else f"{inside}/{name}"
             yield StoredObject(relative, status.st_size, status.st_mtime)

@@ -135,8 +135,8 @@ def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[Any], str]:
 
 def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[[str, str], bool]:
     """Tells of a save id and the name of an object whether the committed checkpoint in the folder needs it."""
-    if len(save_ids) < 2:
-        return lambda save_id, _: bool(save_id)  # all that there is must be its own: no need to read the manifest
+    if len(save_ids) < 2:  # all that there is must be its own: no need to read the manifest
+        return lambda save_id, name: bool(save_id) and not _is_temporary(name)
     try:
         manifest = layout.read_manifest(store, folder)
     except CheckpointNotFoundError:  # deleted since it was listed: the next run finds what is left of it
@@ -165,7 +165,7 @@ def _place_of(name: str) -> tuple[str, str] | None:
     for part in folder.split("/"):
         if _TEMPORARY.match(part):  # a probe's
             return folder.partition(part)[0].rstrip("/"), ""
-    is_temporary = bool(_TEMPORARY.match(last))
+    is_temporary = _is_temporary(name)
     own = _TEMPORARY.sub("", last) if is_temporary else last
     parent, _, kind = folder.rpartition("/")
     if kind in {layout.DATA_FOLDER, layout.TELEMETRY_FOLDER}:
@@ -174,6 +174,11 @@ def _place_of(name: str) -> tuple[str, str] | None:
             return parent, found.group(1) if found else ""
         return None
     return (folder, "") if is_temporary else None
+
+
+def _is_temporary(name: str) -> bool:
+    """Told by its last part; no checkpoint is made of such, not even the one whose save could not remove it."""
+    return bool(_TEMPORARY.match(name.rpartition("/")[2]))
 
 
 def _manifest_place(name: str) -> tuple[str, str] | None:

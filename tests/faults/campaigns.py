@@ -1,18 +1,26 @@
-"""Campaigns: the same fault many times, each trial drawn from a seed and a number, so that any can be repeated alone. Each
-module named in MODULES has a tuple CAMPAIGNS; fault_table.py runs them and keeps what came of it.
+"""Campaigns: the same fault many times, each trial drawn from a seed and a number, so that any can be repeated alone.
+Each module named in MODULES has a tuple CAMPAIGNS; fault_table.py runs them and keeps what came of it.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import random
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-MODULES: tuple[str, ...] = ("faults.kill_times",)
+MODULES: tuple[str, ...] = (
+    "faults.kill_times",
+    "faults.kill_calls",
+    "faults.power_cuts",
+    "faults.failing_calls",
+    "faults.damage",
+)
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)
 """For a campaign that knows its own end, as one that goes through every bit of a file."""
@@ -26,6 +34,15 @@ class Asked(NamedTuple):
     """Numbers of trials. A campaign that has fewer stops at its last."""
     folder: Path
     """Empty, on an ordinary disk, and removed afterwards."""
+    until_s: float = math.inf
+    """When there is no time for more, by time.monotonic()."""
+
+    def due(self) -> Iterator[int]:
+        """The numbers of the trials, as long as there is time."""
+        for trial in self.trials:
+            if time.monotonic() > self.until_s:
+                return
+            yield trial
 
     def rng(self, trial: int) -> random.Random:
         """What a trial draws from: the same whichever trials were done before it."""
@@ -85,6 +102,8 @@ class Row:
     how: str
     number: int | None
     """None where it was not run."""
+    asked: int | None
+    """None for a campaign that knows its own end. More than `number` where there was no time for all."""
     unit: str
     broken: int
     first_broken: str | None

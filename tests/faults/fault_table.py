@@ -1,5 +1,5 @@
-"""Runs campaigns of faults, keeps what came of each as JSON in docs/faults/, and writes docs/faults.md from that. What a
-campaign does is its own business.
+"""Runs campaigns of faults, keeps what came of each as JSON in docs/faults/, and writes docs/faults.md from that. What
+a campaign does is its own business.
 
     python tests/faults/fault_table.py                             all of them, two at a time
     python tests/faults/fault_table.py kill-times-copy flip-data   these
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -24,21 +26,26 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
+import torch
+
 from faults.campaigns import EVERY, Asked, Campaign, Outcome, Row, all_campaigns
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "faults"
 PAGE = ROOT / "docs" / "faults.md"
+_ROOM_BYTES = 1 << 30
+"""More than any campaign takes."""
 SCRIPT = "python tests/faults/fault_table.py"
 
 
-def run(campaign: Campaign, *, seed: int, trials: range) -> Row:
+def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.inf) -> Row:
     """Does these trials; a machine that lacks the means gives a row that says so."""
+    torch.set_num_threads(1)  # other campaigns run beside this one
     started = time.monotonic()
     missing = campaign.missing()
     if missing is None:
-        with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-") as folder:
-            outcome: Outcome | None = campaign.run(Asked(seed, trials, Path(folder)))
+        with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-", dir=_fast_folder()) as folder:
+            outcome: Outcome | None = campaign.run(Asked(seed, trials, Path(folder), until_s))
     else:
         outcome = None
     return Row(
@@ -46,6 +53,7 @@ def run(campaign: Campaign, *, seed: int, trials: range) -> Row:
         fault=campaign.fault,
         how=campaign.how,
         number=None if outcome is None else outcome.num_trials,
+        asked=None if trials == EVERY else len(trials),
         unit=campaign.unit,
         broken=0 if outcome is None else len(outcome.broken),
         first_broken=_first_broken(campaign, outcome, seed),
@@ -57,6 +65,15 @@ def run(campaign: Campaign, *, seed: int, trials: range) -> Row:
         commit=_commit(),
         date=time.strftime("%Y-%m-%d"),
     )
+
+
+def _fast_folder() -> str | None:
+    """In memory where that is to be had: what outlives a process there is what outlives it on a disk, and a loop device
+    loses there what it has not been told to keep. The ordinary folder for temporary files otherwise.
+    """
+    in_memory = Path("/dev/shm")
+    has_room = in_memory.is_dir() and shutil.disk_usage(in_memory).free >= _ROOM_BYTES
+    return str(in_memory) if has_room and os.access(in_memory, os.W_OK) else None
 
 
 def _first_broken(campaign: Campaign, outcome: Outcome | None, seed: int) -> str | None:
@@ -100,22 +117,23 @@ _INTRODUCTION = """\
 # What was broken on purpose, and what became of it
 
 Printed by `make fault-table`, which runs everything below and writes this page; `make fault-table
-FAULT_ARGS="kill-times-copy --trials 17"` repeats one trial of one row. A trial is drawn from the seed and its number, so
-it is the same every time but for the moment at which a timer strikes. After each fault a reader checks that
+FAULT_ARGS="kill-times-copy --trials 17"` repeats one trial of one row. A trial is drawn from the seed and its number,
+so it is the same every time but for the moment at which a timer strikes. After each fault a reader checks that
 
 - what was acknowledged (`save` or `result()` had returned) loads, bit by bit;
 - what can be seen (`steps`, `latest`) loads, bit by bit;
 - the next save at the same place works, and `bcp gc` leaves nothing of what died.
 
-Whatever does not hold counts as broken. How each fault is made is told in [tests/faults](../tests/faults); rights to trace
-or to mount are needed for some, and a row that could not be run says so.
+Whatever does not hold counts as broken. How each fault is made is told in [tests/faults](../tests/faults); rights to
+trace or to mount are needed for some, and a row that could not be run says so.
 """
 _COMPARISON = """\
 ## The same harness on torch.distributed.checkpoint
 
-torch's own `dcp.save` and `dcp.load`, with the same state, the same seeds and the same trials, in the version of torch that
-the rows name. Only what `dcp.save` had acknowledged can be lost here: it counts when it no longer loads, or loads other
-values without an error. An error at a load of damaged bytes counts as detected.
+torch's own `dcp.save` and `dcp.load`, with the same state, the same seeds and the same trials. Only what `dcp.save` had
+acknowledged can be lost here: it counts when it no longer loads, or loads other values without an error. An error at a
+load of damaged bytes counts as detected. "In place" is a save into the folder of the save before, which `dcp.save`
+takes by default.
 """
 
 
@@ -137,6 +155,8 @@ def _table(rows: Sequence[Row], *, broken: str) -> str:
 
 def _cells(row: Row) -> list[str]:
     number = "-" if row.number is None else f"{row.number:,} {row.unit}"
+    if row.number is not None and row.asked is not None and row.number < row.asked:
+        number += f" (of {row.asked:,}: the time was up)"
     lost = "-" if row.number is None else f"{row.broken:,}"
     seen = row.result if row.first_broken is None else f"{row.result}. First: {row.first_broken}"
     run_as = f"`{row.name}`, seed {row.seed}, {row.seconds:,.0f} s, {row.date}, at {row.commit}"
@@ -163,13 +183,14 @@ def main() -> int:
         write_page()
         return 0
     if len(names) > 1:
-        codes = _each_alone(names, arguments.jobs)
+        codes = _each_alone(names, arguments.jobs, arguments.minutes)
         write_page()
         return max(codes)
     campaign = by_name[names[0]]
     seed = campaign.seed if arguments.seed is None else arguments.seed
     trials = campaign.trials if arguments.trials is None else _range_of(arguments.trials)
-    row = run(campaign, seed=seed, trials=trials)
+    until_s = time.monotonic() + 60 * arguments.minutes
+    row = run(campaign, seed=seed, trials=trials, until_s=until_s)
     sys.stdout.write(f"{json.dumps(asdict(row), indent=1)}\n")
     if (seed, trials) == (campaign.seed, campaign.trials):
         keep(row)
@@ -177,11 +198,12 @@ def main() -> int:
     return int(row.broken > 0 and not row.is_peer)
 
 
-def _each_alone(names: Sequence[str], jobs: int) -> list[int]:
+def _each_alone(names: Sequence[str], jobs: int, minutes: float) -> list[int]:
     """Each in a process of its own, so many at a time; their exit codes."""
 
     def run_alone(name: str) -> int:
-        return subprocess.run([sys.executable, __file__, name], cwd=ROOT, check=False).returncode
+        command = [sys.executable, __file__, name, "--minutes", str(minutes)]
+        return subprocess.run(command, cwd=ROOT, check=False).returncode
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(run_alone, names))
@@ -193,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="another one than the campaign's own")
     parser.add_argument("--trials", metavar="N or N-M", help="only these trials of one campaign")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="campaigns at a time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="for each campaign: begin no trial after that")
     parser.add_argument("--table", action="store_true", help="write the page only, from what was kept")
     return parser
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import statistics
 import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from faults import savers
 from faults.campaigns import Asked, Broken, Campaign, Outcome
 from faults.launcher import Launcher
 from faults.savers import SAVERS, Training
@@ -23,8 +25,10 @@ import sys
 from faults.kill_times import train_and_save
 train_and_save(*sys.argv[1:])
 """
-WINDOW_S = 0.12
-"""After the first save has begun: long enough for several saves."""
+MAX_DONE = 3
+"""Kills come in one of the first saves, or as many later."""
+FIRST_GUESS_S = 0.03
+"""Of the time that a save takes, until one was seen."""
 ENDS_WITHIN_S = 10.0
 
 
@@ -37,16 +41,22 @@ def train_and_save(saver_name: str, root: str, kind: str, place: str, num_saves:
         number = training.extra["steps"]
         sys.stdout.write(f"begin {number}\n")
         sys.stdout.flush()
+        begun = time.monotonic()
         if kind == "sync":
             saver.save(Path(root), training, in_place=in_place)
         else:
             wait = saver.begin(Path(root), training, in_place=in_place, snapshot=kind)
             training.step()  # what is saved must stay as it was at the call
             wait()
-        sys.stdout.write(f"done {number}\n")
+        sys.stdout.write(f"done {number} after {time.monotonic() - begun:.4f}\n")
         sys.stdout.flush()
     while True:
         signal.pause()
+
+
+def warm_up() -> None:
+    """For a Launcher that is to start many of these programs."""
+    savers.warm_up()
 
 
 class Killed(NamedTuple):
@@ -54,21 +64,24 @@ class Killed(NamedTuple):
 
     begun: int
     acknowledged: list[int]
+    save_s: list[float]
+    """How long the acknowledged saves took."""
     is_wrong: str | None
 
 
-def kill_once(launcher: Launcher, asked: Asked, trial: int, *, saver_name: str, kind: str) -> Killed:
+def kill_once(launcher: Launcher, asked: Asked, trial: int, *, saver_name: str, kind: str, save_s: float) -> Killed:
+    """`save_s` is how long a save takes on this machine today: a kill strikes at any moment of one."""
     rng = asked.rng(trial)
     root = asked.folder / str(trial)
-    in_place, delay_s = rng.random() < 0.5, rng.random() * WINDOW_S
+    in_place, num_done, delay_s = rng.random() < 0.5, rng.randint(0, MAX_DONE), rng.random() * 1.3 * save_s
     pid = launcher.start(PROGRAM, saver_name, root, kind, "in place" if in_place else "steps", 1000)
-    launcher.wait_for_output(pid, "begin")
+    launcher.wait_for_lines(pid, 2 * num_done + 1)
     time.sleep(delay_s)
     os.kill(pid, signal.SIGKILL)
     ended = launcher.wait(pid)
-    begun, acknowledged = told(ended.output)
+    begun, acknowledged, took_s = told(ended.output)
     if ended.exit_code != -signal.SIGKILL:
-        return Killed(begun, acknowledged, f"the program ended by itself: {ended.output[-500:]}")
+        return Killed(begun, acknowledged, took_s, f"the program ended by itself: {ended.output[-500:]}")
     saver = SAVERS[saver_name]
     is_wrong = lost(saver, root, begun=begun, acknowledged=acknowledged, in_place=in_place)
     if saver_name == "own" and is_wrong is None:
@@ -77,7 +90,7 @@ def kill_once(launcher: Launcher, asked: Asked, trial: int, *, saver_name: str, 
             or stuck(root, begun=begun, in_place=in_place)
             or left_alive(pid)
         )
-    return Killed(begun, acknowledged, is_wrong)
+    return Killed(begun, acknowledged, took_s, is_wrong)
 
 
 def left_alive(pid: int) -> str | None:
@@ -95,10 +108,12 @@ def left_alive(pid: int) -> str | None:
 def run(asked: Asked, *, saver_name: str, kind: str) -> Outcome:
     killed: list[Killed] = []
     broken = []
-    launcher = Launcher(asked.folder, ready_for="faults.savers")
+    save_s = FIRST_GUESS_S
+    launcher = Launcher(asked.folder, ready_for="faults.kill_times")
     try:
-        for trial in asked.trials:
-            killed.append(kill_once(launcher, asked, trial, saver_name=saver_name, kind=kind))
+        for trial in asked.due():
+            killed.append(kill_once(launcher, asked, trial, saver_name=saver_name, kind=kind, save_s=save_s))
+            save_s = statistics.median([save_s, *killed[-1].save_s])
             if killed[-1].is_wrong is None:
                 shutil.rmtree(asked.folder / str(trial))
             else:

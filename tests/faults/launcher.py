@@ -60,6 +60,12 @@ class Launcher:
             assert time.monotonic() < deadline, self._outputs[pid].read_text()
             time.sleep(0.002)
 
+    def wait_for_lines(self, pid: int, number: int, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._outputs[pid].read_bytes().count(b"\n") < number:
+            assert time.monotonic() < deadline, self._outputs[pid].read_text()
+            time.sleep(0.003)
+
     def run(self, code: str, *arguments: object, timeout_s: float = 30.0) -> Ended:
         return self.wait(self.start(code, *arguments), timeout_s)
 

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import bytecheckpoint as bcp
 
-WIDE = 200_000
+WIDE = 132_000
 """Elements of the largest tensor: files of it and its momentum are written past the page cache, as large files are."""
 NARROW = 6_000
 """For trials that read the same checkpoint thousands of times."""
@@ -43,7 +43,7 @@ class Training:
             self.step()
 
     def step(self) -> None:
-        """In the order of a training loop: with a lazy save under way nothing but the optimizer's step may change it."""
+        """As in a training loop: with a lazy save under way nothing but the optimizer's step may change it."""
         for number, parameter in enumerate(self.model.parameters()):
             parameter.grad = torch.full_like(parameter, 1.0 + number + self.extra["steps"])
         self.optimizer.step()
@@ -65,7 +65,7 @@ def _tensors_after(width: int, steps: int) -> dict[str, torch.Tensor]:
     return Training(width, steps=steps).tensors()
 
 
-class WrongBytes(AssertionError):
+class WrongBytesError(AssertionError):
     """Something was loaded without an error, and is not what was saved."""
 
 
@@ -91,17 +91,17 @@ class Saver(ABC):
     def steps_loaded(self, root: Path, *, step: int | None, width: int = WIDE) -> int:
         """Loads into a training run that has not begun: how many steps were done when it was saved.
 
-        Raises WrongBytes where it is not bit by bit what it was then, and whatever loading raises.
+        Raises WrongBytesError where it is not bit by bit what it was then, and whatever loading raises.
         """
         found = Training(width)
         self.load(root, found, step=step)
         steps = found.extra["steps"]
         if not isinstance(steps, int) or not 0 <= steps < 10_000 or (step is not None and steps != step):
-            raise WrongBytes(f"says that {steps} steps were done")
+            raise WrongBytesError(f"says that {steps} steps were done")
         tensors, expected = found.tensors(), _tensors_after(width, steps)
         wrong = [name for name, tensor in expected.items() if not _same_bits(tensors.get(name), tensor)]
         if wrong or len(tensors) != len(expected):
-            raise WrongBytes(f"{', '.join(wrong) or 'a tensor more'} is not as it was after {steps} steps")
+            raise WrongBytesError(f"{', '.join(wrong) or 'a tensor more'} is not as it was after {steps} steps")
         return steps
 
 
@@ -109,11 +109,11 @@ class OwnSaver(Saver):
     """This library."""
 
     def save(self, root: Path, training: Training, *, in_place: bool) -> None:
-        options = bcp.SaveOptions(overwrite=in_place, timeout_s=20)
+        options = bcp.SaveOptions(overwrite=in_place, timeout_s=8)
         bcp.save(root, self._state(training), step=_step_of(training, in_place=in_place), options=options)
 
     def begin(self, root: Path, training: Training, *, in_place: bool, snapshot: str) -> Callable[[], object]:
-        options = bcp.SaveOptions(overwrite=in_place, timeout_s=20, snapshot=snapshot)
+        options = bcp.SaveOptions(overwrite=in_place, timeout_s=8, snapshot=snapshot)
         step = _step_of(training, in_place=in_place)
         return bcp.save(root, self._state(training), step=step, async_save=True, options=options).result
 

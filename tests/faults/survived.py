@@ -1,5 +1,5 @@
-"""What must hold after any fault, however it was made: what was acknowledged loads, what is visible is whole, the next save
-works, and what died can be cleaned up. Each function says what does not hold, or None.
+"""What must hold after any fault, however it was made: what was acknowledged loads, what is visible is whole, the next
+save works, and what died can be cleaned up. Each function says what does not hold, or None.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from bytecheckpoint.storage.opening import open_store
 from faults.savers import SAVERS, Saver, Training
 from faults.seams import files_under
 
-_OUTPUT = re.compile(r"^(begin|done) (\d+)$", re.MULTILINE)
+_OUTPUT = re.compile(r"^(begin|done) (\d+)(?: after ([0-9.]+))?$", re.MULTILINE)
 
 
-def told(output: str) -> tuple[int, list[int]]:
-    """What a program said before it ended: which save it had begun last, and which were acknowledged."""
+def told(output: str) -> tuple[int, list[int], list[float]]:
+    """What a program said before it ended: which save it had begun last, which were done, and after how long."""
     said = _OUTPUT.findall(output)
-    begun = max((int(number) for what, number in said if what == "begin"), default=0)
-    return begun, [int(number) for what, number in said if what == "done"]
+    begun = max((int(number) for what, number, _ in said if what == "begin"), default=0)
+    done = [(int(number), float(seconds)) for what, number, seconds in said if what == "done"]
+    return begun, [number for number, _ in done], [seconds for _, seconds in done]
 
 
 def lost(saver: Saver, root: Path, *, begun: int, acknowledged: Sequence[int], in_place: bool) -> str | None:
@@ -65,8 +66,7 @@ def stuck(root: Path, *, begun: int, in_place: bool) -> str | None:
     strangers = files_of_the_dead(root, in_place=in_place)
     if strangers:
         return f"left after clean-up: {', '.join(strangers)}"
-    visible = [None] if in_place else saver.steps(root)[-3:]
-    return next((wrong for at in visible if (wrong := _wrong(saver, root, at, among=range(begun + 2)))), None)
+    return _wrong(saver, root, None if in_place else step, among=range(step, step + 1))
 
 
 def clean_up(root: Path) -> None:

@@ -246,6 +246,38 @@ def make_old(path: Path) -> None:
     os.utime(path, (old, old))
 
 
+def test_a_temporary_that_a_committed_save_could_not_remove_is_found(tmp_path: Path) -> None:
+    """It is a second name of a data file, whose bytes would outlive the checkpoint."""
+    place = Place(str(tmp_path), None)
+    own = place.save(1)
+    temporary = tmp_path / "step_00000001" / "data" / f".tmp-{'4' * 16}-{own}-00000-0.safetensors"
+    os.link(tmp_path / "step_00000001" / "data" / f"{own}-00000-0.safetensors", temporary)
+    (leftover,) = place.find().found
+    assert list(leftover.names) == [temporary.relative_to(tmp_path).as_posix()]
+    remove(place.store(), leftover)
+    assert place.find().found == []
+    assert loads_as(tmp_path, 0, 1.0)
+
+
+def test_a_disk_that_fails_in_the_sweep_is_no_failure_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is committed is committed; `bcp gc` says what it could not look at."""
+    stat = os.stat
+
+    def fail(path: Any, **arguments: Any) -> os.stat_result:
+        if str(path).endswith(".safetensors"):
+            raise OSError(5, "the disk fell off")
+        return stat(path, **arguments)
+
+    monkeypatch.setattr("os.stat", fail)
+    place = Place(str(tmp_path), None)
+    place.save(1)
+    assert bcp.steps(tmp_path) == [1]
+    with pytest.raises(StorageError, match="the disk fell off"):
+        place.find()
+
+
 def test_a_save_that_commits_sweeps_its_own_folder(tmp_path: Path) -> None:
     place = Place(str(tmp_path), None)
     for folder, save_id in (("step_00000001", DEAD), ("step_00000001", YOUNG), ("step_00000002", DEAD)):
