@@ -1,5 +1,5 @@
-"""Jobs beside one another, in the hands of one test: it lets one of them go on for so many operations of its stores, and
-all others wait meanwhile. So every interleaving is drawn, and the same again for the same draw.
+"""Jobs beside one another, in the hands of one test: it lets one of them go on for so many operations of its stores,
+and all others wait meanwhile. So every interleaving is drawn, and the same again for the same draw.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two jobs at one store as a state machine: saves of every kind, loads, clean-ups, recoveries and retention, each held at
-any operation, failed there in any way or killed, in any order. After every step commit_model.py says what must hold.
+"""Two jobs at one store as a state machine: saves of every kind, loads, clean-ups, recoveries and retention, each held
+at any operation, failed there in any way or killed, in any order. After every step commit_model.py says what must hold.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import shutil
 import sys
 import tempfile
 from functools import cache, partial
-from pathlib import Path
 from typing import NamedTuple
 
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
@@ -342,7 +341,7 @@ def run(asked: Asked) -> Outcome:
         crew.close()
         launcher.close()
     told = (
-        f"{tally['steps']:,} steps: {tally['saves']:,} saves, of which {tally['acknowledged saves']:,} were acknowledged, "
+        f"{tally['steps']:,} steps: {tally['saves']:,} saves ({tally['acknowledged saves']:,} acknowledged), "
         f"{tally['kills']:,} kills, {tally['faults']:,} faults, {tally['late writes']:,} writes that arrived late, "
         f"{tally['gcs']:,} clean-ups, {tally['loads'] + tally['copies']:,} loads"
     )
@@ -357,7 +356,7 @@ def _story(error: BaseException) -> str:
 CAMPAIGNS = (
     Campaign(
         name="commit-machine",
-        fault="two jobs at one store that save, load, clean up, recover and delete, held, failed or killed at any operation",
+        fault="two jobs at one store that save, load, clean up, recover and delete, each operation held, failed or killed",
         how="a state machine of hypothesis over processes, whose every store operation the test answers",
         unit="runs of 50 steps",
         run=run,

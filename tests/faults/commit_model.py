@@ -1,5 +1,5 @@
-"""What may be visible after each step of several jobs, and what must be: a record of every save, of what was told of it,
-and of which checkpoint stood where. It looks at the store as any reader does, and does nothing else.
+"""What may be visible after each step of several jobs, and what must be: a record of every save, of what was told of
+it, and of which checkpoint stood where. It looks at the store as any reader does, and does nothing else.
 """
 
 from __future__ import annotations

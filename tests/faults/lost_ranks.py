@@ -1,5 +1,6 @@
 """A rank that is killed, stops or never comes, in every phase of every kind of save and load: every other rank raises
-within its timeout and names it, what was there still loads, and a rank that was only stopped takes part in the next call.
+within its timeout and names it, what was there still loads, and a rank that was only stopped takes part in the next
+call.
 
 Several groups of ranks lose one each at the same time, because most of the time is spent waiting.
 """
@@ -154,7 +155,11 @@ def going_missing(case: Case) -> Iterator[None]:
         return
     seam = seams(case.call)[case.phase]
     left = [signal.SIGKILL if case.how == "killed" else signal.SIGSTOP]
-    action: Callable[[], object] = lambda: signal.pthread_kill(get_ident(), left.pop()) if left else None
+
+    def action() -> None:
+        if left:
+            signal.pthread_kill(get_ident(), left.pop())
+
     with (before if seam.is_before else after)(seam.function, action):
         yield
 
@@ -212,10 +217,10 @@ def _wrong_with(case: Case, rank: int, error: Seen | None, missing: int) -> str 
     """With what a rank was told."""
     if case.is_over:
         return None if error is None else f"raised though all was done: {error}"
-    if rank == case.missing_rank and error is None:
-        return None  # it never called, or finished when it went on
-    if error is None:
-        return "did not notice"
+    if error is None:  # who goes on may find that there is nobody left to wait for
+        return None if rank == case.missing_rank else "did not notice"
+    if rank == case.missing_rank:  # to whom the others are missing
+        return None if error.kind == "rank_missing" else f"was told something else: {error}"
     if (error.kind, error.ranks) != ("rank_missing", (missing,)) or f"rank {missing}" not in error.message:
         return f"was told something else: {error}"
     return None
@@ -250,9 +255,8 @@ def run(asked: Asked) -> Outcome:
     num_phases = len({(case.call, case.phase) for case in tried if case.how != NEVER})
     hows = {how: sum(case.how == how for case in tried) for how in ("killed", "stopped", NEVER)}
     told = ", ".join(f"{count} {how}" for how, count in hows.items())
-    return Outcome(
-        len(tried), tuple(broken), f"{num_phases} phases of {len({case.call for case in tried})} calls: {told}"
-    )
+    num_calls = len({case.call for case in tried})
+    return Outcome(len(tried), tuple(broken), f"{num_phases} phases of {num_calls} calls: {told}")
 
 
 CAMPAIGNS = (

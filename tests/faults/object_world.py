@@ -105,7 +105,7 @@ class World:
         return StorageError("the store did not answer", kind="unavailable", path=operation.name)
 
     def arrive(self, late: Late) -> None:
-        """What was on its way arrives. Like S3, the store carries it out only where all is as it was when it was sent."""
+        """What was on its way arrives. As S3 does, the store carries it out only where all is as it was then."""
         self.late.remove(late)
         if self.version(late.operation.name) == late.stood:
             with suppress(CheckpointError):

@@ -1,5 +1,5 @@
-"""Two jobs at one store, in any order and with any fault. `python tests/faults/fault_table.py commit-machine` goes on for
-as long as one likes.
+"""Two jobs at one store, in any order and with any fault. `python tests/faults/fault_table.py commit-machine` does more
+of it.
 """
 
 from __future__ import annotations
