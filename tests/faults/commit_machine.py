@@ -316,11 +316,8 @@ class CommitMachine(RuleBasedStateMachine):
     def last_signs_of_life(self) -> list[float]:
         """Of each job that is writing: when it last did."""
         running = [job.running for job in self.jobs if job is not None and job.running is not None]
-        times = [
-            [self.world.objects[name].changed_s for name in each.written & self.world.objects.keys()]
-            for each in running
-        ]
-        return [max(of_job) for of_job in times if of_job]
+        alive = [each.written & self.world.objects.keys() for each in running]
+        return [max(self.world.objects[name].changed_s for name in names) for names in alive if names]
 
 
 def run(asked: Asked) -> Outcome:
@@ -356,7 +353,7 @@ def _story(error: BaseException) -> str:
 CAMPAIGNS = (
     Campaign(
         name="commit-machine",
-        fault="two jobs at one store that save, load, clean up, recover and delete, each operation held, failed or killed",
+        fault="two jobs at one store save, load, clean up, recover and delete; operations held, failed, late; kills",
         how="a state machine of hypothesis over processes, whose every store operation the test answers",
         unit="runs of 50 steps",
         run=run,

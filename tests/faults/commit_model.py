@@ -160,9 +160,8 @@ class Model:
     def _check_latest(self, root: str) -> None:
         steps = sorted(place.step for place in self.visible if place.root == root and place.step is not None)
         store = self._open(root)
-        must(
-            layout.committed_steps(store) == steps, f"steps of {root} are {layout.committed_steps(store)}, not {steps}"
-        )
+        found = layout.committed_steps(store)
+        must(found == steps, f"steps of {root} are {found}, not {steps}")
         latest = layout.latest_step(store)
         must(latest == max(steps, default=None), f"latest of {root} is {latest} with {steps} committed")
 
