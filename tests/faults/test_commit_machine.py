@@ -28,7 +28,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
 
 def test_two_jobs_at_one_store_break_no_promise(crew: Crew) -> None:
     tally: dict[str, int] = {}
-    run_machine(crew, seed_text="quick", num_runs=4, num_steps=25, tally=tally)
+    run_machine(crew, seed_text="quick", num_runs=4, num_steps=25, tally=tally, shrinks=True)
     assert tally["runs"] == 4
     assert tally["acknowledged saves"] > 0
 
