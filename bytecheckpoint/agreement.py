@@ -37,10 +37,14 @@ class Target(NamedTuple):
     overwrite: bool
     is_staged: bool = False
     """Whether through a local stage, which may be another folder on each rank."""
+    endpoint: str = ""
+    """Of the store, where its URL does not say all."""
 
     def __str__(self) -> str:
         overwriting = ", overwriting what is there" if self.overwrite else ""
-        return f"{self.path} (step={self.step}{overwriting}{', through a local stage' if self.is_staged else ''})"
+        staged = ", through a local stage" if self.is_staged else ""
+        at = f" at {self.endpoint}" if self.endpoint else ""
+        return f"{self.path}{at} (step={self.step}{overwriting}{staged})"
 
 
 class Wish(NamedTuple):

@@ -38,7 +38,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, endpoint_of
 from bytecheckpoint.tier import Tier
 from bytecheckpoint.uploading import write_upload_and_commit
 from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
@@ -107,7 +107,8 @@ def save(
                 store = open_store(root, storage_options=storage_options, writer_threads=threads, timeout_s=timeout_s)
                 IN_FLIGHT.kept.check_writable(store, asked_by=ranks.rank)
                 tier = Tier(options) if options.local_stage else None
-                target = Target(join_name(str(store), folder), step, options.overwrite, is_staged=tier is not None)
+                where, is_staged = join_name(str(store), folder), tier is not None
+                target = Target(where, step, options.overwrite, is_staged=is_staged, endpoint=endpoint_of(store))
                 entries = entries_of(state, framework)
                 wish = wish_of(target, collect_all(entries), options)
                 proposal = propose(ranks, wish, IN_FLIGHT.kept.plans)

@@ -55,6 +55,11 @@ class Clock:
         return time.perf_counter() - self._started
 
     @property
+    def age_s(self) -> float:
+        """As `total`, whose clock stands still while the host sleeps, but not less than the wall clock says."""
+        return max(self.total, time.time() - self.started_at)
+
+    @property
     def seconds(self) -> dict[str, float]:
         """By phase, so far."""
         with self._lock:

@@ -8,7 +8,7 @@ from bytecheckpoint.plan_cache import PlanCache
 from bytecheckpoint.ranks import COORDINATOR
 from bytecheckpoint.staging_memory import StagingMemory
 from bytecheckpoint.storage.scratch import Scratch
-from bytecheckpoint.storage.store import RemoteStore, Store
+from bytecheckpoint.storage.store import RemoteStore, Store, place_of
 from bytecheckpoint.storage.writer import BLOCK_BYTES
 
 _SCRATCH_BLOCKS = 3
@@ -33,9 +33,9 @@ class Kept:
         """Raises what a write to the store would raise, so that a save fails before anything is staged. One rank asks
         for all, and only once.
         """
-        if asked_by == COORDINATOR and isinstance(store, RemoteStore) and str(store) not in self._writable:
+        if asked_by == COORDINATOR and isinstance(store, RemoteStore) and place_of(store, "") not in self._writable:
             store.check_writable()
-            self._writable.add(str(store))
+            self._writable.add(place_of(store, ""))
 
     def grow(self, writer_threads: int) -> None:
         """Makes room for so many writes in flight."""

@@ -32,7 +32,7 @@ from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.local_stage import Found, Journal, StagedFolder
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import Block, Store, endpoint_of, place_of
 from bytecheckpoint.tier import upload_files
 
 logger = logging.getLogger("bytecheckpoint")
@@ -129,13 +129,13 @@ def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
             plan = _plan(store, seen, folders)  # what a clean-up has removed until now is seen to be gone
         return [msgspec.msgpack.encode(_Order(list(tasks), list(plan.verdicts))) for tasks in plan.tasks]
 
-    told = ranks.consult(msgspec.msgpack.encode((str(store), parts)), decide)
+    told = ranks.consult(msgspec.msgpack.encode((place_of(store, ""), parts)), decide)
     return msgspec.msgpack.decode(told, type=_Order)
 
 
 def _folder_in(store: Store, journal: Journal | None) -> str | None:
     """Where a save goes to, inside the store; None where that is elsewhere."""
-    if journal is None:
+    if journal is None or journal.endpoint != endpoint_of(store):
         return None
     root = str(store)
     if journal.path == root:

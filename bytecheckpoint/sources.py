@@ -19,6 +19,7 @@ from bytecheckpoint.reading import Source
 from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint, manifest_bytes, open_above
 from bytecheckpoint.storage.layout import parse_manifest
 from bytecheckpoint.storage.opening import is_remote
+from bytecheckpoint.storage.store import place_of
 
 
 class Asked(NamedTuple):
@@ -67,7 +68,7 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
 
     store = open_above(asked.root, 0, opening)
     through = f" through {options.name_map}" if options.name_map else ""
-    payload = msgspec.msgpack.encode((f"{store} (step={asked.step}){through}", options.verify))
+    payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
     manifest = parse_manifest(told.manifest, path=told.manifest_path, whole=False)
     here = Files(open_above(asked.root, told.levels, opening) if told.levels else store, told.folder)

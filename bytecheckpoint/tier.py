@@ -170,6 +170,8 @@ def _is_older(found: local_stage.Found, committed: Journal) -> bool:
     journal = found.journal
     if journal is None:
         return True  # what a removal or a creation that was cut short has left
+    if journal.endpoint != committed.endpoint:
+        return False
     if journal.path == committed.path:
         return True
     is_same_run = _run_of(journal) == _run_of(committed)

@@ -18,6 +18,7 @@ from bytecheckpoint.ranks import COORDINATOR, together
 from bytecheckpoint.reporting import encode_report
 from bytecheckpoint.storage import layout, local_stage
 from bytecheckpoint.storage.local_stage import Journal
+from bytecheckpoint.storage.store import endpoint_of
 from bytecheckpoint.telemetry import write_telemetry
 from bytecheckpoint.tier import Tier
 from bytecheckpoint.writing import Saving, commit_together, discard, encode, hear_that_all_have_written, write_files
@@ -115,6 +116,7 @@ def _journal_of(saving: Saving, tier: Tier) -> Journal:
         rank=ranks.rank,
         num_ranks=ranks.num_ranks,
         root=str(saving.store),
+        endpoint=endpoint_of(saving.store),
         folder=saving.folder,
         step=saving.about.step,
         overwrite=saving.options.overwrite,
@@ -124,8 +126,9 @@ def _journal_of(saving: Saving, tier: Tier) -> Journal:
 
 def _replaced(saving: Saving, tier: Tier) -> list[str]:
     """Save ids of what stands there, as far as it can be read, and of what earlier saves are uploading to there."""
-    on_their_way = [found.journal for found in local_stage.scan(tier.root)]
-    save_ids = [journal.save_id for journal in on_their_way if journal and journal.path == saving.path]
+    on_their_way = [found.journal for found in local_stage.scan(tier.root) if found.journal]
+    here = (endpoint_of(saving.store), saving.path)
+    save_ids = [journal.save_id for journal in on_their_way if (journal.endpoint, journal.path) == here]
     with suppress(CheckpointError):
         save_ids.append(layout.committed_save_id(saving.store, saving.folder))
     return save_ids

@@ -24,6 +24,7 @@ from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CheckpointSaveError,
     StorageError,
 )
@@ -35,7 +36,7 @@ from bytecheckpoint.reporting import WrittenFile, build_manifest, encode_report,
 from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.snapshot import Snapshot
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.leftovers import sweep
+from bytecheckpoint.storage.leftovers import MIN_AGE_S, sweep
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.store import Store
@@ -46,6 +47,8 @@ from bytecheckpoint.tier import Tier
 logger = logging.getLogger("bytecheckpoint")
 
 _MAY_BE_COMMITTED = "All data is written; whether the checkpoint was committed, `bcp ls` tells"
+_HELD_UP_S = MIN_AGE_S / 2
+"""A save that is older may have been taken for dead, and its data been cleared away."""
 _CANNOT_BE_COMMITTED = {"no_space", "permission"}
 """Errors with which a store refused to write anything, and did not merely lose the answer."""
 
@@ -254,6 +257,8 @@ def _decode_checked(content: bytes) -> Manifest:
 
 
 def _commit(saving: Saving, content: bytes) -> None:
+    if saving.clock.age_s > _HELD_UP_S:
+        _refuse_if_cleared_away(saving, content)
     replaced = layout.files_of_checkpoint(saving.store, saving.folder) if saving.options.overwrite else []
     try:
         layout.commit(saving.store, saving.folder, content, replace=saving.options.overwrite)
@@ -266,6 +271,21 @@ def _commit(saving: Saving, content: bytes) -> None:
             raise
         raise type(error)(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
     layout.discard(saving.store, saving.folder, replaced)
+
+
+def _refuse_if_cleared_away(saving: Saving, content: bytes) -> None:
+    manifest = decode_manifest(content)
+    try:
+        layout.check_files(saving.store, saving.folder, manifest, range(len(manifest.files)))
+    except (CheckpointNotFoundError, CheckpointCorruptError) as error:
+        discard(saving)
+        raise CheckpointSaveError(
+            f"the save to {saving.path} was held up for {saving.clock.age_s / 3600:.1f} hours, and what it had written "
+            f"is not there any more ({', '.join(file.name for file in manifest.files[:3])}, ...): it was taken for that "
+            "of a dead save and cleared away. Nothing was committed, and what stood there is as it was: save again",
+            kind="storage",
+            path=saving.path,
+        ) from error
 
 
 def _is_there(saving: Saving) -> bool:

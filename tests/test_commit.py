@@ -137,6 +137,32 @@ def test_a_commit_without_an_answer_keeps_its_data_and_says_that_it_may_stand(tm
     assert [name.partition("/")[0] for name in files_under(tmp_path)] == ["data", "telemetry"]
 
 
+@pytest.mark.parametrize("damage", ["gone", "half", "nothing"])
+def test_a_save_that_was_held_up_until_its_data_was_cleared_away_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """As a job does that is stopped for days and goes on, when a clean-up has taken it for dead."""
+    bcp.save(tmp_path, state_of(0, 1.0))
+    old = set(files_under(tmp_path / "data"))
+
+    def clear_away() -> None:
+        (new,) = set(files_under(tmp_path / "data")) - old
+        path = tmp_path / "data" / new
+        if damage == "gone":
+            path.unlink()
+        elif damage == "half":
+            path.write_bytes(path.read_bytes()[:1000])
+
+    monkeypatch.setattr(writing, "_HELD_UP_S", -1.0)
+    with before(COORDINATOR_PHASES["building"], clear_away):
+        if damage == "nothing":
+            bcp.save(tmp_path, state_of(0, 2.0), options=OVERWRITING)
+        else:
+            with pytest.raises(bcp.CheckpointSaveError, match=r"held up for 0\.0 hours.*Nothing was committed"):
+                bcp.save(tmp_path, state_of(0, 2.0), options=OVERWRITING)
+    assert loads_as(tmp_path, 0, 2.0 if damage == "nothing" else 1.0)
+
+
 def test_an_overwrite_deletes_nothing_that_a_foreign_manifest_points_to(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(0, 1.0))
     manifest_path = tmp_path / "manifest.bcp"

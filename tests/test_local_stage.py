@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -274,6 +275,38 @@ def test_an_upload_that_fails_unseen_is_told_by_the_next_save(tmp_path: Path, op
     bcp.save(tmp_path / "run", state_of(0, 2.0), step=2, options=options)
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_who_waits_for_an_upload_that_fails_is_told_so(
+    tmp_path: Path, options: bcp.SaveOptions, async_save: bool
+) -> None:
+    """The upload is over, and that it failed is not known yet: the next save still waits."""
+    told: list[BaseException | None] = []
+
+    def save_next() -> None:
+        try:
+            told.append(bcp.save(tmp_path / "run", state_of(0, 2.0), step=2, async_save=async_save).exception(20))
+        except bcp.CheckpointError as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=save_next)
+    starting = [waiting]
+
+    def hold_up() -> None:
+        if starting:
+            starting.pop().start()
+            waiting.join(0.3)  # what does not wait is through by then
+
+    failing = before(UPLOADING, raising(bcp.StorageError("the network is gone", kind="unavailable")))
+    with failing, before("bytecheckpoint.tier.Tier.close", hold_up):
+        bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
+        while starting:
+            time.sleep(0.005)
+        waiting.join(20)
+    (error,) = told
+    assert "the network is gone" in str(error)
+    assert bcp.steps(tmp_path / "run") == []
+
+
 def test_a_commit_that_fails_is_finished_without_another_upload(tmp_path: Path, options: bcp.SaveOptions) -> None:
     with before("bytecheckpoint.storage.layout.commit", raising(bcp.StorageError("gone", kind="unavailable"))):
         handle = bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
@@ -521,6 +554,21 @@ def test_recovery_looks_below_its_path_only(tmp_path: Path, options: bcp.SaveOpt
     (save,) = bcp.recover(tmp_path / "run", options=options)
     assert save.path == str(tmp_path / "run" / "actor" / "step_00000001")
     assert loads_as(tmp_path / "run", 0, 1.0, role="actor")
+
+
+def test_what_goes_to_one_endpoint_is_not_recovered_to_another(
+    memory_url: str, stage: Path, options: bcp.SaveOptions
+) -> None:
+    """One URL at two services is two places."""
+    here, there = {"endpoint_url": "http://here:9000"}, {"endpoint_url": "http://there:9000/"}
+    with before(UPLOADING, raising(bcp.StorageError("gone", kind="unavailable"))):
+        lost = bcp.save(memory_url, state_of(0, 1.0), step=1, async_save=True, storage_options=here, options=options)
+        assert lost.exception(20) is not None
+    bcp.save(memory_url, state_of(0, 2.0), step=2, storage_options=there, options=options)
+    assert bcp.recover(memory_url, storage_options=there, options=options) == []
+    assert bcp.recover(memory_url, options=options) == []
+    assert outcomes(bcp.recover(memory_url, storage_options=here, options=options)) == [(1, "committed")]
+    assert files_under(stage) == []
 
 
 def test_recovery_needs_a_stage(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import click
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage import layout, leftovers, local_stage
 from bytecheckpoint.storage.inventory import clock_of
-from bytecheckpoint.storage.leftovers import Leftover
+from bytecheckpoint.storage.leftovers import Leftover, Leftovers
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
 from .arguments import with_output_options
@@ -134,9 +134,9 @@ def gc(
         candidates = [item for item in candidates if item.save_id in save_ids]
     failures = _remove(store, stage, [item for item in candidates if item.is_dead]) if is_real else []
     if as_json:
-        print_json(_as_json(store, candidates, found.unreadable, failures, is_real=is_real))
+        print_json(_as_json(store, candidates, found, failures, is_real=is_real))
     else:
-        _print(store, candidates, found.unreadable, failures, is_real=is_real)
+        _print(store, candidates, found, failures, is_real=is_real)
     return exit_codes.STORAGE if failures else exit_codes.FINE
 
 
@@ -163,7 +163,7 @@ def _in_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str
     candidates = []
     for found in local_stage.scan(stage):
         journal = found.journal
-        if journal is None or not _is_below(journal.path, str(store)):
+        if journal is None or journal.endpoint != endpoint_of(store) or not _is_below(journal.path, str(store)):
             continue
         is_named = journal.save_id in save_ids
         is_old = time.time() - journal.started_at >= min_age_s
@@ -204,7 +204,7 @@ def _remove(store: Store, stage: str | None, dead: Sequence[Candidate]) -> list[
 
 
 def _as_json(
-    store: Store, candidates: Sequence[Candidate], unreadable: Sequence[str], failures: Sequence[str], *, is_real: bool
+    store: Store, candidates: Sequence[Candidate], found: Leftovers, failures: Sequence[str], *, is_real: bool
 ) -> dict[str, Any]:
     return {
         "root": str(store),
@@ -225,13 +225,14 @@ def _as_json(
             }
             for item in candidates
         ],
-        "unreadable": [join_name(str(store), folder) for folder in unreadable],
+        "unreadable": [join_name(str(store), folder) for folder in found.unreadable],
+        "uploads_not_looked_for": found.not_looked_for or None,
         "failures": list(failures),
     }
 
 
 def _print(
-    store: Store, candidates: Sequence[Candidate], unreadable: Sequence[str], failures: Sequence[str], *, is_real: bool
+    store: Store, candidates: Sequence[Candidate], found: Leftovers, failures: Sequence[str], *, is_real: bool
 ) -> None:
     screen = Screen()
     dead = [item for item in candidates if item.is_dead]
@@ -247,10 +248,13 @@ def _print(
     if any(not item.is_dead for item in candidates):
         screen.line()
         screen.line("What is not dead is left alone: --older-than AGE or --save-id ID says what is.")
-    if unreadable:
+    if found.unreadable:
         screen.line()
-        shown = some_of([folder or "." for folder in unreadable], 10)
+        shown = some_of([folder or "." for folder in found.unreadable], 10)
         screen.line(f"not looked at, because the manifest there is damaged: {shown}", style="yellow")
+    if found.not_looked_for:
+        screen.line()
+        screen.line(f"unfinished uploads were not looked for: {found.not_looked_for}", style="yellow")
     for failure in failures:
         screen.line(failure, style="red")
 

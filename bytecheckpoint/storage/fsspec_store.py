@@ -49,6 +49,9 @@ _PACKAGES = {
 """What to install for a protocol: extras of this package for what its tests are run against."""
 
 
+_ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "base_url", "account_name", "account_host", "host", "port")
+
+
 class _ToError(Protocol):
     """Makes this library's error out of a backend's; `shown` is the object's URL, `reason` the backend's words."""
 
@@ -72,9 +75,15 @@ class FsspecStore:
         with self._translated(self._shown, self._open_error):
             self._fs, root = fsspec.core.url_to_fs(url, **options)
             self._root = str(root).rstrip("/")
+            self._endpoint = _endpoint_of(self._fs, options)
 
     def __str__(self) -> str:
         return self._shown
+
+    @property
+    def endpoint(self) -> str:
+        """What the options, or the variables of the environment, say of the service and the account."""
+        return self._endpoint
 
     @property
     def access(self) -> Access:
@@ -230,6 +239,14 @@ class FsspecStore:
             translated = to_error(error, shown, reason=describe_safely(error, self._secrets))
             # A traceback prints the whole chain of errors, so one that repeats a credential is cut off.
             raise translated from None if tells_secret(error, self._secrets) else error
+
+
+def _endpoint_of(fs: AbstractFileSystem, options: Mapping[str, object]) -> str:
+    of_client = options.get("client_kwargs")
+    told = {**(of_client if isinstance(of_client, Mapping) else {}), **options}
+    # adlfs finds it in connection strings and in the environment.
+    told = {"account_name": getattr(fs, "account_name", None), **told}
+    return ", ".join(showable_url(str(told[name])).rstrip("/") for name in _ENDPOINT_OPTIONS if told.get(name))
 
 
 def _list_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:

@@ -16,6 +16,7 @@ from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest import Manifest
@@ -28,6 +29,9 @@ from bytecheckpoint.storage.store import Store
 MIN_AGE_S = 24 * 3600.0
 """What has changed within this time is taken for the work of a living save. Far more than a save takes, and than clocks
 of a storage's servers are apart."""
+
+_MAY_NOT_LIST = {"permission", "unsupported"}
+"""Errors of a store that would tell of objects, but not of unfinished uploads."""
 
 _OF_A_SAVE = re.compile(r"\A([0-9a-f]{16})-(?:[0-9]{5,}|recovering)")
 _TEMPORARY = re.compile(rf"\A{re.escape(TEMPORARY_PREFIX)}(?:[0-9a-f]{{16}}-|clock-|doctor-)")
@@ -80,17 +84,21 @@ class Leftovers:
     unreadable: list[str]
     """Folders whose manifest cannot be read: nothing in them is looked at."""
     num_committed: int
+    not_looked_for: str
+    """Why the store did not tell of unfinished uploads; empty where it did, or has none."""
 
 
 def find_leftovers(store: Store, folder: str) -> Leftovers:
-    """Everything below a folder that belongs to no committed checkpoint. Raises StorageError."""
+    """Everything below a folder that belongs to no committed checkpoint. Raises StorageError, but not where only
+    unfinished uploads may not be listed.
+    """
     objects = list(inventory_of(store, folder))
     groups: dict[tuple[str, str], Leftover] = {}
     for item in objects:
         where = _place_of(item.name)
         if where is not None:
             groups.setdefault(where, Leftover(*where)).add(*item)
-    uploads = store.pending_uploads(folder) if isinstance(store, HasPendingUploads) else []
+    uploads, not_looked_for = _pending_uploads(store, folder)
     for upload in uploads:
         where = _place_of(upload.name) or _manifest_place(upload.name)
         if where is not None:
@@ -110,7 +118,19 @@ def find_leftovers(store: Store, folder: str) -> Leftovers:
             leftover.names = {name: size for name, size in leftover.names.items() if not used(where[1], name)}
     found = [leftover for leftover in groups.values() if leftover.names or leftover.uploads]
     found.sort(key=lambda leftover: (leftover.folder, leftover.save_id))
-    return Leftovers(found, unreadable, len(manifests) - len(unreadable))
+    return Leftovers(found, unreadable, len(manifests) - len(unreadable), not_looked_for)
+
+
+def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[Any], str]:
+    """The unfinished uploads, or none and why they cannot be known: to list them is a right of its own."""
+    if not isinstance(store, HasPendingUploads):
+        return [], ""
+    try:
+        return store.pending_uploads(folder), ""
+    except StorageError as error:
+        if error.kind not in _MAY_NOT_LIST:
+            raise
+        return [], error.message
 
 
 def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[[str, str], bool]:

@@ -53,6 +53,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int
     root: str
     """Path or URL of the store, without credentials."""
+    endpoint: str = ""
+    """Of the store, where its URL does not say all."""
     folder: str
     """Of the checkpoint inside the store."""
     step: int | None

@@ -106,9 +106,9 @@ def already_exists(path: str) -> CheckpointExistsError:
 
 
 def replaced_meanwhile(path: str) -> CheckpointExistsError:
-    """For a name that another writer has replaced while this one tried to."""
+    """For a name that another writer has replaced, or deleted, while this one tried to replace it."""
     return CheckpointExistsError(
-        f"another writer has replaced {path} meanwhile, and what it wrote was left as it is: let only one at a time "
+        f"another writer has replaced or deleted {path} meanwhile, and that was left as it is: let only one at a time "
         "write to a path, then try again",
         kind="exists",
         path=path,

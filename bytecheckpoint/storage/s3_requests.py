@@ -73,8 +73,8 @@ class S3Requests:
         self._more = client.more
         self.service = Service(showable_url(str(client.client.meta.endpoint_url)), bucket)
         self.has_checksums = client.client.meta.config.request_checksum_calculation != "when_required"
-        self.has_conditions = True
-        """Whether the service is not known to refuse `If-None-Match`."""
+        self.refuses: set[str] = set()
+        """The conditions of a write (`IfMatch`, `IfNoneMatch`) that the service is known not to take."""
         self._has_answered = client.has_answered
         self._has_given_up = False
         """Whether the last that is known is that a request was tried in vain for all of its time."""

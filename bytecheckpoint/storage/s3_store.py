@@ -27,6 +27,7 @@ from bytecheckpoint.storage.s3_upload import TakenError, new_target, upload
 from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
+_AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Of a bucket in the same region, through one connection."""
 _MIN_IN_FLIGHT = 8
@@ -69,6 +70,12 @@ class S3Store:
 
     def __str__(self) -> str:
         return self._shown
+
+    @property
+    def endpoint(self) -> str:
+        """The host and port of the service; empty for Amazon, whose endpoints all lead to the same buckets."""
+        host = self._requests.service.endpoint.partition("://")[2].rstrip("/").lower()
+        return "" if _AMAZON.search(host) else host
 
     @property
     def access(self) -> Access:

@@ -92,26 +92,44 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
                 return
             if found.etag != replaced:
                 raise TakenError
-        condition = {"IfNoneMatch": "*"} if target.is_new and requests.has_conditions else {}
+        condition = _condition(requests, replaced)
         try:
             request(**condition)
         except S3_ERRORS as error:
-            if condition and is_unsupported(error):
-                requests.has_conditions = False
+            if condition and (is_unsupported(error) or _is_misjudged(requests, target, replaced, error)):
+                requests.refuses |= condition.keys()
                 request()
             # What is refused now may have been done by an attempt whose answer did not arrive, one of botocore's too.
-            elif is_transient(error) or not (number or is_taken(error)) or not _is_there(requests, target, patience):
+            elif is_transient(error) or not (number or _is_refused(error)) or not _is_there(requests, target, patience):
                 raise
 
     try:
         requests.persist(attempt, patience)
     except FailedRequestError as failed:
-        if is_taken(failed.error):
+        if _is_refused(failed.error):
             raise TakenError from failed
         if not is_transient(failed.error) or not _is_seen(requests, target, patience):
             raise
-    if target.is_new and not requests.has_conditions and not _is_there(requests, target, patience):
+    if target.is_new and "IfNoneMatch" in requests.refuses and not _is_there(requests, target, patience):
         raise TakenError
+
+
+def _condition(requests: S3Requests, replaced: str) -> dict[str, str]:
+    """Under which the request is to be carried out, whenever it arrives: that the name is as it was when it was looked
+    at. Late ones, of a save that was given up long ago, then change nothing.
+    """
+    condition = {"IfMatch": replaced} if replaced else {"IfNoneMatch": "*"}
+    return {name: value for name, value in condition.items() if name not in requests.refuses}
+
+
+def _is_refused(error: Exception) -> bool:
+    """Whether the condition did not hold: another object stands there, or the one that was to be replaced is gone."""
+    return is_taken(error) or is_missing(error)
+
+
+def _is_misjudged(requests: S3Requests, target: Target, replaced: str, error: Exception) -> bool:
+    """Whether a service says that another object stands there than the one that does: it compares otherwise."""
+    return bool(replaced) and is_taken(error) and _look(requests, target).etag == replaced
 
 
 class _Found(NamedTuple):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from bytecheckpoint.storage.names import join_name
+
 
 class Block(NamedTuple):
     """A run of bytes of an object that is being written."""
@@ -81,6 +83,26 @@ class Store(Protocol):
 
     def delete(self, name: str) -> None:
         """Removes an object; one that is not there is no error."""
+
+
+@runtime_checkable
+class HasEndpoint(Protocol):
+    """A store whose URL does not say all about where it is."""
+
+    @property
+    def endpoint(self) -> str:
+        """The service, account or host, without credentials; empty where the URL says it."""
+
+
+def endpoint_of(store: Store) -> str:
+    """What two stores differ in that have one URL and are not the same; mostly nothing."""
+    return store.endpoint if isinstance(store, HasEndpoint) else ""
+
+
+def place_of(store: Store, folder: str) -> str:
+    """Where a folder of a store is: the same for the same place only. For messages, too."""
+    path, endpoint = join_name(str(store), folder), endpoint_of(store)
+    return f"{path} at {endpoint}" if endpoint else path
 
 
 @runtime_checkable

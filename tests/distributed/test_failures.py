@@ -331,6 +331,24 @@ def test_a_rank_that_does_not_come_is_named_by_all_others(
         assert all(loads_as(path, rank, 1.0, step=1, strict=False) for rank in range(size))
 
 
+def go_to_different_endpoints(rank: int, world_size: int, kind: str) -> Seen | None:
+    own = {"endpoint_url": f"http://rank{rank}:9000"}
+    state = state_of(rank, 1.0)
+    if kind == "load":
+        return seen(lambda: bcp.load("memory://run", state, storage_options=own))
+    return seen(lambda: bcp.save("memory://run", state, storage_options=own, options=OPTIONS))
+
+
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_one_url_at_two_endpoints_is_refused(workers: WorkerPool, kind: str) -> None:
+    """Else the manifest would be committed at one of them, and name data that is at the other."""
+    first, second = workers.run(go_to_different_endpoints, kind, world_size=2)
+    assert first == second
+    assert (first.cls, first.kind, first.ranks) == ("CheckpointMismatchError", "conflict", (1,))
+    assert "at http://rank0:9000" in first.message
+    assert "at http://rank1:9000" in first.message
+
+
 def one_does_not_call(rank: int, world_size: int, path: str) -> Seen | None:
     return None if rank == 1 else seen(_call(path, rank, "save"))
 

@@ -14,24 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from faults.seams import EXCHANGE_PHASES as PHASES
 from faults.seams import Seen, before, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerDied, WorkerPool
 
-PHASES = {
-    "finding": "bytecheckpoint.sources.open_above",
-    "matching": "bytecheckpoint.naming.match_state",
-    "planning what to exchange": "bytecheckpoint.exchange.wanted_runs",
-    "dividing the work": "bytecheckpoint.exchange.divide_work",
-    "connecting": "bytecheckpoint.exchange.connect",
-    "letting in": "bytecheckpoint.greetings._Hall.arrivals",
-    "reading": "bytecheckpoint.reading.Source.run",
-    "passing on": "bytecheckpoint.exchange.sealed",
-    "taking in": "bytecheckpoint.arrivals.check_digest",
-    "finishing": "bytecheckpoint.adapters.containers.PlainEntry.finish",
-}
 GROUP_SIZE, NUM_GROUPS = 2, 4
 
 

@@ -21,6 +21,8 @@ if __name__ == "__main__":
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
+from faults.campaigns import Asked, Broken, Campaign
+from faults.campaigns import Outcome as Campaigned
 from faults.fault_proxy import FaultProxy, running_proxy
 from faults.fault_schedules import Schedule, draw_schedule
 from faults.moto_bucket import Bucket, running_moto, what_is_partial
@@ -30,6 +32,8 @@ from faults.seams import Seen
 OLD, NEW, LATER = 1.0, 2.0, 3.0
 HUNG_S = 90.0
 """A call that takes that long hangs: its process is killed and says where it was."""
+FAR_APART = 1_000_000
+"""Between the schedules of one seed of the campaign and those of the next."""
 GAVE_UP = re.compile(r"after \d+ attempts? in (?P<seconds>\d+(\.\d+)?) s")
 MAY_BE_COMMITTED = "whether the checkpoint was committed"
 
@@ -188,6 +192,44 @@ class Trial:
     def _broken(self, what: str) -> BrokenPromiseError:
         command = f"python tests/faults/object_store_faults.py --first {self._schedule.seed} --count 1"
         return BrokenPromiseError("\n".join([what, *self.story, f"once more: {command}"]))
+
+
+def run(asked: Asked) -> Campaigned:
+    """Schedules as a campaign: each trial is one."""
+    outcomes, broken = [], []
+    pool = WorkerPool()
+    try:
+        with warnings.catch_warnings(), running_moto() as bucket, running_proxy(bucket.port) as proxy:
+            warnings.simplefilter("ignore")  # of client libraries, and of saves that go on
+            for trial in asked.trials:
+                schedule = draw_schedule((asked.seed - 1) * FAR_APART + trial)
+                try:
+                    outcomes.append(Trial(schedule, bucket, proxy, pool).run())
+                except BrokenPromiseError as error:
+                    broken.append(Broken(trial, str(error)))
+                bucket.clear(f"seed{schedule.seed}/")
+    finally:
+        pool.close()
+    saves, loads = (Counter(outcome[index] for outcome in outcomes) for index in (0, 1))
+    told = (
+        f"{sum(outcome.num_met for outcome in outcomes):,} faults met; of the saves {saves['acknowledged']:,} were "
+        f"acknowledged, {saves['failed']:,} failed and {saves['failed, but committed']:,} may have been committed and "
+        f"were; {loads['loaded']:,} loads worked and {loads['failed']:,} failed"
+    )
+    return Campaigned(len(outcomes) + len(broken), tuple(broken), told)
+
+
+CAMPAIGNS = (
+    Campaign(
+        name="object-store",
+        fault="an object store that resets, refuses, cuts, stalls, answers too late or not at all",
+        how="moto's S3 server behind a proxy of our own, which follows a schedule; 1 and 2 ranks",
+        unit="schedules",
+        run=run,
+        trials=range(1000),
+        quick=range(2),
+    ),
+)
 
 
 def main() -> int:

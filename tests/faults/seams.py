@@ -39,6 +39,30 @@ LOAD_PHASES = {
 }
 
 
+EXCHANGE_PHASES = {
+    "finding": "bytecheckpoint.sources.open_above",
+    "matching": "bytecheckpoint.naming.match_state",
+    "planning what to exchange": "bytecheckpoint.exchange.wanted_runs",
+    "dividing the work": "bytecheckpoint.exchange.divide_work",
+    "connecting": "bytecheckpoint.exchange.connect",
+    "letting in": "bytecheckpoint.greetings._Hall.arrivals",
+    "reading": "bytecheckpoint.reading.Source.run",
+    "passing on": "bytecheckpoint.exchange.sealed",
+    "taking in": "bytecheckpoint.arrivals.check_digest",
+    "finishing": "bytecheckpoint.adapters.containers.PlainEntry.finish",
+}
+"""Of a load whose ranks exchange what they read."""
+STAGED_PHASES = {
+    "opening": "bytecheckpoint.api.open_store",
+    "planning": "bytecheckpoint.draft.agree",
+    "staging": "bytecheckpoint.draft.take_snapshot",
+    "writing to the disk": "bytecheckpoint.tier.write_image",
+    "reporting": "bytecheckpoint.uploading.encode_report",
+    "uploading": "bytecheckpoint.tier.copy_file",
+}
+"""Of a save through a local stage."""
+
+
 @contextmanager
 def before(function: str, action: Callable[[], object]) -> Iterator[None]:
     """Within the block, `action` runs before each call of the function with this dotted name."""
@@ -48,6 +72,22 @@ def before(function: str, action: Callable[[], object]) -> Iterator[None]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         action()
         return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, replacement)
+        yield
+
+
+@contextmanager
+def after(function: str, action: Callable[[], object]) -> Iterator[None]:
+    """Within the block, `action` runs after each call of the function that returns."""
+    owner, _, name = function.rpartition(".")
+    original = getattr(pkgutil.resolve_name(owner), name)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        action()
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(function, replacement)

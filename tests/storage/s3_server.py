@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import uuid
+import zlib
 from collections.abc import Iterator, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -128,7 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _headers_of(self, key):
         said = self.server.metadata.get(key, b"").decode().splitlines()
-        return {"ETag": '"e"', **dict(line.split(": ", 1) for line in said)}
+        return {"ETag": self._etag(key), **dict(line.split(": ", 1) for line in said)}
+
+    def _etag(self, key):
+        return f'"{zlib.crc32(self.server.objects[key]):08x}"'
 
     def _metadata(self):
         said = [f"{name}: {value}" for name, value in self.headers.items() if name.lower().startswith("x-amz-meta-")]
@@ -181,9 +185,13 @@ class _Handler(BaseHTTPRequestHandler):
             return _error(404, "NoSuchBucket")
         if self.headers.get("If-None-Match") == "*" and key in self.server.objects:
             return _error(412, "PreconditionFailed", "<Condition>If-None-Match</Condition>")
+        if "If-Match" in self.headers and key not in self.server.objects:
+            return _error(404, "NoSuchKey")
+        if "If-Match" in self.headers and self.headers["If-Match"] != self._etag(key):
+            return _error(412, "PreconditionFailed", "<Condition>If-Match</Condition>")
         self.server.metadata[key] = metadata
         self.server.objects[key] = body
-        return 200, {"ETag": '"e"'}, b""
+        return 200, {"ETag": self._etag(key)}, b""
 
     def _post(self, key, query, body):
         if "delete" in query:

@@ -69,7 +69,8 @@ class Faults:
             start_response(f"{fault.status} No", [("Content-Type", "application/xml")])
             body = f"<Error><Code>{fault.code}</Code><Message>{fault.code} it is</Message></Error>".encode()
             return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
-        with self._one_at_a_time if "HTTP_IF_NONE_MATCH" in environ else nullcontext():
+        is_conditional = not environ.keys().isdisjoint({"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"})
+        with self._one_at_a_time if is_conditional else nullcontext():
             answer = self._application(environ, start_response)
         return answer if fault is None else _broken(answer, environ["werkzeug.socket"], fault)
 

@@ -6,12 +6,12 @@ import os
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from faults.seams import files_under, loads_as, state_of
+from faults.seams import files_under, loads_as, raising, state_of
 from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
@@ -22,6 +22,7 @@ from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.store import Block, Store
 
 from .faulty_store import FaultyStore
+from .s3_service import Refuse, always
 
 DEAD, YOUNG = "00000000deadbeef", "00000000aaaaaaaa"
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -187,6 +188,13 @@ class UploadingStore(FaultyStore):
         self.pending.remove(upload)
 
 
+@contextmanager
+def before_it_lists_uploads(store: UploadingStore, error: StorageError) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "pending_uploads", lambda _folder: raising(error)())
+        yield
+
+
 def test_unfinished_uploads_belong_to_their_save(tmp_path: Path) -> None:
     place = Place(str(tmp_path), None)
     place.put(f"step_00000002/data/{DEAD}-00000-0.safetensors")
@@ -205,6 +213,27 @@ def test_unfinished_uploads_belong_to_their_save(tmp_path: Path) -> None:
     assert remove(store, first) == 2
     assert remove(store, second) == 1
     assert uploads == [PendingUpload("mine.bin", "2", 0.0)]
+
+
+@pytest.mark.parametrize("kind", ["permission", "unsupported"])
+def test_leftovers_are_found_without_the_right_to_list_uploads(tmp_path: Path, kind: str) -> None:
+    place = Place(str(tmp_path), None)
+    place.put(f"step_00000002/data/{DEAD}-00000-0.safetensors")
+    store = UploadingStore(place.store(), [])
+    with before_it_lists_uploads(store, StorageError("you may not list uploads", kind=kind)):
+        found = find_leftovers(store, "")
+    assert found.not_looked_for == "you may not list uploads"
+    (leftover,) = found.found
+    assert remove(store, leftover) == 1
+    assert files_under(tmp_path) == []
+    assert find_leftovers(store, "").not_looked_for == ""
+
+
+def test_leftovers_are_not_looked_for_where_the_store_does_not_answer(tmp_path: Path) -> None:
+    store = UploadingStore(Place(str(tmp_path), None).store(), [])
+    error = StorageError("no answer", kind="unavailable")
+    with before_it_lists_uploads(store, error), pytest.raises(StorageError, match="no answer"):
+        find_leftovers(store, "")
 
 
 def test_a_store_that_does_not_tell_is_refused(tmp_path: Path) -> None:
@@ -303,6 +332,19 @@ def test_nothing_is_removed_where_the_manifest_cannot_be_read(tmp_path: Path) ->
             remove(store, leftover)
         assert files_under(tmp_path) == before
     assert loads_as(tmp_path, 0, 1.0)
+
+
+def test_a_save_to_s3_sweeps_without_the_right_to_list_uploads(s3, s3_prefix: str, s3_faults) -> None:
+    place = Place(f"s3://{s3.bucket}/{s3_prefix}", s3.options)
+    place.put(f"step_00000001/data/{DEAD}-00000-0.safetensors")
+    s3_faults.choose = always("^GET .*uploads$", Refuse(403, "AccessDenied"))
+    found = place.find()
+    assert "not allowed to list" in found.not_looked_for
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.storage.leftovers.MIN_AGE_S", -60.0)
+        place.save(1)
+    assert place.find().found == []
+    assert loads_as(place.url, 0, 1.0, storage_options=place.options)
 
 
 def test_an_unfinished_upload_to_s3_is_found_and_aborted(s3, s3_prefix: str) -> None:

@@ -8,6 +8,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError, UnsafeC
 from bytecheckpoint.storage.fsspec_store import FsspecStore
 from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.opening import join_name, open_store
+from bytecheckpoint.storage.store import place_of
 
 from .store_contract import put
 
@@ -28,6 +29,33 @@ def test_urls(url):
     store = _open(url)
     assert isinstance(store, FsspecStore)
     assert str(store) == url
+
+
+S3_KEYS = {"key": "access", "secret": "secret"}
+ENDPOINTS = {
+    "s3://b": [
+        ({"endpoint_url": "http://MinIO.example:9000/"}, "minio.example:9000"),
+        ({"client_kwargs": {"endpoint_url": "https://minio.example/s3"}}, "minio.example/s3"),
+        ({"client_kwargs": {"region_name": "us-west-2"}}, ""),
+        ({"client_kwargs": {"region_name": "cn-north-1"}}, ""),
+        ({"endpoint_url": "https://bucket.vpce-1a2b.s3.us-east-1.vpce.amazonaws.com"}, ""),
+    ],
+    "memory://b": [
+        (None, ""),
+        ({"endpoint_url": "http://user:password@minio.example:9000/?token=x"}, "http://minio.example:9000"),
+        ({"client_kwargs": {"endpoint_url": "http://minio.example"}}, "http://minio.example"),
+        ({"account_name": "mine", "account_key": "secret"}, "mine"),
+        ({"host": "files.example", "port": 22, "password": "secret"}, "files.example, 22"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "endpoint"), [(url, *case) for url, cases in ENDPOINTS.items() for case in cases]
+)
+def test_a_place_is_its_url_and_whose_it_is(url, options, endpoint):
+    store = _open(url, {**S3_KEYS, **options} if url.startswith("s3") else options)
+    assert place_of(store, "step") == f"{url}/step" + (f" at {endpoint}" if endpoint else "")
 
 
 def test_the_root_of_a_url():

@@ -374,6 +374,54 @@ def test_a_replacing_write_that_failed_is_tried_again(s3_faults, store):
     assert get(store, "m", 9) == b"mine, too"
 
 
+def _before_the_put(s3_faults, do):
+    """Does something between the look at what stands there and the arrival of the PUT."""
+
+    def choose(line, _environ):
+        if line.startswith("PUT") and line.endswith("/m"):
+            s3_faults.choose = no_fault
+            do()
+
+    s3_faults.choose = choose
+
+
+@pytest.mark.parametrize("stood", [True, False])
+def test_a_replacing_write_that_arrives_late_replaces_only_what_it_was_to_replace(
+    s3, s3_prefix, s3_faults, store, stood
+):
+    if stood:
+        put(store, "m", b"before")
+    theirs = {"Bucket": s3.bucket, "Key": f"{s3_prefix}/runs/m", "Body": b"theirs"}
+    _before_the_put(s3_faults, lambda: s3.client().put_object(**theirs))
+    with pytest.raises(CheckpointExistsError, match="meanwhile"):
+        put(store, "m", b"mine", replace=True)
+    assert get(store, "m", 6) == b"theirs"
+
+
+def test_a_replacing_write_does_not_bring_back_what_was_deleted_meanwhile(s3, s3_prefix, s3_faults, store):
+    put(store, "m", b"before")
+    key = f"{s3_prefix}/runs/m"
+    _before_the_put(s3_faults, lambda: s3.client().delete_object(Bucket=s3.bucket, Key=key))
+    with pytest.raises(CheckpointExistsError, match="deleted"):
+        put(store, "m", b"mine", replace=True)
+    assert store.list("") == {}
+
+
+@pytest.mark.parametrize("answer", [Refuse(501, "NotImplemented"), Refuse(412, "PreconditionFailed")])
+def test_a_service_that_does_not_compare_what_is_replaced_is_written_to(s3_faults, store, answer):
+    """Also one that compares in a way of its own, by which nothing is what it was."""
+    put(store, "m", b"before")
+    s3_faults.choose = lambda _line, environ: answer if "HTTP_IF_MATCH" in environ else None
+    put(store, "m", b"mine", replace=True)
+    s3_faults.requests.clear()
+    put(store, "m", b"mine, too", replace=True)
+    assert get(store, "m", 9) == b"mine, too"
+    assert sum(line.startswith("PUT") for line in s3_faults.requests) == 1
+    put(store, "new", b"1")
+    with pytest.raises(CheckpointExistsError):
+        put(store, "new", b"2")
+
+
 def _knows_no_condition(_line, environ):
     return Refuse(501, "NotImplemented") if "HTTP_IF_NONE_MATCH" in environ else None
 

@@ -104,6 +104,18 @@ def test_what_cannot_be_removed_is_told_and_the_rest_removed(call, root) -> None
     assert ended.json["failures"] == ["you may not"]
 
 
+def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root, monkeypatch) -> None:
+    dead = leave(root, 7, DEAD, age_s=2 * DAY_S)
+    monkeypatch.setattr(
+        "bytecheckpoint.storage.leftovers._pending_uploads", lambda _store, _folder: ([], "not allowed to list uploads")
+    )
+    assert "unfinished uploads were not looked for: not allowed to list uploads" in call("gc", root).out
+    ended = call("gc", root, "--delete", "--json")
+    assert ended.code == 0
+    assert ended.json["uploads_not_looked_for"] == "not allowed to list uploads"
+    assert not dead.exists()
+
+
 def failed_upload(root: Path, stage: Path, step: int) -> None:
     options = bcp.SaveOptions(local_stage=stage)
     with before("bytecheckpoint.tier.copy_file", raising(bcp.StorageError("gone", kind="unavailable"))):

@@ -1,0 +1,272 @@
+"""A rank that is killed, stops or never comes, in every phase of every kind of save and load: every other rank raises
+within its timeout and names it, what was there still loads, and a rank that was only stopped takes part in the next
+call.
+
+Several groups of ranks lose one each at the same time, because most of the time is spent waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+import bytecheckpoint as bcp
+from distributed.workers import Outcome as OfRank
+from distributed.workers import WorkerDied, WorkerPool
+from faults.campaigns import Asked, Broken, Campaign, Outcome
+from faults.seams import (
+    COORDINATOR_PHASES,
+    EXCHANGE_PHASES,
+    LOAD_PHASES,
+    SAVE_PHASES,
+    STAGED_PHASES,
+    Seen,
+    after,
+    before,
+    loads_as,
+    seen,
+    state_of,
+)
+
+NUM_RANKS = 8
+"""Of all groups together."""
+PATIENT_S = 60.0
+HUNG_S = 60.0
+"""A rank that is not done by then hangs. The longest wait of a case is far shorter."""
+MAY_BE_COMMITTED = "whether the checkpoint was committed"
+LEAVING = "bytecheckpoint.group_ranks.GroupRanks.farewell"
+COMMIT = "bytecheckpoint.writing._commit"
+NEVER = "never comes"
+
+
+class Case(NamedTuple):
+    """A rank of a group that goes missing."""
+
+    call: str
+    phase: str
+    how: str
+    """`killed`, `stopped`, or `never comes`."""
+    missing_rank: int
+    group_size: int
+
+    @property
+    def is_save(self) -> bool:
+        return "save" in self.call
+
+    @property
+    def timeout_s(self) -> float:
+        """Ranks of a pair wait for the missing one only, and cannot be taken for it themselves."""
+        return 1.5 if self.group_size == 2 else 5.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has been done and told, so that nobody misses the rank."""
+        return self.phase == "leaving"
+
+
+class Seam(NamedTuple):
+    """Where a phase is met."""
+
+    function: str
+    is_before: bool = True
+    """Whether the rank goes missing before the function is called, or after it."""
+    is_coordinators: bool = False
+
+
+def seams(call: str) -> dict[str, Seam]:
+    """The phases of a call."""
+    leaving = {"leaving": Seam(LEAVING)}
+    if call == "load":
+        return {phase: Seam(function) for phase, function in LOAD_PHASES.items()} | leaving
+    if call == "exchanged load":
+        return {phase: Seam(function) for phase, function in EXCHANGE_PHASES.items()} | leaving
+    of_all = STAGED_PHASES if call == "staged save" else SAVE_PHASES
+    of_coordinator = {phase: Seam(function, is_coordinators=True) for phase, function in COORDINATOR_PHASES.items()}
+    if call == "staged save":
+        of_coordinator["keeping the manifest"] = Seam(
+            "bytecheckpoint.storage.local_stage.StagedFolder.keep_manifest", is_coordinators=True
+        )
+    telling = {"telling": Seam(COMMIT, is_before=False, is_coordinators=True)}
+    return {phase: Seam(function) for phase, function in of_all.items()} | of_coordinator | telling | leaving
+
+
+CALLS = ("save", "async save", "lazy save", "staged save", "load", "exchanged load")
+
+
+def all_cases() -> list[Case]:
+    """Every phase of every call, with each rank of a pair, killed and stopped; each phase once in a group of four."""
+    cases = []
+    for call in CALLS:
+        for number, (phase, seam) in enumerate(seams(call).items()):
+            ranks = [0] if seam.is_coordinators else [0, 1]
+            cases += [Case(call, phase, how, rank, 2) for rank in ranks for how in ("killed", "stopped")]
+            rank_of_four = 0 if seam.is_coordinators else 1 + number % 3
+            cases.append(Case(call, phase, ("killed", "stopped")[number % 2], rank_of_four, 4))
+        cases += [Case(call, NEVER, NEVER, rank, size) for rank, size in ((0, 2), (1, 2), (2, 4))]
+    return cases
+
+
+def batches() -> list[list[Case]]:
+    """Those that are tried at the same time."""
+    found = []
+    for size in (2, 4):
+        cases = [case for case in all_cases() if case.group_size == size]
+        at_once = NUM_RANKS // size
+        found += [cases[first : first + at_once] for first in range(0, len(cases), at_once)]
+    return found
+
+
+def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[Seen | None, bool]:
+    """What one rank sees: of the call in which a rank of its group goes missing, and whether the next call of both
+    works.
+    """
+    size = cases[0].group_size
+    number, own_rank = divmod(rank, size)
+    groups = [dist.new_group([*range(first, first + size)]) for first in range(0, world_size, size)]
+    case, group, path = cases[number], groups[number], f"{root}/{number}"
+    pids: list[int] = [0] * size
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    patient = bcp.SaveOptions(timeout_s=PATIENT_S)
+    bcp.save(path, state_of(own_rank, 1.0), step=1, options=patient, process_group=group)
+    is_missing = own_rank == case.missing_rank
+    with going_missing(case) if is_missing else nullcontext():
+        never_comes = is_missing and case.how == NEVER
+        error = None if never_comes else seen(_call(case, path, own_rank, group, f"{root}/stage"))
+    if case.how == "killed":
+        return error, True
+    if case.how == "stopped" and own_rank == (case.missing_rank + 1) % size:
+        os.kill(pids[case.missing_rank], signal.SIGCONT)
+    dist.barrier(group=group)
+    bcp.save(path, state_of(own_rank, 3.0), step=3, options=patient, process_group=group)
+    return error, loads_as(path, own_rank, 3.0, process_group=group)
+
+
+@contextmanager
+def going_missing(case: Case) -> Iterator[None]:
+    if case.how == NEVER:
+        yield
+        return
+    seam = seams(case.call)[case.phase]
+    left = [signal.SIGKILL if case.how == "killed" else signal.SIGSTOP]
+
+    def action() -> None:
+        if left:
+            signal.pthread_kill(get_ident(), left.pop())
+
+    with (before if seam.is_before else after)(seam.function, action):
+        yield
+
+
+def _call(case: Case, path: str, rank: int, group: Any, stage: str) -> Callable[[], object]:
+    if not case.is_save:
+        exchange: Any = "on" if case.call == "exchanged load" else "off"
+        options = bcp.LoadOptions(timeout_s=case.timeout_s, exchange=exchange)
+        return lambda: bcp.load(path, state_of(rank, 9.0), options=options, process_group=group)
+    save_options = bcp.SaveOptions(
+        timeout_s=case.timeout_s,
+        snapshot="lazy" if case.call == "lazy save" else "auto",
+        local_stage=stage if case.call == "staged save" else None,
+    )
+    state, is_async = state_of(rank, 2.0), case.call != "save"
+    return lambda: bcp.save(
+        path, state, step=2, async_save=is_async, options=save_options, process_group=group
+    ).result()
+
+
+def try_batch(workers: WorkerPool, root: Path, cases: list[Case]) -> list[str]:
+    """What does not hold."""
+    num_ranks = sum(case.group_size for case in cases)
+    outcomes = workers.run_each(lose_one, str(root), cases, world_size=num_ranks, timeout_s=HUNG_S)
+    wrong = []
+    for number, case in enumerate(cases):
+        first = number * case.group_size
+        what = what_is_wrong(case, outcomes[first : first + case.group_size], first, root / str(number))
+        if what is not None:
+            wrong.append(f"{case}: {what}")
+    return wrong
+
+
+def what_is_wrong(case: Case, outcomes: list[OfRank], first: int, path: Path) -> str | None:
+    """Of a group whose first rank has this global number."""
+    missing, told = outcomes[case.missing_rank], []
+    if isinstance(missing.error, WorkerDied) != (case.how == "killed"):
+        return f"the rank that was to be {case.how} did otherwise: {missing}"
+    for rank, outcome in enumerate(outcomes):
+        if rank == case.missing_rank and case.how == "killed":
+            continue
+        if outcome.error is not None:
+            return f"rank {first + rank} broke off: {outcome.error}"
+        error, next_works = outcome.value
+        told.append(error)
+        what = _wrong_with(case, rank, error, first + case.missing_rank)
+        if what is not None:
+            return f"rank {first + rank} {what}"
+        if not next_works:
+            return f"rank {first + rank} does not load the next save"
+    return _wrong_at(path, case, told)
+
+
+def _wrong_with(case: Case, rank: int, error: Seen | None, missing: int) -> str | None:
+    """With what a rank was told."""
+    if case.is_over:
+        return None if error is None else f"raised though all was done: {error}"
+    if error is None:  # who goes on may find that there is nobody left to wait for
+        return None if rank == case.missing_rank else "did not notice"
+    if rank == case.missing_rank:  # to whom the others are missing
+        return None if error.kind == "rank_missing" else f"was told something else: {error}"
+    if (error.kind, error.ranks) != ("rank_missing", (missing,)) or f"rank {missing}" not in error.message:
+        return f"was told something else: {error}"
+    return None
+
+
+def _wrong_at(path: Path, case: Case, told: list[Seen | None]) -> str | None:
+    """With what is to be seen afterwards, by what the ranks were told of the call."""
+    steps = bcp.steps(path)
+    if set(steps) - {2} != ({1} if case.how == "killed" else {1, 3}):
+        return f"steps are {steps}"
+    is_there, was_done = 2 in steps, case.is_save and (case.phase in {"telling", "leaving"} or None in told)
+    if was_done and case.how != NEVER and not is_there:
+        return "what was committed is not there"
+    if is_there and not all(error is None or MAY_BE_COMMITTED in error.message for error in told):
+        return f"it was committed, against what ranks were told: {told}"
+    for step in steps:
+        if not all(loads_as(path, rank, float(step), step=step, strict=False) for rank in range(case.group_size)):
+            return f"step {step} is not what was saved"
+    return None
+
+
+def run(asked: Asked) -> Outcome:
+    chosen = [(trial, cases) for trial, cases in enumerate(batches()) if trial in asked.trials]
+    broken = []
+    workers = WorkerPool()
+    try:
+        for trial, cases in chosen:
+            broken += [Broken(trial, what) for what in try_batch(workers, asked.folder / str(trial), cases)]
+    finally:
+        workers.close()
+    tried = [case for _, cases in chosen for case in cases]
+    num_phases = len({(case.call, case.phase) for case in tried if case.how != NEVER})
+    hows = {how: sum(case.how == how for case in tried) for how in ("killed", "stopped", NEVER)}
+    told = ", ".join(f"{count} {how}" for how, count in hows.items())
+    num_calls = len({case.call for case in tried})
+    return Outcome(len(tried), tuple(broken), f"{num_phases} phases of {num_calls} calls: {told}")
+
+
+CAMPAIGNS = (
+    Campaign(
+        name="lost-ranks",
+        fault="a rank is killed, is stopped or never comes, in every phase of every kind of save and load",
+        how="SIGKILL and SIGSTOP at a function of the phase; groups of 2 and 4 ranks over gloo",
+        unit="ranks lost",
+        run=run,
+        trials=range(len(batches())),
+        quick=range(0),
+    ),
+)
