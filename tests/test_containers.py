@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.plain_data import encode_plain, encode_refs, leaves
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -184,6 +185,21 @@ def test_odd_keys_of_tensors_and_data(tmp_path: Path, key: str) -> None:
     bcp.load(tmp_path, target)
     assert equal(target, {key: {key: torch.arange(3.0), "plain": {key: key}}, f"{key}-": torch.ones(1)})
     assert torch.equal(bcp.open(tmp_path)[f"{key}.{key}"][1:], torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b.c"], ["é", "b"], ["", "x"], ["1", "a.1"]])
+def test_tensors_alone_in_a_dict_are_described_as_beside_plain_data(keys: list[str]) -> None:
+    tensors = {key: torch.zeros(2) for key in keys}
+    seen: dict[str, torch.Tensor] = {}
+    encoded = encode_plain(tensors, "model", lambda fqn, tensor: seen.update({fqn: tensor}))
+    fqns, refs = encode_refs("model", tuple(keys))
+    assert refs == encoded
+    assert fqns == tuple(seen) == tuple(leaves(tensors, "model"))
+
+
+def test_a_key_that_no_text_can_hold_is_refused_where_tensors_are_alone(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match="surrogate"):
+        bcp.save(tmp_path, {"model": {"\ud800": torch.zeros(2)}})
 
 
 def test_a_key_that_starts_like_another_key(tmp_path: Path) -> None:

@@ -86,6 +86,44 @@ def test_tensors_without_dense_memory_are_refused(make: Callable[[], torch.Tenso
     assert error.value.kind == "unsupported_value"
 
 
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: torch.nested.nested_tensor([torch.ones(2, 2)]), "a nested tensor"),
+        (lambda: torch.eye(2).to_sparse(), "a sparse_coo tensor"),
+        (lambda: torch.eye(2).to_mkldnn(), "a _mkldnn tensor"),
+    ],
+    ids=["nested", "sparse", "mkldnn"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's, about prototypes
+def test_a_tensor_without_dense_memory_is_refused_among_dense_ones_of_its_shape_and_dtype(
+    make: Callable[[], torch.Tensor], what: str
+) -> None:
+    dense = torch.eye(2)
+    with pytest.raises(bcp.CheckpointSaveError, match=f"odd is {what}"):
+        LocalShards().add_all([("a", dense), ("odd", make()), ("b", dense)])
+
+
+def test_tensors_that_are_almost_alike_do_not_pass_for_one_another() -> None:
+    tensors = [
+        torch.ones(2, 3),
+        torch.ones(3, 2),
+        torch.ones(2, 3, dtype=torch.float16),
+        torch.ones(2, 3, 1),
+        torch.ones(3, 2).T,
+        torch.nn.Parameter(torch.ones(2, 3)),
+        torch.ones(2, 3, device="meta"),
+        torch.ones(6),
+    ]
+    shards = LocalShards()
+    shards.add_all((str(number), tensor) for number, tensor in enumerate(tensors))
+    for number, (shard, tensor) in enumerate(zip(shards.found, tensors, strict=True)):
+        shape = tuple(tensor.shape)
+        assert shard[:4] == (str(number), dtype_name(tensor.dtype), shape, ((0,) * len(shape), shape))
+        assert (shard.tensor.data_ptr(), shard.tensor.stride()) == (tensor.data_ptr(), tensor.stride())
+        assert not shard.tensor.requires_grad
+
+
 def test_dtypes_are_called_what_torch_calls_them() -> None:
     for name in DTYPE_ITEMSIZES:
         dtype = getattr(torch, name, None)

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, join_fqn, leaves, with_leaves
+from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, encode_refs, join_fqn, leaves, with_leaves
 from bytecheckpoint.adapters.stored import (
     PER_RANK_NAME,
     Contents,
     Expectation,
     Problem,
     RankMissing,
-    Scope,
     Stored,
     not_stored,
     rank_missing,
@@ -43,13 +43,18 @@ class PlainEntry:
         if isinstance(self._value, torch.Tensor) and not self._may_differ and not is_subclass(self._value):
             shards.add(self.fqn, self._value)
             return Contents(shards.found, {self.fqn})
-        keep = partial(keep_for_rank, shards) if self._may_differ else shards.add
-        plain = encode_plain(self._value, self.fqn, keep)
-        names = set(leaves(self._value, self.fqn))
         if self._may_differ:
-            names.update(shard.fqn for shard in shards.found)
-        scope: Scope = "either" if self._may_differ else "shared"
-        return Contents(shards.found, names, {self.fqn: (scope, plain)})
+            plain = encode_plain(self._value, self.fqn, partial(keep_for_rank, shards))
+            names = {*leaves(self._value, self.fqn), *(shard.fqn for shard in shards.found)}
+            return Contents(shards.found, names, {self.fqn: ("either", plain)})
+        if _holds_tensors_only(self._value) and self.fqn:
+            fqns, plain = encode_refs(self.fqn, tuple(self._value))
+            shards.add_all(zip(fqns, self._value.values(), strict=True))
+            return Contents(shards.found, set(fqns), {self.fqn: ("shared", plain)})
+        found: list[tuple[str, torch.Tensor]] = []
+        plain = encode_plain(self._value, self.fqn, lambda fqn, tensor: found.append((fqn, tensor)))
+        shards.add_all(found)
+        return Contents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
 
     def expect(self, stored: Stored) -> Expectation:
         shards = LocalShards()
@@ -116,6 +121,14 @@ class PlainEntry:
                 new[fqn] = stored.plain[fqn]
         if new:
             self._assign(with_leaves(self._value, self.fqn, new))
+
+
+def _holds_tensors_only(value: Any) -> bool:
+    """Whether a value is a dict by names, of tensors that are no more than their elements: many states are."""
+    if type(value) is not dict or not value or set(map(type, value)) != {str}:
+        return False
+    others = set(map(type, value.values())) - PLAIN_TENSORS
+    return not others or (others == {DTensor} and not any(map(is_subclass, value.values())))
 
 
 def _adopted(value: Any, fqn: str, stored: Stored) -> tuple[str, Any] | None:

@@ -105,7 +105,7 @@ class ModuleEntry:
             replaced = () if part.flat is None else part.flat.replaced
             for name, parameter in part.tree.named_parameters():
                 if id(parameter) not in replaced:
-                    yield parameter, part.plain_name(name)
+                    yield parameter, part.plain_name(name) if part.is_wrapped else name
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
         """What an optimizer has in place of flat parameters, by id, and what lies in it."""
@@ -127,8 +127,7 @@ class ModuleEntry:
     def collect(self) -> Contents:
         held = self._held()
         shards = LocalShards()
-        for fqn, tensor in held.tensors.items():
-            shards.add(fqn, tensor)
+        shards.add_all(held.tensors.items())
         for fqn, flat in held.flat:
             shards.found += flat.part.shards(fqn, flat.memory)
         on_tensor = partial(keep_for_rank, shards)
@@ -147,9 +146,11 @@ class ModuleEntry:
         self._refused = refused = refusals(own, stored, held.aliases, other_names)
         problems = refused.problems
         of_module = LocalShards()
-        for fqn, tensor in held.tensors.items():
-            if not refused.has(fqn):
-                of_module.add(_stored_name(fqn, other_names, stored), tensor)
+        of_module.add_all(
+            (_stored_name(fqn, other_names, stored), tensor)
+            for fqn, tensor in held.tensors.items()
+            if not refused.has(fqn)
+        )
         shards = of_module.found
         for fqn, flat in held.flat:
             shards += flat.part.shards(_stored_name(fqn, other_names, stored), flat.memory)

@@ -72,15 +72,17 @@ class OptimizerEntry:
     def collect(self) -> Contents:
         shards = LocalShards()
         self._one_values.clear()
-        fqns: list[str] = []
+        tensors: list[tuple[str, torch.Tensor]] = []
+        keys: set[str] = set()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
             check_has_state(self.fqn, optimizer)
             for _, parameter, names in self._named(optimizer):
                 state = optimizer.state.get(parameter)
-                plain = collect_state(f"{self.fqn}.state.{names.name}.", state, shards, fqns) if state else None
+                plain = collect_state(f"{self.fqn}.state.{names.name}.", state, tensors, keys) if state else None
                 if plain:
                     tree["state"][names.name] = plain
+        shards.add_all(tensors)
         num_whole = len(shards.found)
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer):
@@ -98,9 +100,9 @@ class OptimizerEntry:
             tree["outside_model"] = dict.fromkeys(outside)  # a dict, because dicts of ranks are united
         if self.wrapped:
             tree["facts"] = self._facts()
-        all_fqns = set(fqns)
-        if len(all_fqns) < len(fqns):
-            fqn = next(fqn for fqn, number in Counter(fqns).items() if number > 1)
+        all_fqns = {fqn for fqn, _ in tensors}
+        if len(all_fqns) < len(tensors):
+            fqn = next(fqn for fqn, number in Counter(fqn for fqn, _ in tensors).items() if number > 1)
             raise unsupported(fqn, "the name of two values", "rename a parameter or a key of its state")
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
         all_fqns.update(shard.fqn for shard in shards.found[num_whole:])

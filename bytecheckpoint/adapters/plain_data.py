@@ -11,6 +11,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -74,6 +75,18 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
     Raises CheckpointSaveError (unsupported_value), naming the FQN, for what is no plain data.
     """
     return encode(_to_wire(value, fqn, on_tensor, MAX_DEPTH))
+
+
+@lru_cache(maxsize=16)
+def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
+    """A dict below `fqn` that has nothing but tensors under these names: their FQNs, and what `encode_plain` makes of
+    it. Both follow from the names alone, and are the same on every save of a state.
+    """
+    for name in names:
+        check_key(name, fqn)
+    fqns = tuple(f"{fqn}.{name}" for name in names)
+    refs = {name: _ext(_REF, of_tensor) for name, of_tensor in zip(names, fqns, strict=True)}
+    return fqns, encode(refs)
 
 
 def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ ShardedTensor. Everything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,11 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region, whole
 
 _STRIDED = torch.strided
+_LOOKS = attrgetter("dtype", "layout", "is_nested", "shape")
+"""All that decides whether a plain tensor is dense, and what is saved of it besides its elements."""
+_NEW_TUPLE = tuple.__new__
+"""The constructor of a named tuple costs three times as much."""
+_Kind = tuple[str, tuple[int, ...], Region]
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types whose tensors are nothing but their elements: told by one look, because a state holds many of them."""
@@ -61,7 +67,8 @@ class LocalShards:
 
     def __init__(self) -> None:
         self.found: list[LocalShard] = []
-        self._wholes: dict[torch.Size, Region] = {}
+        self._kinds: dict[object, _Kind] = {}
+        """By what `_LOOKS` tells of a plain tensor: dtype, lengths and region of what is dense and whole."""
         self._layouts: dict[object, _Layout] = {}
 
     def add(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -71,20 +78,31 @@ class LocalShards:
         Raises CheckpointSaveError (unsupported_value) for what has no dense memory of its own, and
         CheckpointMismatchError (conflict) for a DTensor whose local tensor does not fit its placements.
         """
-        if type(tensor) not in PLAIN_TENSORS:
-            self._add_other(fqn, tensor)
-            return
-        # Written out, down to the constructor, because a state may hold 100,000 small tensors: calls cost half of it.
-        dtype = _DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not _STRIDED or tensor.is_nested:
-            dtype = dense_dtype(fqn, tensor)
-        shape = tensor.shape
-        region = self._wholes.get(shape)
-        if region is None:
-            region = self._wholes[shape] = whole(shape)
-        if tensor.requires_grad or tensor._is_view():
-            tensor = tensor.detach()
-        self.found.append(tuple.__new__(LocalShard, (fqn, dtype, region.lengths, region, tensor)))
+        self.add_all([(fqn, tensor)])
+
+    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The same for many tensors, each with its FQN."""
+        # One loop, and few looks at each tensor, because a state may hold 100,000 small ones: each call and each look
+        # would be a tenth of what a save that is planned already costs.
+        kinds, found = self._kinds, self.found
+        for fqn, tensor in tensors:
+            if type(tensor) not in PLAIN_TENSORS:
+                self._add_other(fqn, tensor)
+                continue
+            try:
+                looks = _LOOKS(tensor)
+            except RuntimeError:  # a nested tensor has no shape
+                dense_dtype(fqn, tensor)
+                raise
+            dtype, lengths, region = kinds.get(looks) or self._add_kind(looks, fqn, tensor)
+            memory = tensor.detach() if tensor.requires_grad or tensor._is_view() else tensor
+            found.append(_NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory)))
+
+    def _add_kind(self, looks: object, fqn: str, tensor: torch.Tensor) -> _Kind:
+        dtype = dense_dtype(fqn, tensor)
+        region = whole(tensor.shape)
+        self._kinds[looks] = kind = dtype, region.lengths, region
+        return kind
 
     def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
         if type(tensor) is DTensor or isinstance(tensor, DTensor):

@@ -44,24 +44,27 @@ def kept_elsewhere(fqn: str, optimizer: torch.optim.Optimizer) -> CheckpointSave
     )
 
 
-def collect_state(prefix: str, state: Mapping[str, Any], shards: LocalShards, fqns: list[str]) -> dict[str, Any]:
-    """Adds the tensors to the shards, and their FQNs, which start with `prefix`, to these; returns the rest, with
-    references.
+def collect_state(
+    prefix: str, state: Mapping[str, Any], tensors: list[tuple[str, torch.Tensor]], keys: set[str]
+) -> dict[str, Any]:
+    """Adds the tensors with their FQNs, which start with `prefix`, to these; returns the rest, with references. `keys`
+    are those that were found to be good as names, for other parameters.
     """
+    if PLAIN_TENSORS.issuperset(map(type, state.values())) and keys.issuperset(state):  # nearly always
+        tensors += [(prefix + key, value) for key, value in state.items()]
+        return {}
     plain: dict[str, Any] = {}
     for key, value in state.items():
         fqn = f"{prefix}{key}"
         if type(key) is not str or not key or "." in key:
             check_state_key(fqn, key)
+        keys.add(key)
         if type(value) in PLAIN_TENSORS or (isinstance(value, torch.Tensor) and not is_subclass(value)):
-            shards.add(fqn, value)
-            fqns.append(fqn)
+            tensors.append((fqn, value))
             continue
         found = leaves(value, fqn)
         refs = {leaf: TensorRef(leaf) for leaf, tensor in found.items() if isinstance(tensor, torch.Tensor)}
-        fqns += refs
-        for leaf in refs:
-            shards.add(leaf, found[leaf])
+        tensors += [(leaf, found[leaf]) for leaf in refs]
         plain[key] = with_leaves(_copied(value, fqn), fqn, refs)
     return plain
 
