@@ -1,6 +1,6 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
-#   make test     the tests, some 20 minutes on 2 cores
+#   make test     the tests, some 12 minutes on 2 cores
 #   make test-faults       the long tests of faults, for an hour or two
 #   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; below an hour on 2 cores
 #   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
@@ -30,8 +30,9 @@ BENCH_OBJECTS_ARGS ?= --size 0.25
 .DELETE_ON_ERROR:
 .PHONY: test test-faults fault-table test-frameworks lint demo bench bench-load bench-objects cli-doc clean
 
+# Two processes share the files: tests wait more than they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)

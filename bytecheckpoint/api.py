@@ -93,7 +93,9 @@ def save(
     options, clock = options or SaveOptions(), Clock()
     IN_FLIGHT.wait_until_entered()
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
-    ranks = join_ranks(process_group, options.timeout_s, about=about)
+    # Asking the store takes a thread, which a lazy save would wait for where training needs the cores.
+    enters_later = async_save and options.snapshot == "lazy"
+    ranks = join_ranks(process_group, options.timeout_s, about=about, enters_later=enters_later)
     with ExitStack() as turn:
         with together(ranks, f"planning the save to {about.path}", about=about):
             with clock.phase("wait"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
@@ -34,7 +33,6 @@ def write_in_background(
     Returns when the state may change; for a lazy snapshot at once, because the optimizers wait for it. False, with
     nothing done, where there can be no more threads: the interpreter may be exiting.
     """
-    has_returned = threading.Event()  # threads that run at once would hold up the one that is to return
     snapshot, (ranks, path, _, clock) = draft.snapshot, draft.phases
 
     def stage() -> None:
@@ -43,13 +41,25 @@ def write_in_background(
         if ranks.rank == COORDINATOR:
             logger.info("staged %s in %.2f s", path, clock.total)
 
-    def stage_later() -> None:
-        has_returned.wait()
-        stage()
+    def interrupted(error: BaseException) -> None:
+        # The writer must not wait for what nobody is going to stage.
+        message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
+        snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
+
+    def stage_beside() -> None:
+        """In the background and begun there, because each thread that the caller wakes may hold it up."""
+        try:
+            is_begun = in_background("bcp-stage", stage)
+        except MemoryError as error:
+            interrupted(error)
+            return
+        if not is_begun:
+            settle()
+            stage()
 
     def write() -> CheckpointInfo:
         if draft.is_lazy:
-            has_returned.wait()
+            stage_beside()
         saving = settle()
         snapshot.wait()
         return finish(saving)
@@ -62,15 +72,10 @@ def write_in_background(
     try:
         if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):
             return False
-        if not draft.is_lazy or not in_background("bcp-stage", stage_later):
-            has_returned.set()
+        if not draft.is_lazy:
             stage()
         clock.end_stall()
     except BaseException as error:
-        # The writer may be under way: it must not wait for what nobody is going to stage.
-        message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
-        snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
+        interrupted(error)  # the writer may be under way
         raise
-    finally:
-        has_returned.set()
     return True

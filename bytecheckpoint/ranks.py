@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -93,11 +94,14 @@ class SoleRank:
         """Nobody is waiting."""
 
 
-def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject) -> Ranks:
+def join_ranks(
+    process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject, enters_later: bool = False
+) -> Ranks:
     """The ranks of the given group, or of the default one, or this process alone where there is none.
 
     Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. Which
-    call this is is found out while the caller goes on, and waited for with the first message, or by `enter`.
+    call this is is found out while the caller goes on, and waited for with the first message, or by `enter`; if it
+    `enters_later` that is also when it is asked.
     Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
@@ -116,13 +120,16 @@ def join_ranks(process_group: dist.ProcessGroup | None, timeout_s: float, *, abo
     if len(names) == 1:
         return SoleRank()
     store = _group_store(group)
+    ask = partial(meanwhile, lambda: _next_call(store, rank))
     # Now, and not with the first message: a rank that is late for that has not missed the call.
     try:
-        call = meanwhile(lambda: _next_call(store, rank))
+        call = None if enters_later else ask()
     except RuntimeError as error:
         raise _located(store_lost(error), SoleRank(), about) from error
 
     def enter() -> Store:
+        nonlocal call
+        call = call or ask()
         return PrefixStore(f"bytecheckpoint/{call.result(timeout_s + _CATCH_UP_S)}", store)
 
     return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS)

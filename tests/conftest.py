@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 import no_pickle
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 from distributed.workers import WorkerPool
 
 if TYPE_CHECKING:
     from storage.s3_service import S3Service
+
+# How long an example takes says how busy the machine is, and nothing of what is tested.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 no_pickle.install()

@@ -321,7 +321,7 @@ def test_a_save_that_is_interrupted_while_its_threads_start_ends(
 
     def interrupted(threads: SpareThreads, name: str, do: Callable[[], object]) -> None:
         begin(threads, name, do)
-        if name == ("bcp-stage" if snapshot == "lazy" else "bcp-save"):
+        if name == "bcp-save":
             raise KeyboardInterrupt
 
     state = {"w": torch.ones(10)}
@@ -333,3 +333,31 @@ def test_a_save_that_is_interrupted_while_its_threads_start_ends(
         bcp.save(tmp_path / "b", state)
     bcp.save(tmp_path / "c", state)
     assert torch.equal(bcp.open(tmp_path / "c")["w"][:], state["w"])
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_lazy_save_whose_staging_cannot_begin_fails_and_the_next_one_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_begun: bool
+) -> None:
+    begin, lazy = SpareThreads.begin, bcp.SaveOptions(snapshot="lazy")
+
+    def without_memory(threads: SpareThreads, name: str, do: Callable[[], object]) -> None:
+        if name != "bcp-stage" or is_begun:
+            begin(threads, name, do)
+        if name == "bcp-stage":
+            raise MemoryError
+
+    state = {"w": torch.ones(10)}
+    bcp.save(tmp_path / "first", state, async_save=True, options=lazy).result(20)  # its plan is known now
+    monkeypatch.setattr(SpareThreads, "begin", without_memory)
+    handle = bcp.save(tmp_path / "a", state, async_save=True, options=lazy)
+    error = handle.exception(20)
+    if error is None:  # staging was through before it was told not to go on
+        assert is_begun
+    else:
+        assert isinstance(error, bcp.CheckpointSaveError)
+        assert "MemoryError" in str(error)
+    assert (tmp_path / "a" / "manifest.bcp").exists() == (error is None)
+    monkeypatch.undo()
+    bcp.save(tmp_path / "b", state, async_save=True, options=lazy).result(20)
+    assert torch.equal(bcp.open(tmp_path / "b")["w"][:], state["w"])

@@ -57,7 +57,8 @@ def test_a_warm_up_waits_for_the_save_under_way_and_tells_of_its_failure(tmp_pat
         handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
         with pytest.raises(bcp.CheckpointSaveError, match="the disk fell off"):
             bcp.warm_up(state_of(0, 1.0))
-    assert handle.done()
+    with pytest.raises(bcp.CheckpointSaveError, match="the disk fell off"):
+        handle.result()
     bcp.warm_up(state_of(0, 1.0))
 
 
