@@ -39,6 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def through(name: Any, **options: int | str) -> bcp.LoadOptions:
+    """The small Megatron has a tensor for each layer."""
+    options = {"stacked": "no", **options} if name == TO_MEGATRON else options
     return bcp.LoadOptions(name_map=bcp.NameMap(name, options))
 
 

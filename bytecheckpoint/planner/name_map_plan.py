@@ -148,12 +148,22 @@ class _Application:
         self._options = Options(name_map, asked.options, contents.facts, self._length)
         self._options.check_refusals()
         variant, stacked = self._options.variant(self._target), self._options.stacked(self._target)
-        self._translation = Translation(name_map, names, self._target, variant, stacked)
+        self._num_layers = self._stack_lengths()
+        self._translation = Translation(name_map, names, self._target, variant, stacked, self._num_layers)
         self._num_pieces = 0
         self._in_model: dict[str, str] = {}
         self._entries: dict[str, str] = {}
         self._tied: set[str] = set()
         """Names in the target of what is made of aliases."""
+
+    def _stack_lengths(self) -> dict[int, int]:
+        """By rule, how many layers the tensors have that hold all of them."""
+        stacked = (
+            (hit.rule, self._described[self._stored[name]][1])
+            for name, hit in self._hits.items()
+            if hit and hit.is_stacked
+        )
+        return {rule: shape[0] for rule, shape in stacked if shape}
 
     def run(self) -> Mapped:
         groups: dict[_Group, dict[int, Part]] = {}
@@ -199,27 +209,35 @@ class _Application:
             )
 
     def _add(self, groups: dict[_Group, dict[int, Part]], name: str, hit: Hit) -> None:
-        fqn = self._stored[name]
-        dtype, shape = self._described[fqn]
-        if not hit.is_stacked:
-            tensors = [(hit.numbers, Part(name, fqn, None, dtype, shape))]
-        elif shape:
-            self._count(shape[0])
-            field = self._map.stacked[self._side]
-            tensors = [
-                (tuple(sorted((*hit.numbers, (field, index)))), Part(name, fqn, index, dtype, shape[1:]))
-                for index in range(shape[0])
-            ]
-        else:
-            raise refusal(self._map, f"{name!r:.200} has no dimensions, and one for its layers was expected", "shape")
-        for numbers, tensor in tensors:
+        for numbers, tensor in self._parts(name, hit):
             parts = groups.setdefault((hit.around, hit.rule, numbers), {})
             other = parts.setdefault(hit.part, tensor)
             if other is not tensor:
                 raise refusal(self._map, f"{other.name!r:.200} and {tensor.name!r:.200} mean the same tensor")
 
+    def _parts(self, name: str, hit: Hit) -> Iterator[tuple[_Numbers, Part]]:
+        """What a tensor holds of each layer, where it holds all of them."""
+        fqn = self._stored[name]
+        dtype, shape = self._described[fqn]
+        if not hit.is_stacked:
+            yield hit.numbers, Part(name, fqn, None, dtype, shape)
+            return
+        is_one_value = not shape and self._map.arounds[hit.around].has_equal_parts
+        num_layers = self._num_layers.get(hit.rule, 0) if is_one_value else self._length_of_stack(name, shape)
+        self._count(num_layers)
+        for layer in range(num_layers):
+            numbers = tuple(sorted((*hit.numbers, (self._map.stacked[self._side], layer))))
+            yield numbers, Part(name, fqn, None if is_one_value else layer, dtype, shape[1:])
+
+    def _length_of_stack(self, name: str, shape: tuple[int, ...]) -> int:
+        if not shape:
+            raise refusal(self._map, f"{name!r:.200} has no dimensions, and one for its layers was expected", "shape")
+        return shape[0]
+
     def _targets(self, groups: Mapping[_Group, Mapping[int, Part]]) -> Iterator[Wanted]:
         stacks: dict[str, dict[int, Made]] = {}
+        one_values: dict[str, Made] = {}
+        """For all layers."""
         for (around, rule, numbers), tensors in groups.items():
             surroundings = self._map.arounds[around]
             for part, made in enumerate(self._made(self._map.rules[rule], tensors, surroundings)):
@@ -232,10 +250,14 @@ class _Application:
                 if surroundings.entry:
                     self._entries[fqn] = surroundings.entry
                 layer = dict(numbers).get(self._translation.stacked)
-                if layer is None:
+                if layer is not None and surroundings.has_equal_parts:
+                    one_values.setdefault(fqn, made)
+                elif layer is None:
                     yield Wanted(fqn, *made)
                 else:
                     stacks.setdefault(fqn, {})[layer] = made
+        for fqn, made in one_values.items():
+            yield Wanted(fqn, *made)
         for fqn, layers in stacks.items():
             yield Wanted(fqn, *self._stack(fqn, layers))
 

@@ -86,7 +86,8 @@ def apply(
     keep_unmapped: bool = False,
     **options: int | str,
 ) -> Mapped:
-    asked = Asked(side, options, keep_unmapped=keep_unmapped)
+    """With a tensor for each layer, unless that is asked for otherwise."""
+    asked = Asked(side, {"stacked": "no", **options}, keep_unmapped=keep_unmapped)
     return apply_map(name_map, contents(arrays, facts or {}, aliases or {}), asked)
 
 
@@ -285,6 +286,26 @@ def assembled(record: Any, content: bytes) -> np.ndarray:
         assert chunk.byte_length == part.nbytes
         array[slices(chunk.region)] = part.reshape(chunk.region.lengths)
     return array
+
+
+def test_megatron_gets_all_layers_in_one_tensor_unless_that_is_refused() -> None:
+    model = Model()
+    plan = apply_map(GPT_TO_LLAMA, contents(model.llama, model.facts, {}), Asked(None, {}, keep_unmapped=False))
+    assert_equal(carry_out(plan.tensors, model.llama), stacked(model.megatron(), model.layers))
+
+
+def test_a_count_that_all_layers_have_in_common_is_that_of_each() -> None:
+    """So this library saves the steps of Megatron's optimizers, whose layers have one name."""
+    model = Model(layers=2)
+    megatron = stacked(model.megatron(), 2)
+    steps = {f"optimizer.state.{name}.step": np.array(3.0) for name in megatron}
+    plan = apply(megatron | steps, facts=model.facts)
+    expected = {f"optimizer.state.{name}.step": np.array(3.0) for name in model.llama}
+    assert_equal(carry_out(plan.tensors, megatron | steps), model.llama | expected)
+    back = apply(model.llama | expected, facts=model.facts, stacked="yes")
+    assert_equal(carry_out(back.tensors, model.llama | expected), megatron | steps)
+    names = plan.translation.translate("decoder.layers.mlp.linear_fc1.weight")
+    assert names == tuple(f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in (0, 1) for part in ("gate", "up"))
 
 
 def test_the_state_of_an_optimizer_goes_with_its_parameters() -> None:
