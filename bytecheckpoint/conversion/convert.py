@@ -128,15 +128,17 @@ def convert(
         if ranks.rank == COORDINATOR:
             _check_space(plan)
     with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
-        undo.callback(_discard, plan, ranks.rank)
+        done: list[DataFile] = []
+        undo.callback(_discard, plan, done)
         mine = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
         with progress(sum(file.byte_length for file in mine)) as on_progress:
-            written = _write_all(plan, mine, elements, request, on_progress)
+            _write_all(plan, mine, elements, request, on_progress=on_progress, done=done)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
-        reports = ranks.gather(msgspec.msgpack.encode(written))
+        reports = ranks.gather(msgspec.msgpack.encode(done))
         if ranks.rank == COORDINATOR:
-            _commit(plan, reports, undo, overwrite=request.overwrite)
+            done[:] = _in_order(plan, reports)
+            _commit(plan, done, undo, overwrite=request.overwrite)
         ranks.broadcast(b"")
     ranks.farewell()
     return _converted(plan)
@@ -231,13 +233,22 @@ def _check_space(plan: _Plan) -> None:
 
 
 def _write_all(
-    plan: _Plan, files: Sequence[TargetFile], elements: Elements, request: Request, on_progress: OnProgress
-) -> list[DataFile]:
+    plan: _Plan,
+    files: Sequence[TargetFile],
+    elements: Elements,
+    request: Request,
+    *,
+    on_progress: OnProgress,
+    done: list[DataFile],
+) -> None:
+    """Adds each file to `done` as soon as it is there."""
     longest = max((file.byte_length for file in files), default=0)
     budget = budget_of(request.limits.memory_bytes, longest)
     scratch = Scratch(budget.window_bytes, budget.num_windows, is_shared=False)
     writing = _Writing(plan, elements, scratch, budget, on_progress)
-    return [writing.write(file, is_replaced=request.overwrite) for file in files]
+    for file in files:
+        written = writing.write(file, is_replaced=request.overwrite)
+        done.append(written)
 
 
 class _Writing:
@@ -273,14 +284,14 @@ class _Writing:
             self._on_progress(byte_length)
 
 
-def _commit(plan: _Plan, reports: Sequence[bytes], undo: ExitStack, *, overwrite: bool) -> None:
-    """Writes what makes the target exist, then removes what it replaces."""
+def _commit(plan: _Plan, files: Sequence[DataFile], undo: ExitStack, *, overwrite: bool) -> None:
+    """Writes what makes the target of these files exist, then removes what it replaces."""
     store, target = plan.place.store, plan.target
     replaced: Sequence[str] = plan.standing.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:
         replaced = layout.files_of_checkpoint(store, "")
     if target.last is not None:
-        content = target.last(_in_order(plan, reports))
+        content = target.last(files)
         with _kept_where_unsure(undo):
             if target.last_name == layout.MANIFEST_NAME:
                 layout.commit(store, "", content, replace=overwrite)
@@ -318,11 +329,12 @@ def _in_order(plan: _Plan, reports: Sequence[bytes]) -> list[DataFile]:
     return [found[number] for number in sorted(found)]
 
 
-def _discard(plan: _Plan, rank: int) -> None:
-    """Removes what was written of a target that will not exist: the coordinator all of it, the others their own."""
-    target = plan.target
-    numbers = range(len(target.files)) if rank == COORDINATOR else target.by_rank[rank]
-    names = [target.files[number].name for number in numbers if target.files[number].name != target.last_name]
+def _discard(plan: _Plan, done: Sequence[DataFile]) -> None:
+    """Removes what was written of a target that will not exist.
+
+    Hazard: no other file, whatever its name: another process may be writing to the same place.
+    """
+    names = [file.name for file in done if file.name != plan.target.last_name]
     layout.discard(plan.place.store, "", names)
 
 

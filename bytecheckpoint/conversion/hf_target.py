@@ -23,8 +23,8 @@ _METADATA = "__metadata__"
 def plan_hf(manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str) -> Target:
     """`infix` stands in the names of files that must not have those of an older checkpoint there.
 
-    Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError (limits_exceeded)
-    for a header that no reader accepts.
+    Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError
+    (limits_exceeded) for a header that no reader accepts.
     """
     wanted = selection.wanted
     _refuse_unheld(wanted)

@@ -24,8 +24,6 @@ FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Those that are converted, and those into which."""
 _MODELS = ("model", "module")
 """Entries that hold a model; where there are both, as in DeepSpeed's folders, the first has full precision."""
-_NAMELESS = "safetensors"
-"""The format whose names are those within a model already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,24 +188,34 @@ def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str,
     prefixes = tuple(join_fqn(fqn, "state.") for fqn in optimizers_in(trees))
     why = {fqn: "state of an optimizer" for fqn in fqns if fqn.startswith(prefixes)}
     why |= {fqn: "differs from rank to rank" for fqn in fqns if is_content_fqn(fqn)}
-    if manifest.foreign_format == _NAMELESS:
+    entries = sorted({entry_of(fqn) for fqn in fqns if fqn not in why and "." in fqn})
+    model = next((name for name in _MODELS if name in entries and _is_entry(name, manifest, trees)), None)
+    if model is None:
         return why
-    entries = {entry_of(fqn) for fqn in fqns if fqn not in why and "." in fqn}
-    model = next((name for name in _MODELS if name in entries), None)
-    if model is not None:
-        why |= {fqn: f"no part of {model!r}" for fqn in fqns if fqn not in why and not fqn.startswith(f"{model}.")}
-    return why
+    others = [name for name in entries if name != model and name not in trees]
+    if others and not manifest.foreign_format:
+        raise CheckpointMismatchError(
+            f"besides {model!r} the checkpoint has tensors of {', '.join(map(repr, others[:5]))}, and an HF target is "
+            f"one model; nothing was written: choose with --include, as --include '{model}.*'",
+            kind="conflict",
+        )
+    return why | {fqn: f"no part of {model!r}" for fqn in fqns if fqn not in why and not fqn.startswith(f"{model}.")}
+
+
+def _is_entry(name: str, manifest: Manifest, trees: Mapping[str, Any]) -> bool:
+    """Whether names below this one are in an entry of a state. In what others have written, only a container is one; a
+    name with a dot is no more than a name.
+    """
+    return name in trees or manifest.foreign_format in {"", "deepspeed"}
 
 
 def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> str:
     """The name of the entry that all these are below, with a dot; "" where there is none."""
     entries = {entry_of(fqn) for fqn in fqns}
-    if manifest.foreign_format == _NAMELESS or len(entries) != 1 or not all("." in fqn for fqn in fqns):
+    if len(entries) != 1 or not all("." in fqn for fqn in fqns):
         return ""
     (entry,) = entries
-    # In what torch has written, only a container is an entry; a name with a dot is no more than a name.
-    is_entry = entry in trees or not manifest.foreign_format or manifest.foreign_format == "deepspeed"
-    return f"{entry}." if is_entry else ""
+    return f"{entry}." if _is_entry(entry, manifest, trees) else ""
 
 
 def _totals(

@@ -43,7 +43,7 @@ def main() -> None:
             cli.main(["convert", source, f"{folder}/{number}", *options])
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):
-            print(number, os.waitstatus_to_exitcode(status))
+            sys.stdout.write(f"{number} {os.waitstatus_to_exitcode(status)}\n")
             return
 
 

@@ -156,6 +156,14 @@ def test_json_of_diff(call, root, sections, tmp_path) -> None:
     assert_documented(results, sections["diff"])
 
 
+def test_json_of_convert(call, root, sections, tmp_path) -> None:
+    results = [
+        call("convert", root, tmp_path / "hf", "--to", "hf", "--include", "model.*", "--json").json,
+        call("convert", root, tmp_path / "link", "--to", "bcp", "--link", "--json").json,
+    ]
+    assert_documented(results, sections["convert"])
+
+
 def test_json_of_timeline(call, root, sections, tmp_path) -> None:
     told = told_checkpoint(tmp_path / "told", [ordinary(rank) for rank in range(3)], world_size="odd")
     (told / "telemetry" / "told-00001.json").write_text("odd")

@@ -261,7 +261,7 @@ def test_rename_does_not_tear_an_optimizer_from_its_parameters(call, trained, tm
     ended = call("convert", path, tmp_path / "target", "--to", "bcp", "--rename", "^model=net")
     assert (ended.code, "by which the optimizer 'optimizer' knows" in ended.err) == (2, True)
     assert call("convert", path, tmp_path / "t", "--to", "bcp", "--rename", "^model=net", "--exclude", "opt*").code == 0
-    assert "net.embed.weight" in bcp.open(tmp_path / "t").keys()  # noqa: SIM118 - no mapping
+    assert "net.embed.weight" in bcp.open(tmp_path / "t").keys()
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -357,3 +357,21 @@ def test_s3_to_s3_and_credentials_are_never_shown(call, s3, s3_prefix, sources, 
     assert not any(s3.secret in each.out + each.err for each in ended)
     for name in ("hf", "bcp"):
         assert_same(model_of(tmp_path / name), tensors())
+
+
+def test_flat_names_of_torch_are_names_within_a_model(call, tmp_path) -> None:
+    """The first part of a name is no entry where nothing says so: a model may have a module named `model`."""
+    state = {"model.embed.weight": torch.ones(2), "lm_head.weight": torch.zeros(2)}
+    torch.save(state, tmp_path / "a.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for name in ("a.pt", "dcp"):
+        assert call("convert", tmp_path / name, tmp_path / f"{name}-hf", "--to", "hf").code == 0
+        assert set(model_keys(tmp_path / f"{name}-hf")) == set(state)
+
+
+def test_which_of_two_models_is_meant_is_asked(call, tmp_path) -> None:
+    bcp.save(tmp_path / "a", {"model": torch.nn.Linear(2, 2), "ema": torch.nn.Linear(2, 2)})
+    ended = call("convert", tmp_path / "a", tmp_path / "b", "--to", "hf")
+    assert (ended.code, "--include 'model.*'" in ended.err) == (2, True)
+    assert call("convert", tmp_path / "a", tmp_path / "b", "--to", "hf", "--include", "ema.*").code == 0
+    assert set(model_keys(tmp_path / "b")) == {"weight", "bias"}

@@ -1,5 +1,5 @@
-"""`bcp convert` where something goes wrong: a target is there whole or not at all, memory stays bounded, and damage is one
-line.
+"""`bcp convert` where something goes wrong: a target is there whole or not at all, memory stays bounded, and damage is
+one line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def state_at(path: Path) -> dict[str, torch.Tensor] | None:
         found = bcp.open(path)
     except bcp.CheckpointNotFoundError:
         return None
-    return {fqn.removeprefix("model."): found[fqn][...] for fqn in found.keys()}  # noqa: SIM118 - no mapping
+    return {fqn.removeprefix("model."): found[fqn][...] for fqn in found.keys()}
 
 
 def assert_whole(found: dict[str, torch.Tensor] | None, expected: dict[str, torch.Tensor]) -> None:

@@ -68,7 +68,7 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
     for (name, count), numbers in found.items():
         if len(numbers) < int(count):
             raise CheckpointNotFoundError(
-                f"{path} has {len(numbers)} of {int(count)} files {name}-*-of-{count}{SUFFIX} and no index, so whatever "
+                f"{path} has {len(numbers)} of {int(count)} files {name}-*-of-{count}{SUFFIX} and no index, so what "
                 "wrote them has not finished; nothing was loaded: fetch or write it again",
                 kind="not_committed",
                 path=path,
