@@ -74,6 +74,7 @@ class _Walk:
         new = {name: self._parameters(name, is_in_model=name not in outside) for name in [*parameters, *tree["state"]]}
         if all(names == (name,) for name, names in new.items()):
             return tree
+        self._refuse_left_behind(fqn, {name for name, names in new.items() if names != (name,)})
         groups: dict[str, Any] = {}
         owners: dict[str, str] = {}
         for first, group in tree["groups"].items():
@@ -113,6 +114,16 @@ class _Walk:
                     )
                 found[name] = values
         return found
+
+    def _refuse_left_behind(self, fqn: str, renamed: set[str]) -> None:
+        """Refuses parameters with new names whose state keeps the old ones."""
+        prefix = join_fqn(fqn, "state.")
+        for kept in (name for name in self._mapped.kept if name.startswith(prefix)):
+            parameter = kept.removeprefix(prefix)
+            while parameter and parameter not in renamed:
+                parameter = parameter.rpartition(".")[0]
+            if parameter:
+                raise _no_optimizer(fqn, f"{parameter!r:.200} has another name by it, and {kept!r:.200} has not")
 
     def _refuse_divided(self, fqn: str, params: Iterable[str], owners: dict[str, str], group: str) -> None:
         """Refuses groups of which two would have one parameter."""

@@ -191,6 +191,19 @@ def test_a_model_with_tied_embeddings_stays_tied(tmp_path: Path) -> None:
     check_same_logits(megatron, llama)
 
 
+def test_an_optimizer_whose_state_the_map_does_not_know_is_refused(tmp_path: Path) -> None:
+    """By its name the parameter would be found, and its state would not."""
+    (tmp_path / "own.toml").write_text(OWN.replace('theirs = "{name}"', 'theirs = "model.{name}"'))
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList([Named(4)])})
+    optimizer = torch.optim.AdamW(blocks.parameters())
+    blocks["blocks"][0].w.square().sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path / "c", {"model": blocks, "optimizer": optimizer})
+    own = bcp.NameMap(tmp_path / "own.toml", keep_unmapped=True)
+    with pytest.raises(CheckpointMismatchError, match=r"'blocks\.0\.w' has another name by it, and 'optimizer\.state"):
+        bcp.open(tmp_path / "c", options=bcp.LoadOptions(name_map=own))
+
+
 OWN = """
 format = 1
 sides = ["ours", "theirs"]
