@@ -203,8 +203,8 @@ class _Application:
             shown = ", ".join(unknown[:_NUM_SHOWN]) + (", ..." if len(unknown) > _NUM_SHOWN else "")
             raise CheckpointMismatchError(
                 f"the name map {self._map.path} does not know {len(unknown)} tensors of this checkpoint: {shown}; "
-                "nothing was loaded or written: keep them under their names (keep_unmapped, --keep-unmapped), leave "
-                "them out, or add them to a map of your own",
+                "nothing was loaded or written: keep them under their names (keep_unmapped, --keep-unmapped) and leave "
+                "out with exclude what is not wanted, or add them to a map of your own",
                 kind="unexpected_key",
             )
 
@@ -223,7 +223,11 @@ class _Application:
             yield hit.numbers, Part(name, fqn, None, dtype, shape)
             return
         is_one_value = not shape and self._map.arounds[hit.around].has_equal_parts
-        num_layers = self._num_layers.get(hit.rule, 0) if is_one_value else self._length_of_stack(name, shape)
+        num_layers = self._num_layers.get(hit.rule) if is_one_value else self._length_of_stack(name, shape)
+        if num_layers is None:
+            raise refusal(
+                self._map, f"{name!r:.200} is of all layers, and none of their weights is there", "missing_key"
+            )
         self._count(num_layers)
         for layer in range(num_layers):
             numbers = tuple(sorted((*hit.numbers, (self._map.stacked[self._side], layer))))

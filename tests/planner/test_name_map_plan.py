@@ -304,6 +304,8 @@ def test_a_count_that_all_layers_have_in_common_is_that_of_each() -> None:
     assert_equal(carry_out(plan.tensors, megatron | steps), model.llama | expected)
     back = apply(model.llama | expected, facts=model.facts, stacked="yes")
     assert_equal(carry_out(back.tensors, model.llama | expected), megatron | steps)
+    with pytest.raises(CheckpointMismatchError, match=r"step' is of all layers, and none of their weights is there"):
+        apply(steps, facts=model.facts)
     names = plan.translation.translate("decoder.layers.mlp.linear_fc1.weight")
     assert names == tuple(f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in (0, 1) for part in ("gate", "up"))
 
