@@ -126,7 +126,7 @@ class _Walk:
     def _refuse_left_behind(self, fqn: str, renamed: set[str]) -> None:
         """Refuses parameters with new names whose state keeps the old ones."""
         prefix = join_fqn(fqn, "state.")
-        for kept in (name for name in self._mapped.kept if name.startswith(prefix)):
+        for kept in (name for name in self._mapped.others if name.startswith(prefix)):
             parameter = kept.removeprefix(prefix)
             while parameter and parameter not in renamed:
                 parameter = parameter.rpartition(".")[0]

@@ -301,14 +301,16 @@ def test_what_the_user_says_counts_before_the_configuration(tmp_path: Path) -> N
 
 
 def test_what_the_map_does_not_know_is_named_or_kept(tmp_path: Path) -> None:
-    state = {"model": Megatron(), "args": vars(megatron_arguments()), "extra": torch.ones(3)}
-    bcp.save(tmp_path, state)
-    with pytest.raises(CheckpointMismatchError, match="does not know 1 tensors of this checkpoint: extra;"):
+    megatron = Megatron()
+    megatron.extra = nn.Parameter(torch.ones(3))
+    bcp.save(tmp_path, {"model": megatron, "args": vars(megatron_arguments()), "beside": torch.zeros(2)})
+    with pytest.raises(CheckpointMismatchError, match=r"does not know 1 tensors of this model: model\.extra;"):
         bcp.open(tmp_path, options=through(TO_LLAMA))
     kept = bcp.LoadOptions(name_map=bcp.NameMap(TO_LLAMA, keep_unmapped=True))
     found = bcp.open(tmp_path, options=kept)
     assert "model.lm_head.weight" in found
-    assert torch.equal(found["extra"][...], torch.ones(3))
+    assert torch.equal(found["model.extra"][...], torch.ones(3))
+    assert torch.equal(found["beside"][...], torch.zeros(2))
 
 
 @pytest.mark.parametrize(

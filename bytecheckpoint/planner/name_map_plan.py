@@ -60,7 +60,9 @@ class Mapped(NamedTuple):
     dropped: list[str]
     """Tensors of the checkpoint that the map says are left out."""
     kept: list[str]
-    """Tensors of the checkpoint that the map does not know, and that keep their names."""
+    """Tensors of the model that the map does not know, and that keep their names because that was asked for."""
+    others: list[str]
+    """Tensors of the checkpoint that are none of a model, and keep their names."""
     drop: tuple[str, ...]
     """Globs of what the map says is left out, plain data too."""
     sides: tuple[str, str]
@@ -73,7 +75,7 @@ def in_a_state(mapped: Mapped) -> Mapped:
     """The same with the model below the name that it has in a state."""
     new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
     names = set(new.values())
-    taken = next((fqn for fqn in (*mapped.in_model, *mapped.kept) if fqn in names), None)
+    taken = next((fqn for fqn in (*mapped.in_model, *mapped.kept, *mapped.others) if fqn in names), None)
     if taken is not None:
         raise CheckpointMismatchError(
             f"the checkpoint has {taken!r:.200}, and another tensor that would get that name; nothing was loaded or "
@@ -150,6 +152,9 @@ class _Application:
         variant, stacked = self._options.variant(self._target), self._options.stacked(self._target)
         self._num_layers = self._stack_lengths()
         self._translation = Translation(name_map, names, self._target, variant, stacked, self._num_layers)
+        self._used_arounds = {hit.around for hit in self._hits.values() if hit}
+        self._roots = {pattern.parts[0] for rule in name_map.rules for part in rule.names[side] for pattern in part}
+        """What the names of a model begin with."""
         self._num_pieces = 0
         self._in_model: dict[str, str] = {}
         self._entries: dict[str, str] = {}
@@ -175,9 +180,10 @@ class _Application:
                 self._add(groups, name, hit)
         dropped = [name for name in left if any(fnmatchcase(name, glob) for glob in self._map.drop[self._side])]
         are_dropped = set(dropped)
-        kept = [name for name in left if name not in are_dropped]
+        unknown = [name for name in left if name not in are_dropped]
+        kept = [name for name in unknown if self._is_of_model(name)]
         self._check_known(kept, is_any_known=bool(groups))
-        tensors, aliases = self._without_repetitions([*self._targets(groups), *map(self._as_it_is, kept)])
+        tensors, aliases = self._without_repetitions([*self._targets(groups), *map(self._as_it_is, unknown)])
         sources = frozenset(name for name, hit in self._hits.items() if hit is not None)
         return Mapped(
             tensors=tensors,
@@ -187,10 +193,20 @@ class _Application:
             sources=sources,
             dropped=dropped,
             kept=kept,
+            others=sorted(set(unknown).difference(kept)),
             drop=self._map.drop[self._side],
             sides=(self._map.sides[self._side], self._map.sides[self._target]),
             translation=self._translation,
         )
+
+    def _is_of_model(self, name: str) -> bool:
+        """Whether a name is below the entry of a model that the map knows, or begins as the map's names do."""
+        for number, surroundings in enumerate(self._map.arounds):
+            around = surroundings.sides[self._side]
+            inner = around.inner(name) if around.is_of_model else None
+            if inner and (inner.partition(".")[0] in self._roots or (around.before and number in self._used_arounds)):
+                return True
+        return False
 
     def _check_known(self, unknown: Sequence[str], *, is_any_known: bool) -> None:
         if not is_any_known:
@@ -202,7 +218,7 @@ class _Application:
         if unknown and not self._keeps:
             shown = ", ".join(unknown[:_NUM_SHOWN]) + (", ..." if len(unknown) > _NUM_SHOWN else "")
             raise CheckpointMismatchError(
-                f"the name map {self._map.path} does not know {len(unknown)} tensors of this checkpoint: {shown}; "
+                f"the name map {self._map.path} does not know {len(unknown)} tensors of this model: {shown}; "
                 "nothing was loaded or written: keep them under their names (keep_unmapped, --keep-unmapped) and leave "
                 "out with exclude what is not wanted, or add them to a map of your own",
                 kind="unexpected_key",

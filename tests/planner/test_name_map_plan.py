@@ -365,16 +365,31 @@ def test_tied_embeddings_stay_tied() -> None:
 
 def test_what_has_no_counterpart_is_an_error_unless_it_is_kept_or_the_map_drops_it() -> None:
     model = Model()
-    extra = {"decoder.layers.0.self_attention.linear_qkv._extra_state": np.zeros(3, np.uint8), "odd.one": np.ones(2)}
+    extra = {
+        "decoder.layers.0.self_attention.linear_qkv._extra_state": np.zeros(3, np.uint8),
+        "decoder.odd": np.ones(2),
+    }
     megatron = model.megatron() | extra
     with pytest.raises(
-        CheckpointMismatchError, match=r"does not know 1 tensors of this checkpoint: odd\.one;"
+        CheckpointMismatchError, match=r"does not know 1 tensors of this model: decoder\.odd;"
     ) as failed:
         apply(megatron, facts=model.facts)
     assert failed.value.kind == "unexpected_key"
     plan = apply(megatron, facts=model.facts, keep_unmapped=True)
-    assert (plan.kept, plan.dropped) == (["odd.one"], ["decoder.layers.0.self_attention.linear_qkv._extra_state"])
-    assert_equal(carry_out(plan.tensors, megatron), model.llama | {"odd.one": np.ones(2)})
+    assert (plan.kept, plan.dropped) == (["decoder.odd"], ["decoder.layers.0.self_attention.linear_qkv._extra_state"])
+    assert_equal(carry_out(plan.tensors, megatron), model.llama | {"decoder.odd": np.ones(2)})
+
+
+def test_what_is_none_of_the_model_stays_as_it_is() -> None:
+    """Random state, and buckets of a distributed optimizer."""
+    model = Model()
+    others = {"rng_state.0.torch_rng_state": np.ones(4, np.uint8), "optimizer.distributed.bucket_0": np.ones(9)}
+    plan = apply(model.megatron() | others, facts=model.facts)
+    assert (plan.kept, plan.others) == ([], sorted(others))
+    assert_equal(carry_out(plan.tensors, model.megatron() | others), model.llama | others)
+    in_entry = {f"model.{name}": array for name, array in model.megatron().items()}
+    with pytest.raises(CheckpointMismatchError, match=r"does not know 1 tensors of this model: model\.vision\.w;"):
+        apply(in_entry | {"model.vision.w": np.ones(2)}, facts=model.facts)
 
 
 def test_rows_of_padding_that_are_made_are_zeros() -> None:
