@@ -17,17 +17,20 @@ from bytecheckpoint.adapters.plain_data import (
     keep_in_tree,
 )
 from bytecheckpoint.adapters.stored_optimizer import BY_POSITION, is_optimizer_tree
-from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.planner.name_map_plan import Mapped
 
+LEFT_OUT_BY_MAP = "left out by the name map"
 _GONE = object()
 
 
-def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes], list[str]]:
-    """The plain data as the other framework has it, and the FQNs of what the map says is left out.
+class _UntoldError(Exception):
+    """Why an optimizer cannot be told in the new names."""
 
-    Raises CheckpointMismatchError (conflict) where an optimizer cannot be told in the new names.
+
+def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes], dict[str, str]]:
+    """The plain data as the other framework has it; and what is left out, by FQN, and why: what the map says, and the
+    groups of an optimizer that cannot be told in the new names, which no load finds then.
     """
     walk = _Walk(manifest, mapped)
     objects: dict[str, bytes] = {}
@@ -38,7 +41,7 @@ def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes]
             objects[fqn] = data
         elif left is not _GONE:
             objects[fqn] = encode_plain(left, fqn, keep_in_tree)
-    return objects, walk.dropped
+    return objects, walk.left_out
 
 
 class _Walk:
@@ -48,17 +51,17 @@ class _Walk:
         self._manifest = manifest
         self._mapped = mapped
         self._gone = mapped.sources.union(mapped.dropped)
-        self.dropped: list[str] = []
+        self.left_out: dict[str, str] = {}
 
     def left(self, tree: Any, fqn: str) -> Any:
         """What is left of a tree; the same object where that is all of it."""
         if isinstance(tree, TensorRef):
             return _GONE if tree.fqn in self._gone else tree
         if any(fnmatchcase(fqn, glob) for glob in self._mapped.drop):
-            self.dropped.append(fqn)
+            self.left_out[fqn] = LEFT_OUT_BY_MAP
             return _GONE
         if is_optimizer_tree(tree) and BY_POSITION not in tree:
-            return self._optimizer(tree, fqn)
+            return self._told_optimizer(tree, fqn)
         if not isinstance(tree, dict):
             return tree
         items = {key: self.left(item, join_fqn(fqn, key)) for key, item in tree.items()}
@@ -67,6 +70,13 @@ class _Walk:
         left = {key: item for key, item in items.items() if item is not _GONE}
         return type(tree)(left) if left else _GONE
 
+    def _told_optimizer(self, tree: Mapping[str, Any], fqn: str) -> Any:
+        try:
+            return self._optimizer(tree, fqn)
+        except _UntoldError as why:
+            self.left_out[fqn] = f"groups of an optimizer that the name map cannot tell: {why}"
+            return _GONE
+
     def _optimizer(self, tree: Mapping[str, Any], fqn: str) -> Mapping[str, Any]:
         """An optimizer, as docs/format.md has it, with its parameters under their new names."""
         outside = tree.get("outside_model", ())
@@ -74,13 +84,14 @@ class _Walk:
         new = {name: self._parameters(name, is_in_model=name not in outside) for name in [*parameters, *tree["state"]]}
         if all(names == (name,) for name, names in new.items()):
             return tree
+        self._refuse_left_behind(fqn, {name for name, names in new.items() if names != (name,)})
         groups: dict[str, Any] = {}
         owners: dict[str, str] = {}
         for first, group in tree["groups"].items():
             params = dict.fromkeys(name for old in group["params"] for name in new[old])
-            self._refuse_divided(fqn, params, owners, first)
+            self._refuse_divided(params, owners, first)
             groups[next(iter(params), first)] = {**group, "params": params}
-        renamed = {**tree, "groups": groups, "state": self._state(tree["state"], new, fqn)}
+        renamed = {**tree, "groups": groups, "state": self._state(tree["state"], new)}
         if outside:
             renamed["outside_model"] = dict.fromkeys(name for old in outside for name in new.get(old, (old,)))
         if "elsewhere" in tree:
@@ -100,7 +111,7 @@ class _Walk:
     def _translated(self, fqn: str) -> tuple[str, ...]:
         return self._mapped.translation.translate(fqn) or (fqn,)
 
-    def _state(self, state: Mapping[str, Any], new: Mapping[str, tuple[str, ...]], fqn: str) -> dict[str, Any]:
+    def _state(self, state: Mapping[str, Any], new: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
         """What is no tensor, by new names. Parameters that become one must have it alike."""
         found: dict[str, Any] = {}
         for old, values in state.items():
@@ -108,22 +119,22 @@ class _Walk:
                 if name in found and encode_plain(found[name], "", keep_in_tree) != encode_plain(
                     values, "", keep_in_tree
                 ):
-                    raise _no_optimizer(
-                        fqn, f"the state of {old!r:.200} differs from that of others that {name!r:.200} is"
-                    )
+                    raise _UntoldError(f"the state of {old!r:.200} differs from that of others that {name!r:.200} is")
                 found[name] = values
         return found
 
-    def _refuse_divided(self, fqn: str, params: Iterable[str], owners: dict[str, str], group: str) -> None:
+    def _refuse_left_behind(self, fqn: str, renamed: set[str]) -> None:
+        """Refuses parameters with new names whose state keeps the old ones."""
+        prefix = join_fqn(fqn, "state.")
+        for kept in (name for name in self._mapped.others if name.startswith(prefix)):
+            parameter = kept.removeprefix(prefix)
+            while parameter and parameter not in renamed:
+                parameter = parameter.rpartition(".")[0]
+            if parameter:
+                raise _UntoldError(f"{parameter!r:.200} has another name by it, and {kept!r:.200} has not")
+
+    def _refuse_divided(self, params: Iterable[str], owners: dict[str, str], group: str) -> None:
         """Refuses groups of which two would have one parameter."""
         for name in params:
             if owners.setdefault(name, group) != group:
-                raise _no_optimizer(fqn, f"two of its groups have parts of {name!r:.200}")
-
-
-def _no_optimizer(fqn: str, why: str) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"the optimizer {fqn!r:.200} cannot be seen through the name map: {why}; nothing was loaded or written: load "
-        "it without a map, or save the model without it",
-        kind="conflict",
-    )
+                raise _UntoldError(f"two of its groups have parts of {name!r:.200}")

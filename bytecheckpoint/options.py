@@ -94,7 +94,7 @@ class NameMap:
     options: Mapping[str, int | str] | tuple[tuple[str, int | str], ...] = ()
     """Numbers that the checkpoint does not say, by name: `{"heads": 32}`. It is kept as a tuple of pairs."""
     keep_unmapped: bool = False
-    """Tensors that the map does not know keep their names, instead of being an error."""
+    """Tensors of the model that the map does not know keep their names, instead of being an error."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", _checked_map_name(self.name))

@@ -153,7 +153,7 @@ def test_checkpoints_are_seen_through_maps_as_the_page_says(tmp_path: Path, monk
     bcp.save("megatron/iter_0001000", {"model": gpt, "args": vars(megatron_arguments())})
     write_safetensors(Path("Llama-3.1-8B"), llama, llama_configuration())
     (block,) = blocks_of(ROOT / "docs" / "name_maps.md")
-    sizes = f'{{"heads": {HEADS}, "groups": {GROUPS}}}'
+    sizes = f'{{"heads": {HEADS}, "groups": {GROUPS}, "stacked": "no"}}'  # the small one has its layers apart
     run(block.replace('{"heads": 32, "groups": 8}', sizes), {"bcp": bcp, "gpt": gpt, "llama": llama})
 
 

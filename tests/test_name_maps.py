@@ -39,6 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def through(name: Any, **options: int | str) -> bcp.LoadOptions:
+    """The small Megatron has a tensor for each layer."""
+    options = {"stacked": "no", **options} if name == TO_MEGATRON else options
     return bcp.LoadOptions(name_map=bcp.NameMap(name, options))
 
 
@@ -144,14 +146,19 @@ def test_training_goes_on_in_the_other_framework(tmp_path: Path) -> None:
         torch.testing.assert_close(last.state[mine], optimizer.state[its], rtol=1e-9, atol=1e-12)
 
 
-def test_groups_that_have_parts_of_one_parameter_are_refused(tmp_path: Path) -> None:
+def test_groups_that_have_parts_of_one_parameter_are_nobodys(tmp_path: Path) -> None:
     llama = Llama()
     by_name = dict(llama.named_parameters())
     keys = [parameter for name, parameter in by_name.items() if "k_proj" in name]
     others = [parameter for name, parameter in by_name.items() if "k_proj" not in name]
     bcp.save(tmp_path, {"model": llama, "optimizer": torch.optim.AdamW([{"params": others}, {"params": keys}])})
-    with pytest.raises(CheckpointMismatchError, match=r"two of its groups have parts of .*linear_qkv"):
-        bcp.open(tmp_path, options=through(TO_MEGATRON, **SIZES))
+    options = through(TO_MEGATRON, **SIZES)
+    megatron = Megatron()
+    bcp.load(tmp_path, {"model": megatron}, options=options)
+    check_same_logits(megatron, llama)
+    optimizer = torch.optim.AdamW(megatron.parameters())
+    with pytest.raises(CheckpointMismatchError, match=r"optimizer"):
+        bcp.load(tmp_path, {"model": megatron, "optimizer": optimizer}, options=options)
 
 
 def test_what_is_read_through_a_map_is_verified(tmp_path: Path) -> None:
@@ -187,6 +194,27 @@ def test_a_model_with_tied_embeddings_stays_tied(tmp_path: Path) -> None:
     megatron.output_layer.weight = megatron.embedding.word_embeddings.weight
     bcp.load(tmp_path, {"model": megatron}, options=through(TO_MEGATRON, **SIZES))
     check_same_logits(megatron, llama)
+
+
+def test_an_optimizer_whose_state_the_map_does_not_know_is_not_loaded(tmp_path: Path) -> None:
+    """By its name the parameter would be found, and its state would not."""
+    (tmp_path / "own.toml").write_text(OWN.replace('theirs = "{name}"', 'theirs = "model.{name}"'))
+    blocks = nn.ModuleDict({"blocks": nn.ModuleList([Named(4)])})
+    optimizer = torch.optim.AdamW(blocks.parameters())
+    blocks["blocks"][0].w.square().sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path / "c", {"model": blocks, "optimizer": optimizer})
+    options = bcp.LoadOptions(name_map=bcp.NameMap(tmp_path / "own.toml", keep_unmapped=True))
+    found = bcp.open(tmp_path / "c", options=options)
+    assert "model.h.0.weight" in found
+    assert found.objects == {}
+    other = nn.ModuleDict({"h": nn.ModuleList([nn.Linear(1, 1)])})
+    other["h"][0].weight = nn.Parameter(torch.zeros(4))
+    other["h"][0].bias = None
+    bcp.load(tmp_path / "c", {"model": other}, options=options)
+    assert torch.equal(other["h"][0].weight, blocks["blocks"][0].w)
+    with pytest.raises(CheckpointMismatchError, match=r"optimizer"):
+        bcp.load(tmp_path / "c", {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, options=options)
 
 
 OWN = """
@@ -273,14 +301,16 @@ def test_what_the_user_says_counts_before_the_configuration(tmp_path: Path) -> N
 
 
 def test_what_the_map_does_not_know_is_named_or_kept(tmp_path: Path) -> None:
-    state = {"model": Megatron(), "args": vars(megatron_arguments()), "extra": torch.ones(3)}
-    bcp.save(tmp_path, state)
-    with pytest.raises(CheckpointMismatchError, match="does not know 1 tensors of this checkpoint: extra;"):
+    megatron = Megatron()
+    megatron.extra = nn.Parameter(torch.ones(3))
+    bcp.save(tmp_path, {"model": megatron, "args": vars(megatron_arguments()), "beside": torch.zeros(2)})
+    with pytest.raises(CheckpointMismatchError, match=r"does not know 1 tensors of this model: model\.extra;"):
         bcp.open(tmp_path, options=through(TO_LLAMA))
     kept = bcp.LoadOptions(name_map=bcp.NameMap(TO_LLAMA, keep_unmapped=True))
     found = bcp.open(tmp_path, options=kept)
     assert "model.lm_head.weight" in found
-    assert torch.equal(found["extra"][...], torch.ones(3))
+    assert torch.equal(found["model.extra"][...], torch.ones(3))
+    assert torch.equal(found["beside"][...], torch.zeros(2))
 
 
 @pytest.mark.parametrize(

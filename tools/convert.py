@@ -108,7 +108,9 @@ def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequen
     callback=_parse_map_options,
     help="What the map needs and SRC does not say: --map-option heads=32. May be repeated.",
 )
-@click.option("--keep-unmapped", is_flag=True, help="With --map: keep tensors that it does not know, as they are.")
+@click.option(
+    "--keep-unmapped", is_flag=True, help="With --map: keep tensors of the model that it does not know, as they are."
+)
 @click.option("--keep-names", is_flag=True, help="With --to hf: drop no name that stands before all others.")
 @click.option(
     "--max-shard-size",

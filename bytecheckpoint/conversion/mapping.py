@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bytecheckpoint.conversion.selecting import LeftOut, ModelNames
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.manifest import Manifest, tensor_record
-from bytecheckpoint.mapped_objects import mapped_objects
+from bytecheckpoint.mapped_objects import LEFT_OUT_BY_MAP, mapped_objects
 from bytecheckpoint.name_maps import Beside, as_mapped, as_state, map_checkpoint
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.convert_plan import Piece, Wanted
@@ -53,10 +53,10 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
         return View(source.manifest)
     manifest = source.manifest
     mapped = map_checkpoint(manifest, Beside(source.store, source.folder), name_map)
-    objects, dropped_objects = mapped_objects(manifest, mapped)
+    objects, without = mapped_objects(manifest, mapped)
     mapped = as_state(mapped, objects) if is_state else mapped
     left_out = [_dropped(manifest, fqn) for fqn in mapped.dropped]
-    left_out += [LeftOut(fqn, 0, 0, _WHY) for fqn in dropped_objects]
+    left_out += [LeftOut(fqn, 0, 0, why) for fqn, why in without.items()]
     if in_place:
         return View(as_mapped(manifest, mapped, objects), left_out=left_out, sides=mapped.sides)
     tensors = {tensor.fqn: tensor_record(tensor.dtype, tensor.shape, ()) for tensor in mapped.tensors}
@@ -69,11 +69,8 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     )
 
 
-_WHY = "left out by the name map"
-
-
 def _dropped(manifest: Manifest, fqn: str) -> LeftOut:
     if fqn in manifest.aliases:
-        return LeftOut(fqn, 0, 0, _WHY)
+        return LeftOut(fqn, 0, 0, LEFT_OUT_BY_MAP)
     dtype, shape = manifest.describe(fqn)
-    return LeftOut(fqn, 1, whole(shape).numel * itemsize(dtype), _WHY)
+    return LeftOut(fqn, 1, whole(shape).numel * itemsize(dtype), LEFT_OUT_BY_MAP)

@@ -121,8 +121,10 @@ class Options:
         return names.index(str(chosen))
 
     def stacked(self, side: int) -> str:
-        """The field for which tensors of this side are to be written as one; "" for none."""
-        chosen = self._given.get(STACKED, _NO)
+        """The field for which tensors of this side are to be written as one, unless the user says otherwise; "" for
+        none.
+        """
+        chosen = self._given.get(STACKED, _YES if self._map.stacked[side] else _NO)
         if chosen not in {_YES, _NO}:
             raise self._refusal(f"its option {STACKED} is {chosen!r:.80}, not {_YES} or {_NO}")
         if chosen == _YES and not self._map.stacked[side]:

@@ -60,7 +60,9 @@ class Mapped(NamedTuple):
     dropped: list[str]
     """Tensors of the checkpoint that the map says are left out."""
     kept: list[str]
-    """Tensors of the checkpoint that the map does not know, and that keep their names."""
+    """Tensors of the model that the map does not know, and that keep their names because that was asked for."""
+    others: list[str]
+    """Tensors of the checkpoint that are none of a model, and keep their names."""
     drop: tuple[str, ...]
     """Globs of what the map says is left out, plain data too."""
     sides: tuple[str, str]
@@ -73,7 +75,7 @@ def in_a_state(mapped: Mapped) -> Mapped:
     """The same with the model below the name that it has in a state."""
     new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
     names = set(new.values())
-    taken = next((fqn for fqn in (*mapped.in_model, *mapped.kept) if fqn in names), None)
+    taken = next((fqn for fqn in (*mapped.in_model, *mapped.kept, *mapped.others) if fqn in names), None)
     if taken is not None:
         raise CheckpointMismatchError(
             f"the checkpoint has {taken!r:.200}, and another tensor that would get that name; nothing was loaded or "
@@ -148,12 +150,25 @@ class _Application:
         self._options = Options(name_map, asked.options, contents.facts, self._length)
         self._options.check_refusals()
         variant, stacked = self._options.variant(self._target), self._options.stacked(self._target)
-        self._translation = Translation(name_map, names, self._target, variant, stacked)
+        self._num_layers = self._stack_lengths()
+        self._translation = Translation(name_map, names, self._target, variant, stacked, self._num_layers)
+        self._used_arounds = {hit.around for hit in self._hits.values() if hit}
+        self._roots = {pattern.parts[0] for rule in name_map.rules for part in rule.names[side] for pattern in part}
+        """What the names of a model begin with."""
         self._num_pieces = 0
         self._in_model: dict[str, str] = {}
         self._entries: dict[str, str] = {}
         self._tied: set[str] = set()
         """Names in the target of what is made of aliases."""
+
+    def _stack_lengths(self) -> dict[int, int]:
+        """By rule, how many layers the tensors have that hold all of them."""
+        stacked = (
+            (hit.rule, self._described[self._stored[name]][1])
+            for name, hit in self._hits.items()
+            if hit and hit.is_stacked
+        )
+        return {rule: shape[0] for rule, shape in stacked if shape}
 
     def run(self) -> Mapped:
         groups: dict[_Group, dict[int, Part]] = {}
@@ -165,9 +180,10 @@ class _Application:
                 self._add(groups, name, hit)
         dropped = [name for name in left if any(fnmatchcase(name, glob) for glob in self._map.drop[self._side])]
         are_dropped = set(dropped)
-        kept = [name for name in left if name not in are_dropped]
+        unknown = [name for name in left if name not in are_dropped]
+        kept = [name for name in unknown if self._is_of_model(name)]
         self._check_known(kept, is_any_known=bool(groups))
-        tensors, aliases = self._without_repetitions([*self._targets(groups), *map(self._as_it_is, kept)])
+        tensors, aliases = self._without_repetitions([*self._targets(groups), *map(self._as_it_is, unknown)])
         sources = frozenset(name for name, hit in self._hits.items() if hit is not None)
         return Mapped(
             tensors=tensors,
@@ -177,10 +193,20 @@ class _Application:
             sources=sources,
             dropped=dropped,
             kept=kept,
+            others=sorted(set(unknown).difference(kept)),
             drop=self._map.drop[self._side],
             sides=(self._map.sides[self._side], self._map.sides[self._target]),
             translation=self._translation,
         )
+
+    def _is_of_model(self, name: str) -> bool:
+        """Whether a name is below the entry of a model that the map knows, or begins as the map's names do."""
+        for number, surroundings in enumerate(self._map.arounds):
+            around = surroundings.sides[self._side]
+            inner = around.inner(name) if around.is_of_model else None
+            if inner and (inner.partition(".")[0] in self._roots or (around.before and number in self._used_arounds)):
+                return True
+        return False
 
     def _check_known(self, unknown: Sequence[str], *, is_any_known: bool) -> None:
         if not is_any_known:
@@ -192,34 +218,46 @@ class _Application:
         if unknown and not self._keeps:
             shown = ", ".join(unknown[:_NUM_SHOWN]) + (", ..." if len(unknown) > _NUM_SHOWN else "")
             raise CheckpointMismatchError(
-                f"the name map {self._map.path} does not know {len(unknown)} tensors of this checkpoint: {shown}; "
-                "nothing was loaded or written: keep them under their names (keep_unmapped, --keep-unmapped), leave "
-                "them out, or add them to a map of your own",
+                f"the name map {self._map.path} does not know {len(unknown)} tensors of this model: {shown}; "
+                "nothing was loaded or written: keep them under their names (keep_unmapped, --keep-unmapped) and leave "
+                "out with exclude what is not wanted, or add them to a map of your own",
                 kind="unexpected_key",
             )
 
     def _add(self, groups: dict[_Group, dict[int, Part]], name: str, hit: Hit) -> None:
-        fqn = self._stored[name]
-        dtype, shape = self._described[fqn]
-        if not hit.is_stacked:
-            tensors = [(hit.numbers, Part(name, fqn, None, dtype, shape))]
-        elif shape:
-            self._count(shape[0])
-            field = self._map.stacked[self._side]
-            tensors = [
-                (tuple(sorted((*hit.numbers, (field, index)))), Part(name, fqn, index, dtype, shape[1:]))
-                for index in range(shape[0])
-            ]
-        else:
-            raise refusal(self._map, f"{name!r:.200} has no dimensions, and one for its layers was expected", "shape")
-        for numbers, tensor in tensors:
+        for numbers, tensor in self._parts(name, hit):
             parts = groups.setdefault((hit.around, hit.rule, numbers), {})
             other = parts.setdefault(hit.part, tensor)
             if other is not tensor:
                 raise refusal(self._map, f"{other.name!r:.200} and {tensor.name!r:.200} mean the same tensor")
 
+    def _parts(self, name: str, hit: Hit) -> Iterator[tuple[_Numbers, Part]]:
+        """What a tensor holds of each layer, where it holds all of them."""
+        fqn = self._stored[name]
+        dtype, shape = self._described[fqn]
+        if not hit.is_stacked:
+            yield hit.numbers, Part(name, fqn, None, dtype, shape)
+            return
+        is_one_value = not shape and self._map.arounds[hit.around].has_equal_parts
+        num_layers = self._num_layers.get(hit.rule) if is_one_value else self._length_of_stack(name, shape)
+        if num_layers is None:
+            raise refusal(
+                self._map, f"{name!r:.200} is of all layers, and none of their weights is there", "missing_key"
+            )
+        self._count(num_layers)
+        for layer in range(num_layers):
+            numbers = tuple(sorted((*hit.numbers, (self._map.stacked[self._side], layer))))
+            yield numbers, Part(name, fqn, None if is_one_value else layer, dtype, shape[1:])
+
+    def _length_of_stack(self, name: str, shape: tuple[int, ...]) -> int:
+        if not shape:
+            raise refusal(self._map, f"{name!r:.200} has no dimensions, and one for its layers was expected", "shape")
+        return shape[0]
+
     def _targets(self, groups: Mapping[_Group, Mapping[int, Part]]) -> Iterator[Wanted]:
         stacks: dict[str, dict[int, Made]] = {}
+        one_values: dict[str, Made] = {}
+        """For all layers."""
         for (around, rule, numbers), tensors in groups.items():
             surroundings = self._map.arounds[around]
             for part, made in enumerate(self._made(self._map.rules[rule], tensors, surroundings)):
@@ -232,10 +270,14 @@ class _Application:
                 if surroundings.entry:
                     self._entries[fqn] = surroundings.entry
                 layer = dict(numbers).get(self._translation.stacked)
-                if layer is None:
+                if layer is not None and surroundings.has_equal_parts:
+                    one_values.setdefault(fqn, made)
+                elif layer is None:
                     yield Wanted(fqn, *made)
                 else:
                     stacks.setdefault(fqn, {})[layer] = made
+        for fqn, made in one_values.items():
+            yield Wanted(fqn, *made)
         for fqn, layers in stacks.items():
             yield Wanted(fqn, *self._stack(fqn, layers))
 

@@ -90,16 +90,22 @@ class Translation(NamedTuple):
     """Of the other side's names."""
     stacked: str
     """The field that the other side's names lack, "" for none."""
+    num_layers: Mapping[int, int]
+    """By rule, of tensors that hold all layers in one."""
 
     def translate(self, fqn: str) -> tuple[str, ...]:
-        """All names that the other side has for a name, or for what is taken apart there; none where it is not known,
-        or stands for all layers.
+        """All names that the other side has for a name, or for what is taken apart there; none where it is not
+        known.
         """
         hit = self.names.find(fqn)
-        if hit is None or hit.is_stacked:
+        if hit is None:
             return ()
         parts = range(len(self.name_map.rules[hit.rule].names[self.target]))
-        return tuple(self.name(hit.around, hit.rule, part, dict(hit.numbers)) for part in parts)
+        field = self.name_map.stacked[1 - self.target]
+        layers = [{field: layer} for layer in range(self.num_layers.get(hit.rule, 0))] if hit.is_stacked else [{}]
+        of_layers = [dict(hit.numbers) | layer for layer in layers]
+        names = (self.name(hit.around, hit.rule, part, numbers) for numbers in of_layers for part in parts)
+        return tuple(dict.fromkeys(names))
 
     def name(self, around: int, rule: int, part: int, numbers: Mapping[str, int]) -> str:
         """The name of a part of a rule."""

@@ -86,7 +86,8 @@ def apply(
     keep_unmapped: bool = False,
     **options: int | str,
 ) -> Mapped:
-    asked = Asked(side, options, keep_unmapped=keep_unmapped)
+    """With a tensor for each layer, unless that is asked for otherwise."""
+    asked = Asked(side, {"stacked": "no", **options}, keep_unmapped=keep_unmapped)
     return apply_map(name_map, contents(arrays, facts or {}, aliases or {}), asked)
 
 
@@ -287,6 +288,28 @@ def assembled(record: Any, content: bytes) -> np.ndarray:
     return array
 
 
+def test_megatron_gets_all_layers_in_one_tensor_unless_that_is_refused() -> None:
+    model = Model()
+    plan = apply_map(GPT_TO_LLAMA, contents(model.llama, model.facts, {}), Asked(None, {}, keep_unmapped=False))
+    assert_equal(carry_out(plan.tensors, model.llama), stacked(model.megatron(), model.layers))
+
+
+def test_a_count_that_all_layers_have_in_common_is_that_of_each() -> None:
+    """So this library saves the steps of Megatron's optimizers, whose layers have one name."""
+    model = Model(layers=2)
+    megatron = stacked(model.megatron(), 2)
+    steps = {f"optimizer.state.{name}.step": np.array(3.0) for name in megatron}
+    plan = apply(megatron | steps, facts=model.facts)
+    expected = {f"optimizer.state.{name}.step": np.array(3.0) for name in model.llama}
+    assert_equal(carry_out(plan.tensors, megatron | steps), model.llama | expected)
+    back = apply(model.llama | expected, facts=model.facts, stacked="yes")
+    assert_equal(carry_out(back.tensors, model.llama | expected), megatron | steps)
+    with pytest.raises(CheckpointMismatchError, match=r"step' is of all layers, and none of their weights is there"):
+        apply(steps, facts=model.facts)
+    names = plan.translation.translate("decoder.layers.mlp.linear_fc1.weight")
+    assert names == tuple(f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in (0, 1) for part in ("gate", "up"))
+
+
 def test_the_state_of_an_optimizer_goes_with_its_parameters() -> None:
     """Megatron's own checkpoints name it the other way round than this library does."""
     model = Model(padding=2)
@@ -342,16 +365,31 @@ def test_tied_embeddings_stay_tied() -> None:
 
 def test_what_has_no_counterpart_is_an_error_unless_it_is_kept_or_the_map_drops_it() -> None:
     model = Model()
-    extra = {"decoder.layers.0.self_attention.linear_qkv._extra_state": np.zeros(3, np.uint8), "odd.one": np.ones(2)}
+    extra = {
+        "decoder.layers.0.self_attention.linear_qkv._extra_state": np.zeros(3, np.uint8),
+        "decoder.odd": np.ones(2),
+    }
     megatron = model.megatron() | extra
     with pytest.raises(
-        CheckpointMismatchError, match=r"does not know 1 tensors of this checkpoint: odd\.one;"
+        CheckpointMismatchError, match=r"does not know 1 tensors of this model: decoder\.odd;"
     ) as failed:
         apply(megatron, facts=model.facts)
     assert failed.value.kind == "unexpected_key"
     plan = apply(megatron, facts=model.facts, keep_unmapped=True)
-    assert (plan.kept, plan.dropped) == (["odd.one"], ["decoder.layers.0.self_attention.linear_qkv._extra_state"])
-    assert_equal(carry_out(plan.tensors, megatron), model.llama | {"odd.one": np.ones(2)})
+    assert (plan.kept, plan.dropped) == (["decoder.odd"], ["decoder.layers.0.self_attention.linear_qkv._extra_state"])
+    assert_equal(carry_out(plan.tensors, megatron), model.llama | {"decoder.odd": np.ones(2)})
+
+
+def test_what_is_none_of_the_model_stays_as_it_is() -> None:
+    """Random state, and buckets of a distributed optimizer."""
+    model = Model()
+    others = {"rng_state.0.torch_rng_state": np.ones(4, np.uint8), "optimizer.distributed.bucket_0": np.ones(9)}
+    plan = apply(model.megatron() | others, facts=model.facts)
+    assert (plan.kept, plan.others) == ([], sorted(others))
+    assert_equal(carry_out(plan.tensors, model.megatron() | others), model.llama | others)
+    in_entry = {f"model.{name}": array for name, array in model.megatron().items()}
+    with pytest.raises(CheckpointMismatchError, match=r"does not know 1 tensors of this model: model\.vision\.w;"):
+        apply(in_entry | {"model.vision.w": np.ones(2)}, facts=model.facts)
 
 
 def test_rows_of_padding_that_are_made_are_zeros() -> None:

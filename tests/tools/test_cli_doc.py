@@ -157,9 +157,12 @@ def test_json_of_diff(call, root, sections, tmp_path) -> None:
 
 
 def test_json_of_convert(call, root, sections, tmp_path) -> None:
+    (tmp_path / "map.toml").write_text('format = 1\nsides = ["a", "b"]\n[[tensors]]\na = "w"\nb = "x"\n')
+    bcp.save(tmp_path / "s", {"w": torch.zeros(3)})
     results = [
         call("convert", root, tmp_path / "hf", "--to", "hf", "--include", "model.*", "--json").json,
         call("convert", root, tmp_path / "link", "--to", "bcp", "--link", "--json").json,
+        call("convert", tmp_path / "s", tmp_path / "m", "--to", "bcp", "--map", tmp_path / "map.toml", "--json").json,
     ]
     assert_documented(results, sections["convert"])
 

@@ -55,7 +55,7 @@ def all_of(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("to", ["bcp", "dcp", "torch"])
 def test_llama_becomes_megatron_with_padding_and_stacks_and_llama_again(call, of_llama, llama, tmp_path, to) -> None:
     """Rows that pad the vocabulary are zeros, and are gone again on the way back."""
-    options = ["--map-option", "stacked=yes", "--map-option", f"padded_vocab_size={VOCABULARY + 5}"]
+    options = ["--map-option", f"padded_vocab_size={VOCABULARY + 5}"]
     result = call("convert", of_llama, tmp_path / "megatron", "--to", to, "--map", TO_MEGATRON, *options, "--json")
     assert result.code == 0, result.out
     assert result.json["name_map"] == {"from": "hf-llama", "to": "megatron-gpt"}
@@ -108,25 +108,27 @@ def test_choices_and_new_names_are_about_what_the_map_gives(call, of_llama, tmp_
     result = call("convert", of_llama, tmp_path / "m", "--to", "dcp", "--map", TO_MEGATRON, *options)
     assert result.code == 0, result.out
     found = all_of(tmp_path / "m")
-    assert "d.layers.0.self_attention.linear_qkv.weight" in found
+    assert "d.layers.self_attention.linear_qkv.weight" in found
     assert all(name.startswith("d.") and "fc" not in name for name in found)
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
 
 
 def test_what_the_map_drops_and_what_it_does_not_know(call, tmp_path) -> None:
     (tmp_path / "own.toml").write_text(
-        'format = 1\nsides = ["a", "b"]\n[drop]\na = ["*.cache"]\n[[tensors]]\na = "x"\nb = "y"\n'
+        'format = 1\nsides = ["a", "b"]\n[drop]\na = ["*.cache"]\n[[tensors]]\na = "m.x"\nb = "m.y"\n'
     )
     ones = torch.ones(2)
-    bcp.save(tmp_path / "c", {"x": ones, "z": ones + 1, "x.cache": ones + 2})
+    bcp.save(tmp_path / "c", {"m.x": ones, "m.z": ones + 1, "m.x.cache": ones + 2, "rng": ones + 3})
     call_map = ("convert", tmp_path / "c", tmp_path / "t", "--to", "bcp", "--map", tmp_path / "own.toml")
     refused = call(*call_map)
     assert refused.code == 1
-    assert "does not know 1 tensors of this checkpoint: z;" in refused.err
+    assert "does not know 1 tensors of this model: m.z;" in refused.err
     kept = call(*call_map, "--keep-unmapped", "--json")
-    assert_same(all_of(tmp_path / "t"), {"y": ones, "z": ones + 1})
+    assert call(*call_map[:2], tmp_path / "h", "--to", "hf", *call_map[5:], "--keep-unmapped").code == 0
+    assert sorted(load_file(tmp_path / "h" / "model.safetensors")) == ["m.y", "m.z"]
+    assert_same(all_of(tmp_path / "t"), {"m.y": ones, "m.z": ones + 1, "rng": ones + 3})
     assert kept.json["left_out"] == [
-        {"name": "x.cache", "num_tensors": 1, "num_bytes": 8, "why": "left out by the name map"}
+        {"name": "m.x.cache", "num_tensors": 1, "num_bytes": 8, "why": "left out by the name map"}
     ]
 
 
