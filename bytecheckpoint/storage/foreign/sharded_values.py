@@ -94,7 +94,7 @@ def read_sharded(value: Instance) -> Sharded:
 
 def refuse_others(value: Any) -> None:
     """Raises UnsafeCheckpointError (pickle_refused) for an object of torch's that is no tensor."""
-    if isinstance(value, Instance) and value.kind.startswith(_MODULES):
+    if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_MODULES):
         raise refused(value.kind)
 
 
