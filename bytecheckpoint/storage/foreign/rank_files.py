@@ -118,9 +118,12 @@ def _read_group(opened: list[Saved], below: str, parts: Parts) -> tuple[dict[Any
 def _leaves(saved: Saved, below: str) -> dict[str, Any]:
     """Everything in a file that holds nothing else, by name; sharded tensors as such."""
     found: dict[str, Any] = {}
+    num_values = 0
 
     def walk(value: Any, fqn: str, depth: int) -> None:
-        if depth == 0 or len(found) > MAX_VALUES:
+        nonlocal num_values
+        num_values += 1  # empty containers as well, of which a small pickle can have billions
+        if depth == 0 or num_values > MAX_VALUES:
             raise too_much(saved.path, f"its data is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
         if isinstance(value, dict) or type(value) in {list, tuple}:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
