@@ -150,7 +150,7 @@ def _add_sharded(fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], pa
         for region, view in leaf.parts:
             if region.numel and region not in chunks:  # copies on other ranks are as good
                 chunks[region] = _moved(saved.chunks(view, fqn), region)
-    missing = min(first.all_regions - chunks.keys(), default=None)
+    missing = min(first.all_regions() - chunks.keys(), default=None)
     if missing is not None:
         where = f"which has the shape {list(missing.lengths)} and begins at {list(missing.offsets)}"
         raise missing_file(parts.path, f"has no file with a part of {fqn!r:.200} {where}, in {len(opened)} files")
