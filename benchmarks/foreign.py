@@ -21,14 +21,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
 
 LAYER_BYTES = 1 << 24
 PARTS_OF_LAYER = 12
 """Tensors of a layer: 2 GiB are about 1,500 of them."""
+NUM_RANKS = 2
+"""Of formats in which each rank has files of its own."""
 ROUNDS = 5
 SECONDS_TARGET, MB_TARGET = 2.0, 300.0
 
@@ -75,10 +81,43 @@ def write_dcp(path: Path, gib: float) -> None:
     dcp.save(state(gib), checkpoint_id=path, no_dist=True)
 
 
+def write_megatron(path: Path, gib: float) -> None:
+    """Half of it by each of two ranks of tensor parallelism: rows of one kind, columns of another."""
+    names = ("linear_qkv.weight", "linear_proj.weight")
+    for rank in range(NUM_RANKS):
+        (path / f"mp_rank_0{rank}").mkdir(parents=True)
+        model = {
+            f"decoder.layers.{index}.self_attention.{names[index % 2]}": tensor.reshape(-1, 1 << 10)
+            for index, tensor in enumerate(halves(gib))
+        }
+        torch.save({"model": model, "checkpoint_version": 3.0}, path / f"mp_rank_0{rank}" / "model_optim_rng.pt")
+
+
+def write_files_of_ranks(path: Path, gib: float) -> None:
+    """DTensors, half of each by each of two ranks."""
+    path.mkdir()
+    for rank in range(NUM_RANKS):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
+        mesh = init_device_mesh("cpu", (NUM_RANKS,))
+        model = {
+            f"layers.{index}.weight": DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+            for index, tensor in enumerate(halves(gib))
+        }
+        torch.save(model, path / f"rank_{rank}.pt")
+        dist.destroy_process_group()
+
+
+def halves(gib: float) -> list[torch.Tensor]:
+    num_items = LAYER_BYTES // PARTS_OF_LAYER // 2 // NUM_RANKS // (1 << 10) * (1 << 10)
+    return [torch.zeros(num_items, dtype=torch.bfloat16) for _ in state(gib)]
+
+
 WRITERS: dict[str, Callable[[Path, float], None]] = {
     "safetensors": write_safetensors,
     "torch.save": write_torch_file,
     "torch.distributed.checkpoint": write_dcp,
+    "megatron": write_megatron,
+    "torch.save of ranks": write_files_of_ranks,
 }
 
 

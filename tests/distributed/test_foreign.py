@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import bytecheckpoint as bcp
-from distributed.layouts import LAYOUTS, Builder, State, differences
+from distributed.layouts import FRAMEWORK_LAYOUTS, LAYOUTS, Builder, State, differences
 from distributed.test_matrix import spoil
 from distributed.workers import WorkerPool
 
@@ -49,6 +49,29 @@ def write_bare_dcp(state: State, path: str) -> None:
 def write_sharded_safetensors(state: State, path: str) -> None:
     writer = dcp.HuggingFaceStorageWriter(path, save_distributed=True)
     dcp.save(get_state_dict(_model(state), ())[0], storage_writer=writer)
+
+
+def write_dcp_folders(state: State, path: str) -> None:
+    """As Accelerate does: the model and the optimizer in folders of their own."""
+    model, optimizer = get_state_dict(_model(state), state["optimizer"])
+    dcp.save({"model": model}, checkpoint_id=f"{path}/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": optimizer}, checkpoint_id=f"{path}/optimizer_0")
+
+
+def write_files_of_ranks(state: State, path: str) -> None:
+    """Each rank with torch.save, of sharded tensors as they are."""
+    model, optimizer = get_state_dict(_model(state), state["optimizer"])
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    Path(path).mkdir(exist_ok=True)
+    torch.save(model, f"{path}/model_world_size_{world_size}_rank_{rank}.pt")
+    torch.save(optimizer, f"{path}/optim_world_size_{world_size}_rank_{rank}.pt")
+
+
+def write_megatron(state: State, path: str) -> None:
+    """Megatron's older format, by one rank."""
+    Path(path, "mp_rank_00").mkdir(parents=True)
+    saved = {"model": _model(state).state_dict(), "iteration": 1234, "checkpoint_version": 3.0}
+    torch.save(saved, f"{path}/mp_rank_00/model_optim_rng.pt")
 
 
 def write_torch_file(state: State, path: str) -> None:
@@ -151,19 +174,25 @@ WITH_OPTIMIZER: dict[str, tuple[Write, str]] = {
     "dcp-fsdp2_tp2": (write_dcp, "fsdp2_tp2"),
     "dcp-flattened": (write_flattened_dcp, "hsdp2x2"),
     "dcp-async": (write_dcp_in_background, "fsdp3"),
+    "dcp-folders": (write_dcp_folders, "fsdp2_tp2"),
+    "dcp-fsdp1": (write_dcp, "fsdp1_4"),
+    "ranks-fsdp1": (write_files_of_ranks, "fsdp1_4"),
+    "ranks-fsdp2_tp2": (write_files_of_ranks, "fsdp2_tp2"),
+    "ranks-hsdp": (write_files_of_ranks, "hsdp2x2"),
     "torch": (write_torch_file, "single"),
     "zero-2": (write_zero_2, "single"),
     "zero-3": (write_zero_3, "single"),
 }
 MODEL_ONLY: dict[str, tuple[Write, str]] = {
     "dcp-bare": (write_bare_dcp, "tp2"),
+    "megatron": (write_megatron, "single"),
     "safetensors": (write_safetensors, "single"),
     "safetensors-indexed": (write_indexed_safetensors, "single"),
     "safetensors-sharded": (write_sharded_safetensors, "fsdp4"),
 }
 SOURCES = WITH_OPTIMIZER | MODEL_ONLY
 DESTINATIONS = ("single", "ddp2", "fsdp3", "fsdp2_tp2", "hsdp2x2", "pp2_tp2")
-FEW = ("dcp-fsdp4", "torch", "safetensors-sharded", "zero-3")
+FEW = ("dcp-fsdp4", "ranks-fsdp2_tp2", "torch", "safetensors-sharded", "zero-3")
 """What is written and loaded each time; the whole matrix takes minutes."""
 
 
@@ -210,7 +239,7 @@ class Folder:
 
     def path(self, source: str) -> str:
         if source not in self._written:
-            world_size = LAYOUTS[SOURCES[source][1]].world_size
+            world_size = (LAYOUTS | FRAMEWORK_LAYOUTS)[SOURCES[source][1]].world_size
             path = str(self._path / source)
             self._workers.run(write, source, path, world_size=world_size, process_group=world_size > 1)
             self._written.add(source)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_files import Touch, assert_same
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 
 import bytecheckpoint as bcp
 
@@ -187,6 +188,28 @@ def test_metadata_that_names_anything_else_is_refused_and_not_run(tmp_path: Path
         bcp.open(folder)
     assert caught.value.kind == "pickle_refused"
     assert not marker.exists()
+
+
+def test_the_metadata_of_older_releases_of_torch_is_read(tmp_path: Path) -> None:
+    """They had no descriptors, no version and no description of the storage, and another class for properties."""
+    expected = {"w": torch.randn(4, 2), "b": torch.ones(3, dtype=torch.bfloat16)}
+    folder = save({**expected, "n": 3}, tmp_path / "dcp")
+
+    def age(metadata: Any) -> None:
+        for name in ("storage_meta", "version"):
+            vars(metadata).pop(name, None)
+        for info in metadata.storage_data.values():
+            vars(info).pop("transform_descriptors", None)
+        for index in metadata.storage_data:
+            vars(index).pop("index", None)
+        for name in expected:
+            description = metadata.state_dict_metadata[name]
+            description.properties = OldProperties(**vars(description.properties))
+
+    rewrite(folder, age)
+    checkpoint = bcp.open(folder)
+    assert_same(checkpoint.state_dict(), expected)
+    assert checkpoint.objects["n"] == 3
 
 
 def test_an_object_of_a_class_of_its_own_is_refused_by_name(tmp_path: Path) -> None:

@@ -233,3 +233,14 @@ def test_damage_is_one_clear_error(tmp_path: Path, damage: Callable[[Path], None
     assert caught.value.kind == DAMAGE[damage], caught.value.message
     assert str(folder) in caught.value.message
     assert not (tmp_path / "marker").exists()
+
+
+def test_what_is_said_a_billion_times_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", truth(), Grid())
+    value: dict[str, Any] = {}
+    for _ in range(4):
+        value = dict.fromkeys(map(str, range(300)), value)
+    rewrite(folder / "mp_rank_00", lambda state: state.update(model=value))
+    with pytest.raises(bcp.UnsafeCheckpointError) as caught:
+        bcp.open(folder)
+    assert caught.value.kind == "limits_exceeded"

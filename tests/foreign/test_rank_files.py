@@ -199,3 +199,21 @@ def test_damage_is_one_clear_error(tmp_path: Path, damage: Callable[[Path], None
     assert caught.value.kind == DAMAGE[damage], caught.value.message
     assert str(tmp_path) in caught.value.message
     assert not (tmp_path / "marker").exists()
+
+
+class Repeated:
+    """Pickled, it is a list of lists of lists, each a thousand times the same: no work to write, and much to walk."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        value: list[Any] = []
+        for _ in range(4):
+            value = [value] * 1000
+        return list, (value,)
+
+
+def test_what_is_said_a_billion_times_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    torch.save({"again": Repeated()}, tmp_path / "c" / "rank_0.pt")
+    with pytest.raises(bcp.UnsafeCheckpointError) as caught:
+        bcp.open(tmp_path / "c")
+    assert caught.value.kind == "limits_exceeded"

@@ -54,7 +54,7 @@ def read_state(store: Store, folder: str, inside: str, *, parts: Parts, below: s
     if num_bytes > MAX_PICKLE_BYTES:
         raise too_much(file.path, f"it has {num_bytes} bytes, at most {MAX_PICKLE_BYTES} are read")
     metadata = read_metadata(file.read(0, num_bytes), file.path)
-    reader = _Folder(store, folder, inside, parts, below)
+    reader = _Folder(store, folder, inside, parts=parts, below=below)
     reader.open_files(metadata)
     for fqn, tensor in metadata.tensors.items():
         reader.add_tensor(fqn, tensor, unstacked_shape(metadata.attributes, fqn, tensor.shape, file.path))
@@ -88,7 +88,7 @@ def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
 class _Folder:
     """The data files, and what has been found in them."""
 
-    def __init__(self, store: Store, folder: str, inside: str, parts: Parts, below: str) -> None:
+    def __init__(self, store: Store, folder: str, inside: str, *, parts: Parts, below: str) -> None:
         self._store = store
         self._folder = folder
         self._inside = inside

@@ -69,7 +69,7 @@ def _arrange(opened: list[tuple[str, Saved, str]], parts: Parts) -> tuple[dict[R
     """The files by rank, all of them there and of one save; and where optimizer state is, if there is any."""
     settings = RankFile(Rank(0, 0, 0), *opened[0][:2]).settings
     has_stages = _size(settings, "pipeline_model_parallel_size") > 1
-    files = {}
+    files: dict[Rank, RankFile] = {}
     left_out = ""
     for name, saved, other in opened:
         match = _RANK_FOLDER.match(name)
@@ -122,11 +122,9 @@ def _read(files: Mapping[Rank, RankFile], parts: Parts) -> None:
     parts.step = steps if type(steps) is int and steps >= 0 else None
     Model(files, parts).add()
     for file in files.values():
-        for key, value in file.value.items():
-            if MODEL_KEY.match(str(key)) or key == _OPTIMIZER:
-                continue
-            if file is first or key in _OF_RANK:
-                fqn = str(key) if file is first else f"{file.folder}.{key}"
-                tree = file.saved.plain(parts, value, fqn)
-                if not isinstance(tree, TensorRef):
-                    parts.trees[fqn] = tree
+        kept = [key for key in file.value if not MODEL_KEY.match(str(key)) and key != _OPTIMIZER]
+        for key in kept if file is first else [key for key in kept if key in _OF_RANK]:
+            fqn = str(key) if file is first else f"{file.folder}.{key}"
+            tree = file.saved.plain(parts, file.value[key], fqn)
+            if not isinstance(tree, TensorRef):
+                parts.trees[fqn] = tree

@@ -5,12 +5,12 @@ and what tensor parallelism has cut is put together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable
-from bytecheckpoint.storage.foreign.parts import Parts, is_extra_state, join_fqn
+from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable, too_much
+from bytecheckpoint.storage.foreign.parts import MAX_VALUES, Parts, is_extra_state, join_fqn, two_of
 from bytecheckpoint.storage.foreign.pickled_values import Instance, StoredView
 from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH
 from bytecheckpoint.storage.foreign.saved_files import Saved
@@ -86,7 +86,7 @@ class Model:
         """What the files of a stage have of each tensor, in the order of tensor ranks, by name with its own numbers for
         layers and those of the whole model for experts.
         """
-        values = {file.rank: dict(_flat(file.value[key], file.saved.path)) for file in files}
+        values = {file.rank: _flat(file.value[key], file.saved.path) for file in files}
         num_experts = _num_local_experts(values[files[0].rank])
         by_name: _Stage = {}
         for file in files:
@@ -169,16 +169,29 @@ def _chunks_of(file: RankFile) -> list[str]:
     return keys
 
 
-def _flat(value: Any, path: str, above: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, Any]]:
+def _flat(value: Any, path: str) -> dict[str, Any]:
     """Tensors and other leaves by name: models were nested dicts once."""
-    if not isinstance(value, dict) or depth == 0:
-        raise damaged(path, f"its model has a {type(value).__name__} at {above!r:.200}, where a dict should be")
-    for key, item in value.items():
-        name = join_fqn(above, key)
-        if isinstance(item, dict) and not is_extra_state(name):
-            yield from _flat(item, path, name, depth - 1)
-        else:
-            yield name, item
+    if not isinstance(value, dict):
+        raise damaged(path, f"its model is a {type(value).__name__}, and no dict")
+    found: dict[str, Any] = {}
+    num_values = 0
+
+    def walk(values: dict[Any, Any], above: str, depth: int) -> None:
+        nonlocal num_values
+        num_values += 1 + len(values)
+        if depth == 0 or num_values > MAX_VALUES:
+            raise too_much(path, f"its model is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
+        for key, item in values.items():
+            name = join_fqn(above, key)
+            if isinstance(item, dict) and not is_extra_state(name):
+                walk(item, name, depth - 1)
+            elif name in found:
+                raise two_of(path, name)
+            else:
+                found[name] = item
+
+    walk(value, "", MAX_DEPTH)
+    return found
 
 
 def _num_local_experts(names: Mapping[str, Any]) -> int:

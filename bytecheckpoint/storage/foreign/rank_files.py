@@ -5,13 +5,13 @@ state_dict, or of one with DTensors. All of them together are the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, shifted
 from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable, too_much
-from bytecheckpoint.storage.foreign.parts import MAX_VALUES, Parts, join_fqn
+from bytecheckpoint.storage.foreign.parts import MAX_VALUES, Parts, join_fqn, two_of
 from bytecheckpoint.storage.foreign.pickled_values import StoredView
 from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, TensorRef, encode_value
 from bytecheckpoint.storage.foreign.saved_files import Saved, missing_file, open_saved, translated
@@ -59,6 +59,8 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
         below = group.name if len(groups) > 1 else ""
         state, is_group_sharded = translated(opened[0].path, _WRITER, _read_group, opened, below, parts)
         is_any_sharded |= is_group_sharded
+        if below in root:
+            raise two_of(parts.path, below)
         root |= {below: state} if below else state
     if not is_any_sharded:
         what = "none of the files of its ranks says which part of a tensor it has"
@@ -91,50 +93,49 @@ def _groups(names: set[str], path: str) -> list[_Group]:
 
 def _read_group(opened: list[Saved], below: str, parts: Parts) -> tuple[dict[Any, Any], bool]:
     """What the files hold, each tensor of which was added to the parts; and whether any of them is sharded."""
-    leaves = [dict(_leaves(saved, below)) for saved in opened]
-    sharded = {fqn: [found[fqn] for found in leaves if isinstance(found.get(fqn), Sharded)] for fqn in _sharded(leaves)}
+    leaves = [_leaves(saved, below) for saved in opened]
+    sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, Sharded)]
     if not sharded:
-        return {f"rank_{rank}": saved.plain(parts, saved.value, join_fqn(below, f"rank_{rank}"))
-                for rank, saved in enumerate(opened)}, False  # fmt: skip
+        names = [f"rank_{rank}" for rank in range(len(opened))]
+        plain = {
+            name: saved.plain(parts, saved.value, join_fqn(below, name))
+            for name, saved in zip(names, opened, strict=True)
+        }
+        return plain, False
+    for saved, found in zip(opened, leaves, strict=True):
+        if found.keys() != leaves[0].keys():
+            name = min(found.keys() ^ leaves[0].keys())
+            what = f"{name!r:.200} is in the file of one rank, and not in that of another"
+            raise not_readable(saved.path, what, "save it with torch.distributed.checkpoint")
     for fqn in sharded:
         _add_sharded(fqn, leaves, opened, parts)
     for rank, (saved, found) in enumerate(zip(opened, leaves, strict=True)):
-        if found.keys() != leaves[0].keys():
-            name = min(found.keys() ^ leaves[0].keys())
-            raise not_readable(
-                saved.path,
-                f"{name!r:.200} is in the file of one rank, and not in that of another",
-                "save it with torch.distributed.checkpoint",
-            )
-        if rank:
-            _add_differences(rank, saved, found, (opened[0], leaves[0]), parts)
+        _add_differences(rank, saved, found, (opened[0], leaves[0]), parts)
     state = opened[0].plain(parts, _with_refs(opened[0].value, below, leaves[0]), below)
     return state if isinstance(state, dict) else {"value": state}, True
 
 
-def _sharded(leaves: list[dict[str, Any]]) -> list[str]:
-    return [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, Sharded)]
-
-
-def _leaves(saved: Saved, below: str) -> Iterator[tuple[str, Any]]:
+def _leaves(saved: Saved, below: str) -> dict[str, Any]:
     """Everything in a file that holds nothing else, by name; sharded tensors as such."""
+    found: dict[str, Any] = {}
     num_values = 0
 
-    def walk(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
+    def walk(value: Any, fqn: str, depth: int) -> None:
         nonlocal num_values
-        num_values += 1
+        num_values += 1  # empty containers as well, of which a small pickle can have billions
         if depth == 0 or num_values > MAX_VALUES:
             raise too_much(saved.path, f"its data is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
         if isinstance(value, dict) or type(value) in {list, tuple}:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                yield from walk(item, join_fqn(fqn, key), depth - 1)
-        elif is_sharded(value):
-            yield fqn, read_sharded(value)
-        else:
-            refuse_others(value)
-            yield fqn, value
+                walk(item, join_fqn(fqn, key), depth - 1)
+            return
+        if fqn in found:
+            raise two_of(saved.path, fqn)
+        refuse_others(value)
+        found[fqn] = read_sharded(value) if is_sharded(value) else value
 
-    return walk(saved.value, below, MAX_DEPTH)
+    walk(saved.value, below, MAX_DEPTH)
+    return found
 
 
 def _add_sharded(fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], parts: Parts) -> None:
@@ -144,20 +145,22 @@ def _add_sharded(fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], pa
         leaf = found.get(fqn)
         if not isinstance(leaf, Sharded) or (leaf.dtype, leaf.shape) != (first.dtype, first.shape):
             raise damaged(saved.path, f"{fqn!r:.200} is not the tensor that it is in {opened[0].path}")
+        if any(view.dtype != first.dtype for _, view in leaf.parts):
+            raise damaged(saved.path, f"{fqn!r:.200} is not of {first.dtype}, as its description says")
         for region, view in leaf.parts:
-            if region.numel and region not in chunks:
-                if view.dtype != first.dtype:
-                    raise damaged(
-                        saved.path, f"{fqn!r:.200} is of {view.dtype}, and of {first.dtype} by its description"
-                    )
-                inside = saved.chunks(view, fqn)
-                chunks[region] = [each._replace(region=shifted(each.region, region.offsets)) for each in inside]
-    missing = min(first.all_regions - chunks.keys(), default=None)
+            if region.numel and region not in chunks:  # copies on other ranks are as good
+                chunks[region] = _moved(saved.chunks(view, fqn), region)
+    missing = min(first.all_regions() - chunks.keys(), default=None)
     if missing is not None:
         where = f"which has the shape {list(missing.lengths)} and begins at {list(missing.offsets)}"
         raise missing_file(parts.path, f"has no file with a part of {fqn!r:.200} {where}, in {len(opened)} files")
     found_chunks = [chunk for of_region in chunks.values() for chunk in of_region]
     parts.add_tensor(fqn, first.dtype, first.shape, found_chunks, num_parts=len(chunks))
+
+
+def _moved(chunks: list[Chunk], region: Region) -> list[Chunk]:
+    """Chunks of a part, as chunks of the whole tensor."""
+    return [chunk._replace(region=shifted(chunk.region, region.offsets)) for chunk in chunks]
 
 
 def _add_differences(

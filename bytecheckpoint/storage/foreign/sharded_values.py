@@ -4,7 +4,7 @@ FSDP1 gives, and DTensor. Each is read as the regions of the whole tensor that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from types import MappingProxyType
@@ -26,7 +26,7 @@ _MODULES = (
 )
 _SHARDED_TENSOR, _DTENSOR = "ShardedTensor", "DTensor"
 _SHARD, _STRIDED, _WHOLE = "Shard", "_StridedShard", "Replicate"
-_MAX_RANKS = 1 << 20
+_MAX_RANKS = 1 << 17
 
 
 class Sharded(NamedTuple):
@@ -35,8 +35,8 @@ class Sharded(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[tuple[Region, StoredView], ...]
-    all_regions: frozenset[Region]
-    """Those that all ranks together have; none is empty."""
+    all_regions: Callable[[], frozenset[Region]]
+    """Gives those that all ranks together have, none of them empty: as many as ranks, so it is not asked of each."""
 
 
 class _Class:
@@ -94,7 +94,7 @@ def read_sharded(value: Instance) -> Sharded:
 
 def refuse_others(value: Any) -> None:
     """Raises UnsafeCheckpointError (pickle_refused) for an object of torch's that is no tensor."""
-    if isinstance(value, Instance) and value.kind.startswith(_MODULES):
+    if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_MODULES):
         raise refused(value.kind)
 
 
@@ -117,8 +117,12 @@ def _read_sharded_tensor(value: Instance) -> Sharded:
     for shard in local_shards:
         region, view = _region(shard.fields["metadata"]), shard.fields["tensor"]
         parts.append((region, _checked(view, region)))
-    everything = frozenset(map(_region, metadata.fields["shards_metadata"]))
-    return Sharded(dtype, shape, tuple(parts), frozenset(region for region in everything if region.numel))
+    shards = metadata.fields["shards_metadata"]
+    return Sharded(dtype, shape, tuple(parts), lambda: _with_elements(map(_region, shards)))
+
+
+def _with_elements(regions: Iterable[Region]) -> frozenset[Region]:
+    return frozenset(region for region in regions if region.numel)
 
 
 def _region(shard: Instance) -> Region:
@@ -140,7 +144,10 @@ def _read_dtensor(value: Instance) -> Sharded:
     sizes = _mesh_sizes(mesh)
     if len(sizes) != len(placements) or prod(sizes) > _MAX_RANKS:
         raise PickleError(f"a tensor is placed along {len(placements)} axes of a mesh of {list(sizes)} ranks")
-    all_regions = {_placed(shape, sizes, placements, at) for at in _coordinates(sizes, placements)}
+
+    def all_regions() -> frozenset[Region]:
+        return _with_elements(_placed(shape, sizes, placements, at) for at in _coordinates(sizes, placements))
+
     if not isinstance(view, StoredView):
         raise PickleError("a rank's part of a tensor is none")
     coordinate = mesh["_coordinate_on_dim"]
@@ -148,7 +155,7 @@ def _read_dtensor(value: Instance) -> Sharded:
     if coordinate is not None:  # else this rank is not in the mesh
         region = _placed(shape, sizes, placements, _lengths(coordinate))
         parts = [(region, _checked(view, region))] if region.numel else []
-    return Sharded(view.dtype, shape, tuple(parts), frozenset(region for region in all_regions if region.numel))
+    return Sharded(view.dtype, shape, tuple(parts), all_regions)
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
