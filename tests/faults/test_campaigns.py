@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ import bytecheckpoint as bcp
 from faults import fault_table
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome, all_campaigns, nothing_missing
 from faults.damage import flipped, load_own, saved
+from faults.launcher import Launcher
 from faults.savers import NARROW, OWN, Training, WrongBytesError
 from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
 
@@ -37,6 +39,26 @@ def test_nothing_is_broken_by(campaign: Campaign, trials: range, tmp_path: Path)
     outcome = campaign.run(Asked(campaign.seed, trials, tmp_path))
     assert outcome.num_trials > 0
     assert campaign.is_peer or outcome.broken == (), f"python tests/faults/fault_table.py {campaign.name}"
+
+
+def test_programs_with_the_same_process_id_have_outputs_of_their_own(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what the first one said would count for the second."""
+    pids = [launcher.start("print('first')")]
+    assert launcher.wait(pids[0]).output == "first\n"
+    ask = Launcher._ask
+
+    def same_id(self: Launcher, request: dict[str, Any]) -> Any:
+        answer = ask(self, request | ({"wait": pids[-1]} if "wait" in request else {}))
+        if "code" in request:
+            pids.append(answer)
+            return pids[0]
+        return answer
+
+    monkeypatch.setattr(Launcher, "_ask", same_id)
+    for text in ("second", "third"):
+        assert launcher.run(f"print({text!r})").output == f"{text}\n"
 
 
 def test_campaigns_have_names_of_their_own() -> None:
