@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from faults.savers import NARROW, OWN, Training, WrongBytesError
 from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
 
 CAMPAIGNS = all_campaigns()
+BY_NAME = {campaign.name: campaign for campaign in CAMPAIGNS}
 
 
 def cases() -> list[object]:
@@ -173,7 +175,9 @@ def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     row = fault_table.run(toy(is_peer=True), seed=1, trials=range(3))
     fault_table.keep(row)
     other = replace(toy(), name="other")
-    assert [asdict(found) for found in fault_table.kept_rows([toy(), other])] == [asdict(row)]
+    found, never_run = fault_table.kept_rows([toy(is_peer=True), other])
+    assert asdict(found) == asdict(row)
+    assert (never_run.number, never_run.result) == (None, "not run yet")
     assert "torch.distributed.checkpoint" in fault_table.page([row])
 
 
@@ -188,3 +192,16 @@ def test_the_page_says_what_was_kept() -> None:
 )
 def test_trials_are_a_number_or_a_range(arguments: str, expected: range) -> None:
     assert fault_table.range_of(arguments) == expected
+
+
+def test_the_numbers_of_the_readme_are_those_that_were_kept() -> None:
+    """Its rows name the campaigns that they sum up."""
+    kept = {row.name: row for row in fault_table.kept_rows(CAMPAIGNS)}
+    lines = (fault_table.ROOT / "README.md").read_text().splitlines()
+    named = [(re.findall(r"`([a-z-]+)`", line), line) for line in lines if line.startswith("| ")]
+    sums = [(names, line) for names, line in named if names and all(name in BY_NAME for name in names)]
+    assert sums
+    for names, line in sums:
+        rows = [kept[name] for name in names]
+        number, broken = sum(row.number or 0 for row in rows), sum(row.broken for row in rows)
+        assert [cell.strip() for cell in line.split("|")[2:4]] == [f"{number:,}", f"{broken:,}"], line
