@@ -1,6 +1,6 @@
-"""Pickle that serves everybody but the library. Loading a checkpoint must run no code of it, so nothing in the package may
-pickle or unpickle, not even through torch (`torch.load`, collectives of objects). Tests and the frameworks that they use
-may: what counts is who asked, which the stack tells.
+"""Pickle that serves everybody but the library. Loading a checkpoint must run no code of it, so nothing in the package
+may pickle or unpickle, not even through torch (`torch.load`, collectives of objects). Tests and the frameworks that
+they use may: what counts is who asked, which the stack tells.
 """
 
 from __future__ import annotations

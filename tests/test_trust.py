@@ -1,5 +1,5 @@
-"""What loading does not do: unpickle anything, or look at how a checkpoint came about. That nothing in the library pickles
-is looked to in the whole suite (no_pickle.py); here it is shown that this bites.
+"""What loading does not do: unpickle anything, or look at how a checkpoint came about. That nothing in the library
+pickles is looked to in the whole suite (no_pickle.py); here it is shown that this bites.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def test_no_module_of_the_library_names_an_unpickler(folder: str) -> None:
             assert not UNPICKLERS & set(names), path
             if isinstance(node, ast.Attribute):
                 assert node.attr not in PICKLING_CALLS, f"{path}:{node.lineno}"
-                is_torchs = isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in {"load", "save"}
+                is_torchs = (
+                    isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in {"load", "save"}
+                )
                 assert not is_torchs, f"{path}:{node.lineno}"
 
 

@@ -99,9 +99,8 @@ def _can_pickle(value: object) -> bool:
 def serve(rank: int, connection: Connection, stacks: str) -> None:
     """The life of a worker: calls come in, outcomes go out, until the pool closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends its workers
-    import torch
-
     import no_pickle
+    import torch
 
     no_pickle.install()
     torch.set_num_threads(1)

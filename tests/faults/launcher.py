@@ -147,10 +147,10 @@ def _redirect(output: str) -> None:
 
 
 if __name__ == "__main__":
+    import no_pickle
     import torch.distributed
 
     import bytecheckpoint
-    import no_pickle
     from faults.seams import state_of
 
     no_pickle.install()

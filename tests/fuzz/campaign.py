@@ -1,5 +1,5 @@
-"""The fuzzing of the table of faults: inputs drawn from the kept ones, each by its seed and number, read in a process that
-this one watches, because an input may end a process or keep it forever.
+"""The fuzzing of the table of faults: inputs drawn from the kept ones, each by its seed and number, read in a process
+that this one watches, because an input may end a process or keep it forever.
 
     python tests/faults/fault_table.py fuzz-manifests               all of it
     python tests/fuzz/campaign.py fuzz-manifests 1 17 18            input 17 of seed 1, in this process
@@ -29,7 +29,14 @@ from faults.campaigns import Asked, Broken, Campaign, Outcome
 
 SHARES: Mapping[str, Mapping[str, int]] = {
     "fuzz-manifests": {"manifest": 11, "manifest-file": 2, "header": 5, "plain-data": 4, "frame": 2},
-    "fuzz-foreign": {"pickle": 10, "distcp-metadata": 4, "torch-file": 3, "safetensors": 4, "distcp": 2, "deepspeed": 1},
+    "fuzz-foreign": {
+        "pickle": 10,
+        "distcp-metadata": 4,
+        "torch-file": 3,
+        "safetensors": 4,
+        "distcp": 2,
+        "deepspeed": 1,
+    },
     "fuzz-commands": {"command": 1},
 }
 """How often each target is drawn."""
@@ -147,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
     trials = range(first, stop)
     if len(arguments) == 4:
         told = read_inputs(name, seed, trials, lambda _: None, math.inf)
-        print(json.dumps(told._asdict(), indent=2))
+        sys.stdout.write(f"{json.dumps(told._asdict(), indent=2)}\n")
         return bool(told.broken)
     until_s, progress_file, result_file = float(arguments[4]), *map(Path, arguments[5:])
     with progress_file.open("r+b") as file, mmap.mmap(file.fileno(), _PROGRESS.size) as progress:
@@ -160,7 +167,7 @@ CAMPAIGNS = (
     Campaign(
         name="fuzz-manifests",
         fault="a manifest, data-file header, plain value or compressed frame that nobody wrote like that",
-        how="kept inputs, changed by what they mean, the checksum right again; processor time and memory of each measured",
+        how="kept inputs changed by what they mean, checksums right again; processor time and memory of each measured",
         unit="inputs",
         run=partial(run, "fuzz-manifests"),
         trials=range(1_000_000),

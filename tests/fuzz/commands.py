@@ -25,7 +25,17 @@ from fuzz.mutations import DTYPES, NUMBERS, TEXTS, mutate_bytes, mutate_header, 
 FOLDER = "@"
 """Stands for the folder, in words."""
 OPTIONS = {
-    "show": ("--tree", "--tensor=*", "--tensor=?", "--files", "--objects", "--stats", "--step=?", "--limit=?", "--html=@/x.html"),
+    "show": (
+        "--tree",
+        "--tensor=*",
+        "--tensor=?",
+        "--files",
+        "--objects",
+        "--stats",
+        "--step=?",
+        "--limit=?",
+        "--html=@/x.html",
+    ),
     "verify": ("--sample=?", "--threads=2", "--step=?"),
     "diff": ("--step=?", "--atol=?", "--rtol=?", "--ignore-dtype", "--include=?", "--exclude=?", "--threads=2"),
     "timeline": ("--step=?", "--trace=@/x.json"),
@@ -64,7 +74,10 @@ def read_command(data: bytes) -> None:
         json.loads(result.stdout)
         assert result.stderr == "", words
     else:
-        assert result.stderr.count("\n") == (result.exit_code not in {0, 1} or not result.stdout), (words, result.stderr)
+        assert result.stderr.count("\n") == (result.exit_code not in {0, 1} or not result.stdout), (
+            words,
+            result.stderr,
+        )
 
 
 def _write(folder: Path, files: Files) -> None:

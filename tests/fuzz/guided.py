@@ -1,5 +1,6 @@
-"""The same targets under atheris, Google's coverage-guided fuzzer: an input that reaches lines which no other has reached
-is kept, and changed further. What it finds is added to the corpus by hand, so that the other campaigns begin there.
+"""The same targets under atheris, Google's coverage-guided fuzzer: an input that reaches lines which no other has
+reached is kept, and changed further. What it finds is added to the corpus by minimise.py, so that the other campaigns
+begin there.
 
     python tests/fuzz/guided.py manifest --runs 100000 --kept FOLDER
 
@@ -47,8 +48,10 @@ class Guided:
         if wrong:
             path = CORPUS / self._target.name / f"guided-{hashlib.sha256(data).hexdigest()[:12]}"
             path.write_bytes(data)
-            self._broken.append(f"{self._target.name}: {wrong.splitlines()[-1]}; {repeat_command(path.parent.name, path)}")
-            print(f"{wrong}\n{self._broken[-1]}", flush=True)
+            self._broken.append(
+                f"{self._target.name}: {wrong.splitlines()[-1]}; {repeat_command(path.parent.name, path)}"
+            )
+            sys.stdout.write(f"{wrong}\n{self._broken[-1]}\n")
 
     def mutate(self, data: bytes, max_size: int, seed: int) -> bytes:
         rng = Random(seed)
@@ -67,7 +70,8 @@ class Guided:
             "most_bytes": self._watch.most_bytes,
         }
         if self._result is None:
-            print(json.dumps(told, indent=1), flush=True)
+            sys.stdout.write(f"{json.dumps(told, indent=1)}\n")
+            sys.stdout.flush()
         else:
             self._result.write_text(json.dumps(told))
         os._exit(0)

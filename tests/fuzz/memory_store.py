@@ -41,7 +41,7 @@ class MemoryStore:
         return Access(1e-4, 1e9)
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
-        raise AssertionError(f"{name} is to be written")
+        raise AssertionError(f"{name} is to be written, in {len(blocks)} blocks, {replace=}")
 
     def delete(self, name: str) -> None:
         raise AssertionError(f"{name} is to be removed")
@@ -54,6 +54,8 @@ class MemoryStore:
         if len(found) < len(buffer):
             raise CheckpointCorruptError(f"{name} ends too early", kind="truncated", path=name)
         buffer[:] = found
+        if on_filled is not None:
+            on_filled(len(buffer))
 
     def list(self, folder: str) -> dict[str, int | None]:
         prefix = f"{check_name(folder)}/" if folder else ""
@@ -63,5 +65,3 @@ class MemoryStore:
                 first, separator, _ = name[len(prefix) :].partition("/")
                 found[first] = None if separator else len(content)
         return found
-
-

@@ -1,5 +1,5 @@
-"""Chooses, of what a guided fuzzer has kept, the few small inputs that reach lines which no other in the corpus reaches, and
-adds them to it.
+"""Chooses, of what a guided fuzzer has kept, the few small inputs that reach lines which no other in the corpus
+reaches, and adds them to it.
 
     python tests/fuzz/minimise.py manifest FOLDER
 """
@@ -55,7 +55,7 @@ def main(name: str, folder: Path) -> None:
         if not lines <= reached:
             reached |= lines
             (CORPUS / name / f"line-{hashlib.sha256(data).hexdigest()[:12]}").write_bytes(data)
-            print(f"{name}: {len(data)} bytes reach {len(reached)} lines")
+            sys.stdout.write(f"{name}: {len(data)} bytes reach {len(reached)} lines\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -28,8 +29,37 @@ NUMBERS = (
     *(value for bits in (31, 32, 61, 62, 63, 64) for value in ((1 << bits) - 1, 1 << bits, (1 << bits) + 1)),
     *(-1, -2, -(1 << 31), -(1 << 63)),
 )
-TEXTS = ("", ".", "..", "../x", "/etc/passwd", "a/b", "a//b", "C:x", "\\", "\0", "x" * 300, "\udc80", "ß", "0", "w", "1e9")
-DTYPES = ("float32", "bfloat16", "int64", "bool", "uint8", "complex128", "float4_e2m1fn_x2", "int4", "F32", "BF16", "I64")
+TEXTS = (
+    "",
+    ".",
+    "..",
+    "../x",
+    "/etc/passwd",
+    "a/b",
+    "a//b",
+    "C:x",
+    "\\",
+    "\0",
+    "x" * 300,
+    "\udc80",
+    "ß",
+    "0",
+    "w",
+    "1e9",
+)
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "int64",
+    "bool",
+    "uint8",
+    "complex128",
+    "float4_e2m1fn_x2",
+    "int4",
+    "F32",
+    "BF16",
+    "I64",
+)
 
 
 def mutate_bytes(data: bytes, rng: Random) -> bytes:
@@ -207,14 +237,51 @@ def mutate_header(data: bytes, rng: Random) -> bytes:
 _SNIPPETS = (
     *(b"N", b"(", b")", b"]", b"}", b"0", b"1", b"2", b"t", b"l", b"d", b"a", b"e", b"s", b"u", b"R", b"b", b"Q", b"."),
     *(b"\x81", b"\x85", b"\x86", b"\x87", b"\x88", b"\x8f", b"\x90", b"\x91", b"\x92", b"\x93", b"\x94"),
-    *(b"h\x00", b"h\x01", b"h\x02", b"h\x05", b"q\x00", b"q\x07", b"K\x00", b"K\x01", b"K\xff", b"M\xff\xff", b"J\xff\xff\xff\xff"),
-    *(b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b"\x8b\xff\xff\xff\xff", b"I01\n"),
+    *(
+        b"h\x00",
+        b"h\x01",
+        b"h\x02",
+        b"h\x05",
+        b"q\x00",
+        b"q\x07",
+        b"K\x00",
+        b"K\x01",
+        b"K\xff",
+        b"M\xff\xff",
+        b"J\xff\xff\xff\xff",
+    ),
+    *(
+        b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f",
+        b"\x8a\x09" + b"\xff" * 8 + b"\x00",
+        b"\x8b\xff\xff\xff\xff",
+        b"I01\n",
+    ),
     *(b"G\x7f\xf0\x00\x00\x00\x00\x00\x00", b"X\x01\x00\x00\x00w", b"\x8c\x01.", b"C\x02ab", b"U\x01\x80"),
     *(b"ctorch\nfloat32\n", b"ctorch\nFloatStorage\n", b"ctorch\nSize\n", b"ctorch\ndevice\n", b"cos\nsystem\n"),
-    *(b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_parameter\n", b"ctorch._utils\n_rebuild_tensor_v3\n"),
-    *(b"ccollections\nOrderedDict\n)R", b"ccollections\nCounter\n", b"ccollections\ndefaultdict\n)R", b"cbuiltins\nset\n"),
-    *(b"cnumpy\ndtype\n", b"cnumpy.core.multiarray\nscalar\n", b"cnumpy.core.multiarray\n_reconstruct\n", b"c_io\nBytesIO\n"),
-    *(b"c_codecs\nencode\n", b"cbuiltins\ncomplex\n", b"cbuiltins\nbytearray\n", b"cpathlib\nPosixPath\n", b"ccopyreg\n_reconstructor\n"),
+    *(
+        b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"ctorch._utils\n_rebuild_parameter\n",
+        b"ctorch._utils\n_rebuild_tensor_v3\n",
+    ),
+    *(
+        b"ccollections\nOrderedDict\n)R",
+        b"ccollections\nCounter\n",
+        b"ccollections\ndefaultdict\n)R",
+        b"cbuiltins\nset\n",
+    ),
+    *(
+        b"cnumpy\ndtype\n",
+        b"cnumpy.core.multiarray\nscalar\n",
+        b"cnumpy.core.multiarray\n_reconstruct\n",
+        b"c_io\nBytesIO\n",
+    ),
+    *(
+        b"c_codecs\nencode\n",
+        b"cbuiltins\ncomplex\n",
+        b"cbuiltins\nbytearray\n",
+        b"cpathlib\nPosixPath\n",
+        b"ccopyreg\n_reconstructor\n",
+    ),
     *(b"cargparse\nNamespace\n)R", b"ctorch._tensor\n_rebuild_from_type_v2\n", b"ctorch.storage\nUntypedStorage\n"),
 )
 
@@ -234,7 +301,9 @@ def mutate_pickle(data: bytes, rng: Random) -> bytes:
             other = rng.randrange(len(steps))
             steps[at], steps[other] = steps[other], steps[at]
         elif kind < 0.6:
-            steps[at] = steps[at][:1] + mutate_bytes(steps[at][1:], rng) if len(steps[at]) > 1 else rng.choice(_SNIPPETS)
+            steps[at] = (
+                steps[at][:1] + mutate_bytes(steps[at][1:], rng) if len(steps[at]) > 1 else rng.choice(_SNIPPETS)
+            )
         elif kind < 0.7:
             start, count = rng.randrange(len(steps)), rng.choice((2, 5, 20))
             steps[at:at] = steps[start : start + count]
@@ -246,10 +315,8 @@ def mutate_pickle(data: bytes, rng: Random) -> bytes:
 def _instructions(data: bytes) -> list[bytes]:
     """What follows the last one that is known is one more."""
     bounds = [0]
-    try:
+    with suppress(ValueError, IndexError, OverflowError, MemoryError):
         bounds += [position for _, _, position in pickletools.genops(data)][1:]
-    except (ValueError, IndexError, OverflowError, MemoryError):
-        pass
     ends = [*bounds[1:], len(data)]
     return [data[start:end] for start, end in zip(bounds, ends, strict=True)]
 
@@ -311,7 +378,9 @@ def mutate_folder(data: bytes, rng: Random) -> bytes:
     elif kind < 0.97:
         files[name] = files[rng.choice(sorted(files))]
     else:
-        files[rng.choice((f"x/{name}", f"{name}x", "model.safetensors", ".metadata", "pytorch_model.bin"))] = files.pop(name)
+        files[rng.choice((f"x/{name}", f"{name}x", "model.safetensors", ".metadata", "pytorch_model.bin"))] = files.pop(
+            name
+        )
     return pack(files)
 
 

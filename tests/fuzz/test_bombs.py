@@ -1,5 +1,5 @@
-"""Small inputs that ask for much: each took seconds, hours or all memory, or ended in an error of Python's own, before there
-was a limit that it meets. None of them is large, so each test ends at once, or never.
+"""Small inputs that ask for much: each took seconds, hours or all memory, or ended in an error of Python's own, before
+there was a limit that it meets. None of them is large, so each test ends at once, or never.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def tensor_of_shape(shape: bytes) -> bytes:
     return b"\x80\x02" + HUGE + b"q\x010" + rebuild + b"(" + storage + b"K\x00(" + shape + b"t(" + shape + b"t\x89)tR."
 
 
-@pytest.mark.parametrize("shape", [b"h\x01" * 8, b"h\x01" * 20_000, b"K\x01" * 65], ids=["huge", "huge and many", "many"])
+@pytest.mark.parametrize(
+    "shape", [b"h\x01" * 8, b"h\x01" * 20_000, b"K\x01" * 65], ids=["huge", "huge and many", "many"]
+)
 def test_a_shape_is_bounded_before_its_lengths_are_multiplied(shape: bytes) -> None:
     assert refused(read_pickle, tensor_of_shape(shape)).kind == "bad_manifest"
 
@@ -88,7 +90,9 @@ def numbers(count: int) -> list[bytes]:
 def complex_numbers(count: int) -> list[bytes]:
     """The hash of one is that of its real part and a million times that of its imaginary part."""
     pairs = [(1000003.0 * (count - number), float(number)) for number in range(count)]
-    return [b"cbuiltins\ncomplex\n" + b"".join(b"G" + struct.pack(">d", each) for each in pair) + b"\x86R" for pair in pairs]
+    return [
+        b"cbuiltins\ncomplex\n" + b"".join(b"G" + struct.pack(">d", each) for each in pair) + b"\x86R" for pair in pairs
+    ]
 
 
 def as_tuples(keys: list[bytes]) -> list[bytes]:
@@ -156,7 +160,9 @@ def test_the_shape_of_a_small_tensor_is_bounded(shape: list[int]) -> None:
 
 
 @pytest.mark.parametrize("code", [2, 11, 12], ids=["dict", "OrderedDict", "Counter"])
-@pytest.mark.parametrize("key", [Ext(10, encode(str(SAME_HASH << 4))), Ext(3, bytes(16)), Ext(1, encode([1])), 0.5, None, b"x"])
+@pytest.mark.parametrize(
+    "key", [Ext(10, encode(str(SAME_HASH << 4))), Ext(3, bytes(16)), Ext(1, encode([1])), 0.5, None, b"x"]
+)
 def test_a_dict_has_keys_as_they_are_written_only(code: int, key: object) -> None:
     read_plain_data(encode(Ext(code, encode([[7, 1], ["x", 2]]))))
     assert refused(read_plain_data, encode(Ext(code, encode([[key, 1]])))).kind == "bad_manifest"

@@ -1,5 +1,5 @@
-"""The kept inputs: whole ones of every format, and what fuzzers have found. Each is read again, and every failure that was
-ever found stays one of them.
+"""The kept inputs: whole ones of every format, and what fuzzers have found. Each is read again, and every failure that
+was ever found stays one of them.
 """
 
 from __future__ import annotations

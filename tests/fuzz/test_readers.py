@@ -1,4 +1,4 @@
-"""Readers under hypothesis: kept inputs changed by what they mean, and where one fails, the fewest changes that do it."""
+"""Readers under hypothesis: kept inputs changed by what they mean, and the fewest changes that make one fail."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def test_whatever_is_read_the_error_is_a_documented_one(name: str) -> None:
     @settings(max_examples=SLOW.get(name, 100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.randoms(use_true_random=False))
     def read(rng: Random) -> None:
+        refusal: CheckpointError | None = None
         try:
             target.read(draw(target, rng))
         except CheckpointError as error:
-            assert error.kind in kinds[type(error).__name__]
+            refusal = error
+        assert refusal is None or refusal.kind in kinds[type(refusal).__name__]
 
     read()

@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 from bytecheckpoint import errors
@@ -48,7 +48,7 @@ class Watch:
         self._start_bytes = _peak_bytes()
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, self._handler)
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
@@ -66,7 +66,7 @@ class Watch:
             self.num_refused += 1
         except Hung:
             wrong = f"given up after {_GIVE_UP_S:g} s of processor time"
-        except BaseException as error:  # noqa: BLE001  # of a reader that is what is looked for
+        except BaseException as error:  # of a reader that is what is looked for
             if isinstance(error, KeyboardInterrupt):
                 raise
             wrong = "".join(traceback.format_exception(error, limit=-6)).strip()

@@ -328,7 +328,10 @@ def is_crafted(key: Any) -> bool:
     """
     if type(key) is int:
         return key not in _INT64
-    return not (key is None or isinstance(key, str | bytes | bool) or type(key).__hash__ is object.__hash__)
+    if key is None or isinstance(key, str | bytes | bool):
+        return False
+    hash_of_class: Any = type(key).__hash__
+    return hash_of_class is not object.__hash__
 
 
 def check_keys(keys: Collection[Any]) -> None:
