@@ -188,7 +188,7 @@ def main() -> int:
         return max(codes)
     campaign = by_name[names[0]]
     seed = campaign.seed if arguments.seed is None else arguments.seed
-    trials = campaign.trials if arguments.trials is None else _range_of(arguments.trials)
+    trials = campaign.trials if arguments.trials is None else range_of(arguments.trials)
     until_s = time.monotonic() + 60 * arguments.minutes
     row = run(campaign, seed=seed, trials=trials, until_s=until_s)
     sys.stdout.write(f"{json.dumps(asdict(row), indent=1)}\n")
@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _range_of(text: str) -> range:
+def range_of(text: str) -> range:
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 
