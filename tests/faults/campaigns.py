@@ -20,6 +20,9 @@ MODULES: tuple[str, ...] = (
     "faults.power_cuts",
     "faults.failing_calls",
     "faults.damage",
+    "faults.object_store_faults",
+    "faults.commit_machine",
+    "faults.lost_ranks",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)
