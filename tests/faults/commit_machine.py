@@ -136,6 +136,8 @@ class CommitMachine(RuleBasedStateMachine):
         self.jobs: list[Job | None] = [None] * NUM_JOBS
         self.began = [0] * NUM_JOBS
         """In which step the call that is under way did."""
+        self.acted = [0] * NUM_JOBS
+        """In which step each job did last."""
         self.num_saves = 0
 
     @property
@@ -174,6 +176,7 @@ class CommitMachine(RuleBasedStateMachine):
 
     def kill(self, number: int, death: str) -> None:
         cause = self.cause_of(number)
+        self.acted[number] = self.model.num_steps + 1
         self.die(number, death)
         self.count("kills")
         self.look(cause)
@@ -261,6 +264,7 @@ class CommitMachine(RuleBasedStateMachine):
         if running.call.kind == "save":
             self.model.saves[running.call.value].is_durable = running.is_durable
         self.look(cause)
+        self.acted[number] = self.model.num_steps
         if ended is not None:
             self.tally["faults"] = self.tally.get("faults", 0) + len(running.met)
             self.judge(number, running.call, ended, met_faults=bool(running.met))
@@ -272,7 +276,7 @@ class CommitMachine(RuleBasedStateMachine):
             self.count("acknowledged saves" if ended.error is None else "failed saves")
         elif call.kind == "load":
             self.model.load_ended(call, ended, since=since, met_faults=met_faults)
-        elif not met_faults and all(map(self.is_idle, range(NUM_JOBS))):
+        elif not met_faults and max(self.acted[:number] + self.acted[number + 1 :]) <= since:
             is_nothing_there = ended.error is not None and ended.error.kind == "not_found"
             must(ended.error is None or is_nothing_there, f"{call} met no fault and failed: {ended.error}")
 
