@@ -94,7 +94,7 @@ def judged(ended: Ended, root: Path, *, in_place: bool) -> tuple[str, str | None
     newest = SAVED if said == "done" else BEFORE
     acknowledged = [newest] if in_place else list(range(BEFORE, newest + 1))
     is_wrong = (
-        lost(SAVERS["own"], root, begun=SAVED, acknowledged=acknowledged, in_place=in_place)
+        lost(OWN, root, begun=SAVED, acknowledged=acknowledged, in_place=in_place)
         or torn(root, begun=SAVED, acknowledged=acknowledged, in_place=in_place)
         or stuck(root, begun=SAVED, in_place=in_place)
     )
@@ -142,7 +142,7 @@ def limit_files(asked: Asked) -> Outcome:
     for trial in asked.due():
         rng, root = asked.rng(trial), asked.folder / str(trial)
         in_place, num_bytes = rng.random() < 0.5, int(1.2e6 * rng.random() ** 3)
-        SAVERS["own"].save(root, Training(steps=BEFORE), in_place=in_place)
+        OWN.save(root, Training(steps=BEFORE), in_place=in_place)
         ended = launcher.run(PROGRAM, root, num_bytes, "in place" if in_place else "steps")
         what, is_wrong = judged(ended, root, in_place=in_place)
         said[what] += 1
@@ -164,7 +164,7 @@ def fill_disks(asked: Asked) -> Outcome:
         in_place = trial % 2 == 1
         with small_disk(asked.folder / str(trial)) as disk:
             root = disk / "ckpt"
-            SAVERS["own"].save(root, Training(steps=BEFORE), in_place=in_place)
+            OWN.save(root, Training(steps=BEFORE), in_place=in_place)
             filler = disk / "filler"
             filler.write_bytes(bytes(shutil.disk_usage(disk).free - trial * PAGE_BYTES))
             ended = launcher.run(PROGRAM, root, -1, "in place" if in_place else "steps")

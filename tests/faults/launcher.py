@@ -9,6 +9,7 @@ import atexit
 import functools
 import gc
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ class Launcher:
         """`ready_for` names a module whose `warm_up()` does once what every program would have to do for itself."""
         self._folder = folder
         self._outputs: dict[int, Path] = {}
+        self._numbers = itertools.count()
         root = Path(__file__).parents[2]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
         self._process = subprocess.Popen(
@@ -49,7 +51,7 @@ class Launcher:
 
     def start(self, code: str, *arguments: object) -> int:
         """Starts a program with these arguments and returns its process id."""
-        output = self._folder / f"output-{len(self._outputs)}.txt"
+        output = self._folder / f"output-{next(self._numbers)}.txt"  # not named after the process: its id comes again
         pid = int(self._ask({"code": code, "argv": ["program", *map(str, arguments)], "output": str(output)}))
         self._outputs[pid] = output
         return pid

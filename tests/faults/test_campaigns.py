@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +13,12 @@ import bytecheckpoint as bcp
 from faults import fault_table
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome, all_campaigns, nothing_missing
 from faults.damage import flipped, load_own, saved
+from faults.launcher import Launcher
 from faults.savers import NARROW, OWN, Training, WrongBytesError
 from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
 
 CAMPAIGNS = all_campaigns()
+BY_NAME = {campaign.name: campaign for campaign in CAMPAIGNS}
 
 
 def cases() -> list[object]:
@@ -37,6 +41,26 @@ def test_nothing_is_broken_by(campaign: Campaign, trials: range, tmp_path: Path)
     outcome = campaign.run(Asked(campaign.seed, trials, tmp_path))
     assert outcome.num_trials > 0
     assert campaign.is_peer or outcome.broken == (), f"python tests/faults/fault_table.py {campaign.name}"
+
+
+def test_programs_with_the_same_process_id_have_outputs_of_their_own(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what the first one said would count for the second."""
+    pids = [launcher.start("print('first')")]
+    assert launcher.wait(pids[0]).output == "first\n"
+    ask = Launcher._ask
+
+    def same_id(self: Launcher, request: dict[str, Any]) -> Any:
+        answer = ask(self, request | ({"wait": pids[-1]} if "wait" in request else {}))
+        if "code" in request:
+            pids.append(answer)
+            return pids[0]
+        return answer
+
+    monkeypatch.setattr(Launcher, "_ask", same_id)
+    for text in ("second", "third"):
+        assert launcher.run(f"print({text!r})").output == f"{text}\n"
 
 
 def test_campaigns_have_names_of_their_own() -> None:
@@ -151,7 +175,9 @@ def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     row = fault_table.run(toy(is_peer=True), seed=1, trials=range(3))
     fault_table.keep(row)
     other = replace(toy(), name="other")
-    assert [asdict(found) for found in fault_table.kept_rows([toy(), other])] == [asdict(row)]
+    found, never_run = fault_table.kept_rows([toy(is_peer=True), other])
+    assert asdict(found) == asdict(row)
+    assert (never_run.number, never_run.result) == (None, "not run yet")
     assert "torch.distributed.checkpoint" in fault_table.page([row])
 
 
@@ -166,3 +192,16 @@ def test_the_page_says_what_was_kept() -> None:
 )
 def test_trials_are_a_number_or_a_range(arguments: str, expected: range) -> None:
     assert fault_table.range_of(arguments) == expected
+
+
+def test_the_numbers_of_the_readme_are_those_that_were_kept() -> None:
+    """Its rows name the campaigns that they sum up."""
+    kept = {row.name: row for row in fault_table.kept_rows(CAMPAIGNS)}
+    lines = (fault_table.ROOT / "README.md").read_text().splitlines()
+    named = [(re.findall(r"`([a-z-]+)`", line), line) for line in lines if line.startswith("| ")]
+    sums = [(names, line) for names, line in named if names and all(name in BY_NAME for name in names)]
+    assert sums
+    for names, line in sums:
+        rows = [kept[name] for name in names]
+        number, broken = sum(row.number or 0 for row in rows), sum(row.broken for row in rows)
+        assert [cell.strip() for cell in line.split("|")[2:4]] == [f"{number:,}", f"{broken:,}"], line
