@@ -83,6 +83,7 @@ def _put(requests: S3Requests, target: Target, content: memoryview, patience: Pa
 def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], patience: Patience) -> None:
     """The request that makes the object visible. What was carried out while its answer was lost is a success."""
     replaced = "" if target.is_new else requests.persist(lambda _: _look(requests, target).etag, patience)
+    mine = (requests, target, patience)
 
     def attempt(number: int) -> None:
         # Hazard: what an attempt without an answer has put there may be replaced since, and what it needs be deleted.
@@ -100,13 +101,13 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
                 requests.refuses |= condition.keys()
                 request()
             # What is refused now may have been done by an attempt whose answer did not arrive, one of botocore's too.
-            elif is_transient(error) or not (number or _is_refused(error)) or not _is_there(requests, target, patience):
+            elif is_transient(error) or not (number or _is_refused(error, replaced)) or not _is_there(*mine):
                 raise
 
     try:
         requests.persist(attempt, patience)
     except FailedRequestError as failed:
-        if _is_refused(failed.error):
+        if _is_refused(failed.error, replaced):
             raise TakenError from failed
         if not is_transient(failed.error) or not _is_seen(requests, target, patience):
             raise
@@ -122,9 +123,9 @@ def _condition(requests: S3Requests, replaced: str) -> dict[str, str]:
     return {name: value for name, value in condition.items() if name not in requests.refuses}
 
 
-def _is_refused(error: Exception) -> bool:
+def _is_refused(error: Exception, replaced: str) -> bool:
     """Whether the condition did not hold: another object stands there, or the one that was to be replaced is gone."""
-    return is_taken(error) or is_missing(error)
+    return is_taken(error) or (bool(replaced) and is_missing(error))
 
 
 def _is_misjudged(requests: S3Requests, target: Target, replaced: str, error: Exception) -> bool:
