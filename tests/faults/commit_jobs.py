@@ -58,7 +58,7 @@ class Running:
         self.is_durable = False
         """In the local stage of every rank."""
         self.written: set[str] = set()
-        """The objects that it has written and not deleted."""
+        """The objects that it has written and not deleted, but for manifests: another's may stand under their names."""
         self._faults = faults
 
     def fault_of(self, operation: Operation) -> Fault | None:
@@ -74,7 +74,7 @@ class Running:
 
     def note(self, operation: Operation, world: World) -> None:
         """After the operation."""
-        if operation.kind == "write" and operation.name in world.objects:
+        if operation.kind == "write" and operation.name in world.objects and not is_of(operation, "manifest"):
             self.written.add(operation.name)
         if operation.kind == "delete":
             self.written.discard(operation.name)
