@@ -281,8 +281,8 @@ def _refuse_if_cleared_away(saving: Saving, content: bytes) -> None:
         discard(saving)
         raise CheckpointSaveError(
             f"the save to {saving.path} was held up for {saving.clock.age_s / 3600:.1f} hours, and what it had written "
-            f"is not there any more ({', '.join(file.name for file in manifest.files[:3])}, ...): it was taken for that "
-            "of a dead save and cleared away. Nothing was committed, and what stood there is as it was: save again",
+            "is not there any more: it was taken for that of a dead save and cleared away. Nothing was committed, and "
+            "what stood there is as it was: save again",
             kind="storage",
             path=saving.path,
         ) from error

@@ -23,7 +23,7 @@ from bytecheckpoint.storage.os_errors import already_exists, is_a_file, replaced
 from bytecheckpoint.storage.s3_client import client_for
 from bytecheckpoint.storage.s3_errors import FailedRequestError, describe_s3, is_missing, is_no_upload, to_store_error
 from bytecheckpoint.storage.s3_requests import EndOfObjectError, Patience, RangeIgnoredError, S3Requests
-from bytecheckpoint.storage.s3_upload import TakenError, new_target, upload
+from bytecheckpoint.storage.s3_upload import TakenError, abort_uploads_of, begin_upload, new_target, upload
 from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
@@ -137,14 +137,17 @@ class S3Store:
         that is only to be read. Leaves nothing there.
         """
         key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable")
+        lost: list[bool] = []
         try:
             with self._translated(self._shown, doing="write"):
-                answer = self._requests.call("create_multipart_upload", self._patience(), Key=key)
+                upload_id = begin_upload(self._requests, key, self._patience(), on_lost=lambda: lost.append(True))
+            self._check_abort(key, upload_id)
         except StorageError as error:
-            if error.kind == "unsupported":  # then it may still take objects in one piece
-                return
-            raise
-        self._check_abort(key, str(answer["UploadId"]))
+            if error.kind != "unsupported":  # else it may still take objects in one piece
+                raise
+        finally:
+            if lost:
+                abort_uploads_of(self._requests, key)
 
     def _check_abort(self, key: str, upload_id: str) -> None:
         try:

@@ -83,6 +83,7 @@ def _put(requests: S3Requests, target: Target, content: memoryview, patience: Pa
 def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], patience: Patience) -> None:
     """The request that makes the object visible. What was carried out while its answer was lost is a success."""
     replaced = "" if target.is_new else requests.persist(lambda _: _look(requests, target).etag, patience)
+    mine = (requests, target, patience)
 
     def attempt(number: int) -> None:
         # Hazard: what an attempt without an answer has put there may be replaced since, and what it needs be deleted.
@@ -100,13 +101,13 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
                 requests.refuses |= condition.keys()
                 request()
             # What is refused now may have been done by an attempt whose answer did not arrive, one of botocore's too.
-            elif is_transient(error) or not (number or _is_refused(error)) or not _is_there(requests, target, patience):
+            elif is_transient(error) or not (number or _is_refused(error, replaced)) or not _is_there(*mine):
                 raise
 
     try:
         requests.persist(attempt, patience)
     except FailedRequestError as failed:
-        if _is_refused(failed.error):
+        if _is_refused(failed.error, replaced):
             raise TakenError from failed
         if not is_transient(failed.error) or not _is_seen(requests, target, patience):
             raise
@@ -122,9 +123,9 @@ def _condition(requests: S3Requests, replaced: str) -> dict[str, str]:
     return {name: value for name, value in condition.items() if name not in requests.refuses}
 
 
-def _is_refused(error: Exception) -> bool:
+def _is_refused(error: Exception, replaced: str) -> bool:
     """Whether the condition did not hold: another object stands there, or the one that was to be replaced is gone."""
-    return is_taken(error) or is_missing(error)
+    return is_taken(error) or (bool(replaced) and is_missing(error))
 
 
 def _is_misjudged(requests: S3Requests, target: Target, replaced: str, error: Exception) -> bool:
@@ -205,19 +206,17 @@ class _Parts:
             self._abort(error)
             raise
         if self._may_have_others:
-            self._abort_others()
+            abort_uploads_of(self._requests, self._target.key)
 
     def _begin(self) -> None:
-        def attempt(_number: int) -> None:
-            metadata = {_WRITER: self._target.writer}
-            try:
-                answer = self._requests.send("create_multipart_upload", Key=self._target.key, Metadata=metadata)
-            except S3_ERRORS as error:
-                self._may_have_others = self._may_have_others or (is_transient(error) and not is_unreachable(error))
-                raise
-            self._upload_id = answer["UploadId"]
+        metadata = {_WRITER: self._target.writer}
 
-        self._requests.persist(attempt, self._patience)
+        def note() -> None:
+            self._may_have_others = True
+
+        self._upload_id = begin_upload(
+            self._requests, self._target.key, self._patience, on_lost=note, Metadata=metadata
+        )
 
     def _send_part(self, number: int, content: memoryview) -> dict[str, object]:
         """What completing the upload says about this part."""
@@ -249,18 +248,33 @@ class _Parts:
             if not is_no_upload(failed.error):
                 error.add_note("parts that were uploaded may be left, which `bcp gc` removes")
         if self._may_have_others:
-            self._abort_others()
+            abort_uploads_of(self._requests, self._target.key)
 
-    def _abort_others(self) -> None:
-        """Hazard: all uploads of this object. No other save uses its name."""
-        patience = Patience(_CLEAN_UP_S, threading.Event())
-        with suppress(FailedRequestError):
-            found = self._requests.call("list_multipart_uploads", patience, Prefix=self._target.key)
-            for other in found.get("Uploads", ()):
-                if other["Key"] == self._target.key:
-                    self._requests.call(
-                        "abort_multipart_upload", patience, Key=other["Key"], UploadId=other["UploadId"]
-                    )
+
+def begin_upload(
+    requests: S3Requests, key: str, patience: Patience, *, on_lost: Callable[[], None], **parameters: Any
+) -> str:
+    """The id of a new upload. `on_lost` is called where the service may have begun one whose id did not arrive."""
+
+    def attempt(_number: int) -> str:
+        try:
+            return str(requests.send("create_multipart_upload", Key=key, **parameters)["UploadId"])
+        except S3_ERRORS as error:
+            if is_transient(error) and not is_unreachable(error):
+                on_lost()
+            raise
+
+    return requests.persist(attempt, patience)
+
+
+def abort_uploads_of(requests: S3Requests, key: str) -> None:
+    """As far as the service lets it. Hazard: all uploads of this object, so nobody else may use its name."""
+    patience = Patience(_CLEAN_UP_S, threading.Event())
+    with suppress(FailedRequestError):
+        found = requests.call("list_multipart_uploads", patience, Prefix=key)
+        for other in found.get("Uploads", ()):
+            if other["Key"] == key:
+                requests.call("abort_multipart_upload", patience, Key=key, UploadId=other["UploadId"])
 
 
 def _checksum(requests: S3Requests, content: memoryview) -> dict[str, str]:

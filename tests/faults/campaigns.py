@@ -21,6 +21,9 @@ MODULES: tuple[str, ...] = (
     "faults.failing_calls",
     "faults.damage",
     "fuzz.campaign",
+    "faults.object_store_faults",
+    "faults.commit_machine",
+    "faults.lost_ranks",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)

@@ -23,19 +23,29 @@ import sys
 from faults.commit_job import serve
 serve(sys.argv[1])
 """
-HUNG_S = 60.0
+HUNG_S = 100.0
 
 
 class Hung(AssertionError):  # noqa: N818  # the name says what happened
     """A job neither asks for anything nor ends its call, or ended by itself."""
 
 
+SORTS = ("any", "write", "manifest", "delete")
+"""Of operations; `manifest` is that which commits."""
+
+
 class Planned(NamedTuple):
     """A fault of a call."""
 
+    sort: str
     number: int
-    """Of the operation that meets it; the first is 1."""
+    """Of the operation that meets it, among those of its sort; the first is 1."""
     fault: Fault
+
+
+def is_of(operation: Operation, sort: str) -> bool:
+    is_commit = operation.kind == "write" and operation.name.endswith("/manifest.bcp")
+    return sort in {"any", operation.kind} or (sort == "manifest" and is_commit)
 
 
 class Running:
@@ -43,24 +53,28 @@ class Running:
 
     def __init__(self, call: Call, faults: tuple[Planned, ...]) -> None:
         self.call = call
-        self.num_operations = 0
+        self.num_operations = dict.fromkeys(SORTS, 0)
         self.met: list[Planned] = []
         self.is_durable = False
         """In the local stage of every rank."""
         self.written: set[str] = set()
-        """The objects that it has written and not deleted."""
-        self._faults = {planned.number: planned for planned in faults}
+        """The objects that it has written and not deleted, but for manifests: another's may stand under their names."""
+        self._faults = faults
 
-    def fault_now(self) -> Fault | None:
-        planned = self._faults.get(self.num_operations)
-        if planned is None:
-            return None
-        self.met.append(planned)
-        return planned.fault
+    def fault_of(self, operation: Operation) -> Fault | None:
+        """What the next operation meets, which is this."""
+        for sort in SORTS:
+            self.num_operations[sort] += is_of(operation, sort)
+        hits = [each for each in self._faults if self._hits(each, operation)]
+        self.met += hits[:1]
+        return hits[0].fault if hits else None
+
+    def _hits(self, planned: Planned, operation: Operation) -> bool:
+        return is_of(operation, planned.sort) and self.num_operations[planned.sort] == planned.number
 
     def note(self, operation: Operation, world: World) -> None:
         """After the operation."""
-        if operation.kind == "write" and operation.name in world.objects:
+        if operation.kind == "write" and operation.name in world.objects and not is_of(operation, "manifest"):
             self.written.add(operation.name)
         if operation.kind == "delete":
             self.written.discard(operation.name)
@@ -121,15 +135,20 @@ class Crew:
         job.running = Running(call, faults)
         job.calls.send(call)
 
-    def go_on(self, job: Job, num_operations: int | None) -> Ended | None:
-        """Lets it go on for so many operations, or to the end of its call: how that ended, or None."""
+    def go_on(self, job: Job, budget: int | str | None) -> Ended | None:
+        """Lets it go on for so many operations, until it asks for the next one of a sort, or to the end of its call:
+        how that ended, or None.
+        """
+        num_done = 0
         while True:
             ended = self._until_it_asks(job)
-            if ended is not None or num_operations == 0:
+            if ended is not None or num_done == budget:
                 return ended
+            if isinstance(budget, str) and num_done and is_of(job.waiting[0][1], budget):
+                return None
             connection, operation = job.waiting.pop(0)
             connection.send(self._answer(job, operation))
-            num_operations = num_operations - 1 if num_operations is not None else None
+            num_done += 1
 
     def kill(self, job: Job) -> Running | None:
         """As the kernel does it. What it was doing."""
@@ -150,8 +169,7 @@ class Crew:
         running = job.running
         if running is None:
             raise Hung("a job that has nothing to do asks for something")
-        running.num_operations += 1
-        fault = running.fault_now()
+        fault = running.fault_of(operation)
         try:
             if fault is not None:
                 return self.world.break_off(operation, fault)

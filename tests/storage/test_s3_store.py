@@ -374,6 +374,18 @@ def test_a_replacing_write_that_failed_is_tried_again(s3_faults, store):
     assert get(store, "m", 9) == b"mine, too"
 
 
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_look_whether_it_may_be_written_to_leaves_no_upload_whose_answer_was_lost(
+    s3, s3_prefix, s3_faults, store, num_lost
+):
+    s3_faults.choose = faults = FirstFew("POST .*uploads$", Lose(), times=num_lost)
+    store.check_writable()
+    assert faults.num_left == 0
+    assert s3.uploads(s3_prefix) == []
+    assert s3.objects(s3_prefix) == []
+
+
 def _before_the_put(s3_faults, do):
     """Does something between the look at what stands there and the arrival of the PUT."""
 
