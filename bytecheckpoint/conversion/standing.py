@@ -72,7 +72,8 @@ def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) ->
         ) from error
     if to == "torch":
         return _of_file(place, listing, overwrite=overwrite)
-    other = OWN_FORMAT if layout.has_manifest(listing) else getattr(find_folder(place.store, "", listing), "format", None)
+    foreign = None if layout.has_manifest(listing) else find_folder(place.store, "", listing)
+    other = OWN_FORMAT if layout.has_manifest(listing) else foreign and foreign.format
     if other is not None and other != _FORMATS[to] and not beside:
         what = f"{place.path} holds a checkpoint of another format ({other})"
         raise _exists(place, what, "give another path: that one is never replaced")

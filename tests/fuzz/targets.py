@@ -162,7 +162,7 @@ def read_torch_file(data: bytes) -> None:
 def read_folder(data: bytes) -> None:
     """A folder that another program wrote."""
     store = MemoryStore(unpack(data) or {})
-    place = find_folder("", store.list(""))
+    place = find_folder(store, "", store.list(""))
     if place is not None:
         _read_found(Found(store, 0, "", place))
 
