@@ -167,7 +167,9 @@ def test_a_row_that_was_not_run_says_what_is_missing() -> None:
 def test_a_row_with_no_time_for_all_says_so() -> None:
     row = fault_table.run(toy(), seed=1, trials=range(3), until_s=0.0)
     assert "0 tries (of 3: the time was up)" in fault_table.page([row])
-    assert fault_table.run(toy(), seed=1, trials=EVERY, until_s=0.0).asked is None
+    of_every = fault_table.run(toy(), seed=1, trials=EVERY, until_s=0.0)
+    assert of_every.asked is None
+    assert of_every.result == "as expected; not all of them: the time was up"
 
 
 def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
