@@ -153,6 +153,8 @@ class S3Store:
         try:
             self._requests.call("abort_multipart_upload", self._patience(), Key=key, UploadId=upload_id)
         except FailedRequestError as failed:
+            if is_no_upload(failed.error):  # it was aborted, and the answer was lost
+                return
             reason = describe_safely(_words(failed), self._secrets)
             warnings.warn(
                 f"{self._shown}: an upload that fails cannot be cleaned up ({reason}), and what was sent of it stays "

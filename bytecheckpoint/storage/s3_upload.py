@@ -8,7 +8,7 @@ import base64
 import secrets
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -270,11 +270,12 @@ def begin_upload(
 def abort_uploads_of(requests: S3Requests, key: str) -> None:
     """As far as the service lets it. Hazard: all uploads of this object, so nobody else may use its name."""
     patience = Patience(_CLEAN_UP_S, threading.Event())
+    found: Mapping[str, Any] = {}
     with suppress(FailedRequestError):
         found = requests.call("list_multipart_uploads", patience, Prefix=key)
-        for other in found.get("Uploads", ()):
-            if other["Key"] == key:
-                requests.call("abort_multipart_upload", patience, Key=key, UploadId=other["UploadId"])
+    for upload_id in [other["UploadId"] for other in found.get("Uploads", ()) if other["Key"] == key]:
+        with suppress(FailedRequestError):  # as it is when the answer to the first attempt was lost: there is none more
+            requests.call("abort_multipart_upload", patience, Key=key, UploadId=upload_id)
 
 
 def _checksum(requests: S3Requests, content: memoryview) -> dict[str, str]:

@@ -386,6 +386,16 @@ def test_a_look_whether_it_may_be_written_to_leaves_no_upload_whose_answer_was_l
     assert s3.objects(s3_prefix) == []
 
 
+@pytest.mark.usefixtures("hasty")
+def test_all_uploads_whose_answers_were_lost_are_aborted_when_that_of_an_abort_is_lost_too(
+    s3, s3_prefix, s3_faults, store
+):
+    creates, aborts = FirstFew("POST .*uploads$", Lose(), times=3), FirstFew("DELETE", Lose(), times=2)
+    s3_faults.choose = lambda line, environ: creates(line, environ) or aborts(line, environ)
+    store.check_writable()
+    assert s3.uploads(s3_prefix) == []
+
+
 def _before_the_put(s3_faults, do):
     """Does something between the look at what stands there and the arrival of the PUT."""
 
