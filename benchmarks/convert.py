@@ -131,7 +131,11 @@ def dcp_to_torch(folder: Path) -> None:
 
 
 def convert(source: Path, target: Path, to: str) -> None:
-    cli(["convert", str(source), str(target), "--to", to, "--memory", MEMORY, "--json"], standalone_mode=False)
+    try:
+        cli.main(["convert", str(source), str(target), "--to", to, "--memory", MEMORY, "--json"])
+    except SystemExit as ended:  # as the program does
+        if ended.code:
+            raise RuntimeError(f"bcp convert ended with {ended.code}") from ended
 
 
 PAIRS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
@@ -174,7 +178,7 @@ def measure(
 ) -> None:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - of this process, which ends with it
     before, peak, is_over = memory_bytes(), [0], threading.Event()
-    watch = threading.Thread(target=watch_memory, args=(peak, is_over))
+    watch = threading.Thread(target=watch_memory, args=(peak, is_over), daemon=True)
     watch.start()
     started = time.perf_counter()
     contestant(folder)

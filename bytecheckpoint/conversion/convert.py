@@ -27,12 +27,12 @@ from bytecheckpoint.conversion.standing import Place, Standing, look_at, place_o
 from bytecheckpoint.conversion.streams import Budget, ReadAhead, Stream, budget_of
 from bytecheckpoint.conversion.target_files import Target, TargetFile
 from bytecheckpoint.conversion.torch_target import plan_torch
-from bytecheckpoint.errors import CheckpointSaveError, StorageError
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.convert_plan import check_wanted
-from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, together
+from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.reading import Source
 from bytecheckpoint.sources import Asked, open_together
 from bytecheckpoint.storage import layout
@@ -127,8 +127,8 @@ def convert(
         elements.check_files()
         if ranks.rank == COORDINATOR:
             _check_space(plan)
+    done: list[DataFile] = []
     with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
-        done: list[DataFile] = []
         undo.callback(_discard, plan, done)
         mine = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
         with progress(sum(file.byte_length for file in mine)) as on_progress:
@@ -138,7 +138,11 @@ def convert(
         reports = ranks.gather(msgspec.msgpack.encode(done))
         if ranks.rank == COORDINATOR:
             done[:] = _in_order(plan, reports)
-            _commit(plan, done, undo, overwrite=request.overwrite)
+        _hear_that_all_have_written(ranks, plan, done)
+        undo.pop_all()
+    with together(ranks, f"committing {plan.place.path}", about=about):
+        if ranks.rank == COORDINATOR:
+            _commit(plan, done, overwrite=request.overwrite)
         ranks.broadcast(b"")
     ranks.farewell()
     return _converted(plan)
@@ -284,21 +288,32 @@ class _Writing:
             self._on_progress(byte_length)
 
 
-def _commit(plan: _Plan, files: Sequence[DataFile], undo: ExitStack, *, overwrite: bool) -> None:
+def _hear_that_all_have_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
+    """Takes back what this rank has written where the coordinator says that another one has failed."""
+    try:
+        ranks.broadcast(b"")
+    except RankFailedError:
+        _discard(plan, done)
+        raise
+
+
+def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
     """Writes what makes the target of these files exist, then removes what it replaces."""
     store, target = plan.place.store, plan.target
     replaced: Sequence[str] = plan.standing.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:
         replaced = layout.files_of_checkpoint(store, "")
     if target.last is not None:
-        content = target.last(files)
-        with _kept_where_unsure(undo):
+        with ExitStack() as undo:
+            undo.callback(_discard, plan, files)
+            content = target.last(files)
+            undo.pop_all()
+        with _taken_back_unless_unsure(plan, files):
             if target.last_name == layout.MANIFEST_NAME:
                 layout.commit(store, "", content, replace=overwrite)
             else:
                 block = Block(0, len(content), lambda: nullcontext(memoryview(content)))
                 store.write(target.last_name, [block], replace=overwrite)
-    undo.pop_all()
     new = {target.last_name, *(file.name for file in target.files)}
     layout.discard(store, "", [name for name in replaced if name not in new])
     if target.last_name == layout.MANIFEST_NAME:
@@ -306,14 +321,14 @@ def _commit(plan: _Plan, files: Sequence[DataFile], undo: ExitStack, *, overwrit
 
 
 @contextmanager
-def _kept_where_unsure(undo: ExitStack) -> Iterator[None]:
-    """Takes nothing back where a store has not said whether it has written what makes the target exist."""
+def _taken_back_unless_unsure(plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
+    """Removes the files where what makes the target exist was not written, and none where a store has not said."""
     try:
         yield
-    except (StorageError, CheckpointSaveError) as error:
-        if error.kind in {"permission", "no_space"}:
+    except (StorageError, CheckpointSaveError, CheckpointExistsError) as error:
+        if error.kind in {"permission", "no_space", "exists"}:
+            _discard(plan, files)
             raise
-        undo.pop_all()
         raise type(error)(
             f"{error.message}. All data is written; whether the target exists, `bcp show` tells",
             kind=error.kind,
