@@ -94,5 +94,6 @@ def _wrong(saver: Saver, root: Path, step: int | None, *, among: range) -> str |
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # torch's own error is no Exception
-        return f"{where} does not load: {type(error).__name__}: {str(error)[:300]}"
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"{where} does not load: {type(error).__name__}: {first_line[:300]}"
     return None if found in among else f"{where} is that after {found} steps, none of {among.start} to {among[-1]}"
