@@ -1,7 +1,8 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
 #   make test     the tests, some 20 minutes on 2 cores
-#   make test-faults       hundreds of ways in which object stores fail, for minutes
+#   make test-faults       the long tests of faults, for an hour or two
+#   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; below an hour on 2 cores
 #   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it, resume it on other layouts
@@ -27,13 +28,17 @@ BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 BENCH_OBJECTS_ARGS ?= --size 0.25
 
 .DELETE_ON_ERROR:
-.PHONY: test test-faults test-frameworks lint demo bench bench-load bench-objects cli-doc clean
+.PHONY: test test-faults fault-table test-frameworks lint demo bench bench-load bench-objects cli-doc clean
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+# FAULT_ARGS="kill-calls flip-data" runs these rows only; --minutes 5 takes as many trials of each as fit.
+fault-table: $(VENV)/.installed-test
+	$(BIN)/python tests/faults/fault_table.py $(FAULT_ARGS)
 
 # Frameworks pin what they need, so they get an environment of their own: the same rules, under another name.
 test-frameworks:

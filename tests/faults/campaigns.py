@@ -69,6 +69,11 @@ class Outcome(NamedTuple):
     need not be said."""
 
 
+def nothing_missing() -> str | None:
+    """Of a campaign that runs everywhere."""
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
     """One row of the table, as it is made."""
@@ -88,7 +93,7 @@ class Campaign:
     quick: range
     """Of the run in `make test`, a second or two; empty for none."""
     seed: int = 1
-    missing: Callable[[], str | None] = lambda: None
+    missing: Callable[[], str | None] = nothing_missing
     """What this machine lacks for it: `the right to mount a loop device`. None where it has all."""
     is_peer: bool = False
     """Whether another library is broken, for comparison: what is lost then fails nothing."""

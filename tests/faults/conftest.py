@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from faults.launcher import Launcher
+from faults.launcher import Launcher, shared_launcher
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+def launcher() -> Launcher:
     """Starts programs that have torch at once."""
-    started = Launcher(tmp_path_factory.mktemp("programs"))
-    yield started
-    started.close()
+    return shared_launcher("faults.kill_times")

@@ -18,7 +18,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.verifying import verify_checkpoint
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome
-from faults.savers import NARROW, SAVERS, Training, WrongBytesError
+from faults.savers import NARROW, OWN, SAVERS, Training, WrongBytesError
 
 STEPS = 3
 LONG = 300_000
@@ -36,7 +36,7 @@ class Shot(NamedTuple):
 def load_own(root: Path, *, file: str, width: int) -> Shot:
     """Loads what was damaged in this file: an error that names it, and nothing else, will do."""
     try:
-        SAVERS["own"].steps_loaded(root, step=None, width=width)
+        OWN.steps_loaded(root, step=None, width=width)
     except bcp.CheckpointError as error:
         named = file in str(error)
         return Shot(f"{error.kind}", None if named else f"an error that does not name {file}: {error}")
@@ -311,7 +311,7 @@ CAMPAIGNS = (
         unit="bits",
         run=flip_manifest,
         trials=EVERY,
-        quick=range(0, 8000, 97),
+        quick=range(0, 8000, 397),
     ),
     Campaign(
         name="flip-data",
@@ -321,7 +321,7 @@ CAMPAIGNS = (
         unit="bits",
         run=partial(flip_data, saver_name="own"),
         trials=range(100_000),
-        quick=range(100),
+        quick=range(30),
     ),
     Campaign(
         name="truncate",
@@ -330,7 +330,7 @@ CAMPAIGNS = (
         unit="lengths",
         run=truncate,
         trials=EVERY,
-        quick=range(0, 60_000, 997),
+        quick=range(0, 40_000, 1997),
     ),
     Campaign(
         name="mix-up",
@@ -339,7 +339,7 @@ CAMPAIGNS = (
         unit="files",
         run=mix_up,
         trials=range(3000),
-        quick=range(20),
+        quick=range(10),
     ),
     Campaign(
         name="flip-data-torch",

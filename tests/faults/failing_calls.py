@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome
 from faults.kill_calls import Crew, census
-from faults.launcher import Ended, Launcher
-from faults.savers import SAVERS, Training
+from faults.launcher import Ended, shared_launcher
+from faults.savers import OWN, Training
 from faults.survived import lost, stuck, torn
 from faults.traced import BEFORE, CHANGING, SAVED, FileCall, missing_for_traces, save_and_tell
 
@@ -94,7 +94,7 @@ def judged(ended: Ended, root: Path, *, in_place: bool) -> tuple[str, str | None
     newest = SAVED if said == "done" else BEFORE
     acknowledged = [newest] if in_place else list(range(BEFORE, newest + 1))
     is_wrong = (
-        lost(SAVERS["own"], root, begun=SAVED, acknowledged=acknowledged, in_place=in_place)
+        lost(OWN, root, begun=SAVED, acknowledged=acknowledged, in_place=in_place)
         or torn(root, begun=SAVED, acknowledged=acknowledged, in_place=in_place)
         or stuck(root, begun=SAVED, in_place=in_place)
     )
@@ -103,21 +103,18 @@ def judged(ended: Ended, root: Path, *, in_place: bool) -> tuple[str, str | None
 
 def fail_calls(asked: Asked) -> Outcome:
     """Trial k is the k-th of all calls and ways to fail."""
-    launcher = Launcher(asked.folder, ready_for="faults.kill_times")
+    launcher = shared_launcher("faults.kill_times")
     said: Counter[str] = Counter()
     broken = []
-    try:
-        crew = Crew(launcher, saver_name="own", world_size=1, port=0)
-        cases = cases_of(crew, asked.folder)
-        for trial in asked.due():
-            if trial >= len(cases):
-                break
-            what, is_wrong = fail_once(crew, asked.folder / str(trial), cases[trial])
-            said[what] += 1
-            if is_wrong is not None:
-                broken.append(Broken(trial, f"{is_wrong} ({cases[trial]})"))
-    finally:
-        launcher.close()
+    crew = Crew(launcher, saver_name="own", world_size=1, port=0)
+    cases = cases_of(crew, asked.folder)
+    for trial in asked.due():
+        if trial >= len(cases):
+            break
+        what, is_wrong = fail_once(crew, asked.folder / str(trial), cases[trial])
+        said[what] += 1
+        if is_wrong is not None:
+            broken.append(Broken(trial, f"{is_wrong} ({cases[trial]})"))
     return Outcome(said.total(), tuple(broken), _counted(said))
 
 
@@ -139,22 +136,19 @@ def save_within(root: str, num_bytes: str, place: str) -> None:
 
 def limit_files(asked: Asked) -> Outcome:
     """Trial k gives files a length of so many bytes at most, drawn from its number: more of them short than long."""
-    launcher = Launcher(asked.folder, ready_for="faults.kill_times")
+    launcher = shared_launcher("faults.kill_times")
     said: Counter[str] = Counter()
     broken = []
-    try:
-        for trial in asked.due():
-            rng, root = asked.rng(trial), asked.folder / str(trial)
-            in_place, num_bytes = rng.random() < 0.5, int(1.2e6 * rng.random() ** 3)
-            SAVERS["own"].save(root, Training(steps=BEFORE), in_place=in_place)
-            ended = launcher.run(PROGRAM, root, num_bytes, "in place" if in_place else "steps")
-            what, is_wrong = judged(ended, root, in_place=in_place)
-            said[what] += 1
-            if is_wrong is not None:
-                broken.append(Broken(trial, f"{is_wrong} (at most {num_bytes} bytes)"))
-            shutil.rmtree(root)
-    finally:
-        launcher.close()
+    for trial in asked.due():
+        rng, root = asked.rng(trial), asked.folder / str(trial)
+        in_place, num_bytes = rng.random() < 0.5, int(1.2e6 * rng.random() ** 3)
+        OWN.save(root, Training(steps=BEFORE), in_place=in_place)
+        ended = launcher.run(PROGRAM, root, num_bytes, "in place" if in_place else "steps")
+        what, is_wrong = judged(ended, root, in_place=in_place)
+        said[what] += 1
+        if is_wrong is not None:
+            broken.append(Broken(trial, f"{is_wrong} (at most {num_bytes} bytes)"))
+        shutil.rmtree(root)
     return Outcome(said.total(), tuple(broken), _counted(said))
 
 
@@ -162,26 +156,23 @@ def fill_disks(asked: Asked) -> Outcome:
     """Trial k leaves k pages free on a disk, until a save has enough of them."""
     said: Counter[str] = Counter()
     broken = []
-    launcher = Launcher(asked.folder, ready_for="faults.kill_times")
+    launcher = shared_launcher("faults.kill_times")
     num_pages = 2 * 4 * 2 * Training().model.wide.numel() // PAGE_BYTES  # of the model and its momentum, twice
-    try:
-        for trial in asked.due():
-            if trial >= num_pages:
-                break
-            in_place = trial % 2 == 1
-            with small_disk(asked.folder / str(trial)) as disk:
-                root = disk / "ckpt"
-                SAVERS["own"].save(root, Training(steps=BEFORE), in_place=in_place)
-                filler = disk / "filler"
-                filler.write_bytes(bytes(shutil.disk_usage(disk).free - trial * PAGE_BYTES))
-                ended = launcher.run(PROGRAM, root, -1, "in place" if in_place else "steps")
-                filler.unlink()
-                what, is_wrong = judged(ended, root, in_place=in_place)
-            said[what] += 1
-            if is_wrong is not None:
-                broken.append(Broken(trial, f"{is_wrong} ({trial} pages free)"))
-    finally:
-        launcher.close()
+    for trial in asked.due():
+        if trial >= num_pages:
+            break
+        in_place = trial % 2 == 1
+        with small_disk(asked.folder / str(trial)) as disk:
+            root = disk / "ckpt"
+            OWN.save(root, Training(steps=BEFORE), in_place=in_place)
+            filler = disk / "filler"
+            filler.write_bytes(bytes(shutil.disk_usage(disk).free - trial * PAGE_BYTES))
+            ended = launcher.run(PROGRAM, root, -1, "in place" if in_place else "steps")
+            filler.unlink()
+            what, is_wrong = judged(ended, root, in_place=in_place)
+        said[what] += 1
+        if is_wrong is not None:
+            broken.append(Broken(trial, f"{is_wrong} ({trial} pages free)"))
     return Outcome(said.total(), tuple(broken), _counted(said))
 
 
@@ -226,7 +217,7 @@ CAMPAIGNS = (
         unit="saves",
         run=limit_files,
         trials=range(500),
-        quick=range(2),
+        quick=range(1),
     ),
     Campaign(
         name="fill-disks",
@@ -235,7 +226,7 @@ CAMPAIGNS = (
         unit="disks",
         run=fill_disks,
         trials=EVERY,
-        quick=range(0, 400, 150),
+        quick=range(0, 400, 399),
         missing=missing_for_small_disks,
     ),
 )

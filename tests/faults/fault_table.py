@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
@@ -33,6 +34,7 @@ from faults.campaigns import EVERY, Asked, Campaign, Outcome, Row, all_campaigns
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "faults"
 PAGE = ROOT / "docs" / "faults.md"
+_CUT_SHORT = "; not all of them: the time was up"
 _ROOM_BYTES = 1 << 30
 """More than any campaign takes."""
 SCRIPT = "python tests/faults/fault_table.py"
@@ -43,26 +45,20 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
     torch.set_num_threads(1)  # other campaigns run beside this one
     started = time.monotonic()
     missing = campaign.missing()
-    if missing is None:
-        with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-", dir=_fast_folder()) as folder:
-            outcome: Outcome | None = campaign.run(Asked(seed, trials, Path(folder), until_s))
-    else:
-        outcome = None
-    return Row(
-        name=campaign.name,
-        fault=campaign.fault,
-        how=campaign.how,
-        number=None if outcome is None else outcome.num_trials,
+    if missing is not None:
+        return _row(campaign, seed, result=f"not run: needs {missing}")
+    with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-", dir=_fast_folder()) as folder:
+        outcome = campaign.run(Asked(seed, trials, Path(folder), until_s))
+    return _row(
+        campaign,
+        seed,
+        number=outcome.num_trials,
         asked=None if trials == EVERY else len(trials),
-        unit=campaign.unit,
-        broken=0 if outcome is None else len(outcome.broken),
+        broken=len(outcome.broken),
         first_broken=_first_broken(campaign, outcome, seed),
-        result=f"not run: needs {missing}" if outcome is None else outcome.result,
-        seed=seed,
+        result=outcome.result + (_CUT_SHORT if trials == EVERY and time.monotonic() > until_s else ""),
         seconds=round(time.monotonic() - started, 1),
-        command=f"{SCRIPT} {campaign.name}",
-        is_peer=campaign.is_peer,
-        commit=_commit(),
+        commit=f"torch {torch.__version__}" if campaign.is_peer else _commit(),
         date=time.strftime("%Y-%m-%d"),
     )
 
@@ -76,8 +72,8 @@ def _fast_folder() -> str | None:
     return str(in_memory) if has_room and os.access(in_memory, os.W_OK) else None
 
 
-def _first_broken(campaign: Campaign, outcome: Outcome | None, seed: int) -> str | None:
-    if outcome is None or not outcome.broken:
+def _first_broken(campaign: Campaign, outcome: Outcome, seed: int) -> str | None:
+    if not outcome.broken:
         return None
     trial, what = outcome.broken[0]
     return f"{what} ({SCRIPT} {campaign.name} --seed {seed} --trials {trial})"
@@ -100,9 +96,36 @@ def keep(row: Row) -> None:
 
 
 def kept_rows(campaigns: Iterable[Campaign]) -> list[Row]:
-    """What was kept, in the order of the campaigns; those that were never run are not among them."""
-    files = [KEPT / f"{campaign.name}.json" for campaign in campaigns]
-    return [Row(**json.loads(file.read_text())) for file in files if file.exists()]
+    """What was kept, in the order of the campaigns; those that were never run say so."""
+    return [_kept_row(campaign) for campaign in campaigns]
+
+
+def _kept_row(campaign: Campaign) -> Row:
+    file = KEPT / f"{campaign.name}.json"
+    return Row(**json.loads(file.read_text())) if file.exists() else _row(campaign, campaign.seed, result="not run yet")
+
+
+def _row(campaign: Campaign, seed: int, **seen: Any) -> Row:
+    """What is known of a campaign, and what was seen; without that, a row of one that was not run."""
+    nothing = {
+        "number": None,
+        "asked": None,
+        "broken": 0,
+        "first_broken": None,
+        "seconds": 0.0,
+        "commit": "",
+        "date": "",
+    }
+    return Row(
+        name=campaign.name,
+        fault=campaign.fault,
+        how=campaign.how,
+        unit=campaign.unit,
+        seed=seed,
+        command=f"{SCRIPT} {campaign.name}",
+        is_peer=campaign.is_peer,
+        **{**nothing, **seen},
+    )
 
 
 def _write(path: Path, text: str) -> None:
@@ -159,7 +182,8 @@ def _cells(row: Row) -> list[str]:
         number += f" (of {row.asked:,}: the time was up)"
     lost = "-" if row.number is None else f"{row.broken:,}"
     seen = row.result if row.first_broken is None else f"{row.result}. First: {row.first_broken}"
-    run_as = f"`{row.name}`, seed {row.seed}, {row.seconds:,.0f} s, {row.date}, at {row.commit}"
+    when = "" if row.number is None else f", {row.seconds:,.0f} s, {row.date}, at {row.commit}"
+    run_as = f"`{row.name}`, seed {row.seed}{when}"
     return [row.fault, row.how, number, lost if row.broken == 0 else f"**{lost}**", seen, run_as]
 
 
@@ -188,7 +212,7 @@ def main() -> int:
         return max(codes)
     campaign = by_name[names[0]]
     seed = campaign.seed if arguments.seed is None else arguments.seed
-    trials = campaign.trials if arguments.trials is None else _range_of(arguments.trials)
+    trials = campaign.trials if arguments.trials is None else range_of(arguments.trials)
     until_s = time.monotonic() + 60 * arguments.minutes
     row = run(campaign, seed=seed, trials=trials, until_s=until_s)
     sys.stdout.write(f"{json.dumps(asdict(row), indent=1)}\n")
@@ -220,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _range_of(text: str) -> range:
+def range_of(text: str) -> range:
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
 

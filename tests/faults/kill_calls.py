@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome
-from faults.launcher import Launcher
+from faults.launcher import Launcher, shared_launcher
 from faults.savers import SAVERS, Training
 from faults.survived import lost, stuck, torn
 from faults.traced import (
@@ -129,23 +129,20 @@ def strike(crew: Crew, root: Path, case: Case, *, others_live: bool) -> Struck:
 
 
 def run(asked: Asked, *, saver_name: str, world_size: int) -> Outcome:
-    launcher = Launcher(asked.folder, ready_for="faults.kill_times")
+    launcher = shared_launcher("faults.kill_times")
     struck, broken = [], []
-    try:
-        with meeting_place() if world_size > 1 else nullcontext(0) as port:
-            crew = Crew(launcher, saver_name=saver_name, world_size=world_size, port=port)
-            cases = census(crew, asked.folder)
-            for trial in asked.due():
-                if trial >= len(cases):
-                    break
-                case = cases[trial]
-                others_live = case.call.name in CHANGING and trial % KEEP_ALIVE == 0
-                one = strike(crew, asked.folder / str(trial), case, others_live=others_live)
-                struck.append(one)
-                if one.is_wrong is not None:
-                    broken.append(Broken(trial, f"{one.is_wrong} (killed at {case})"))
-    finally:
-        launcher.close()
+    with meeting_place() if world_size > 1 else nullcontext(0) as port:
+        crew = Crew(launcher, saver_name=saver_name, world_size=world_size, port=port)
+        cases = census(crew, asked.folder)
+        for trial in asked.due():
+            if trial >= len(cases):
+                break
+            case = cases[trial]
+            others_live = case.call.name in CHANGING and trial % KEEP_ALIVE == 0
+            one = strike(crew, asked.folder / str(trial), case, others_live=others_live)
+            struck.append(one)
+            if one.is_wrong is not None:
+                broken.append(Broken(trial, f"{one.is_wrong} (killed at {case})"))
     num_kills = sum(one.was_killed for one in struck)
     num_changing = sum(case.call.name in CHANGING for case in cases)
     num_committed = sum(one.is_committed for one in struck if one.was_killed)

@@ -5,10 +5,14 @@ process.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import importlib
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,6 +38,7 @@ class Launcher:
         """`ready_for` names a module whose `warm_up()` does once what every program would have to do for itself."""
         self._folder = folder
         self._outputs: dict[int, Path] = {}
+        self._numbers = itertools.count()
         root = Path(__file__).parents[2]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
         self._process = subprocess.Popen(
@@ -46,7 +51,7 @@ class Launcher:
 
     def start(self, code: str, *arguments: object) -> int:
         """Starts a program with these arguments and returns its process id."""
-        output = self._folder / f"output-{len(self._outputs)}.txt"
+        output = self._folder / f"output-{next(self._numbers)}.txt"  # not named after the process: its id comes again
         pid = int(self._ask({"code": code, "argv": ["program", *map(str, arguments)], "output": str(output)}))
         self._outputs[pid] = output
         return pid
@@ -60,7 +65,7 @@ class Launcher:
             assert time.monotonic() < deadline, self._outputs[pid].read_text()
             time.sleep(0.002)
 
-    def wait_for_lines(self, pid: int, number: int, timeout_s: float = 30.0) -> None:
+    def wait_for_lines(self, pid: int, number: int, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self._outputs[pid].read_bytes().count(b"\n") < number:
             assert time.monotonic() < deadline, self._outputs[pid].read_text()
@@ -73,13 +78,27 @@ class Launcher:
         if self._process.stdin and self._process.stdout:
             self._process.stdin.close()
             self._process.stdout.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:  # it has nothing left to do but to clear up, which a busy machine makes slow
+            self._process.kill()
+            self._process.wait()
 
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin
         assert self._process.stdout
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
+
+
+@functools.cache
+def shared_launcher(ready_for: str) -> Launcher:
+    """One for all that this process does, because starting it takes seconds; closed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="programs-"))
+    launcher = Launcher(folder, ready_for=ready_for)
+    atexit.register(shutil.rmtree, folder)
+    atexit.register(launcher.close)  # which comes first
+    return launcher
 
 
 def serve() -> dict[str, Any] | None:

@@ -77,10 +77,6 @@ class Saver(ABC):
         """At a step of its own, or at the root in place of what is there."""
 
     @abstractmethod
-    def begin(self, root: Path, training: Training, *, in_place: bool, snapshot: str) -> Callable[[], object]:
-        """The same behind the training's back; the function that is returned waits until it is acknowledged."""
-
-    @abstractmethod
     def steps(self, root: Path) -> list[int]:
         """Which steps a reader sees, rising."""
 
@@ -113,6 +109,7 @@ class OwnSaver(Saver):
         bcp.save(root, self._state(training), step=_step_of(training, in_place=in_place), options=options)
 
     def begin(self, root: Path, training: Training, *, in_place: bool, snapshot: str) -> Callable[[], object]:
+        """Saves behind the training's back; the function that is returned waits until that is acknowledged."""
         options = bcp.SaveOptions(overwrite=in_place, timeout_s=8, snapshot=snapshot)
         step = _step_of(training, in_place=in_place)
         return bcp.save(root, self._state(training), step=step, async_save=True, options=options).result
@@ -135,9 +132,6 @@ class TorchSaver(Saver):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save(self._state(training), checkpoint_id=folder)
-
-    def begin(self, root: Path, training: Training, *, in_place: bool, snapshot: str) -> Callable[[], object]:
-        raise NotImplementedError("asynchronous saves of torch need a process group")
 
     def steps(self, root: Path) -> list[int]:
         """Those with a `.metadata`, which it writes last."""
@@ -164,7 +158,8 @@ class TorchSaver(Saver):
         }
 
 
-SAVERS: dict[str, Saver] = {"own": OwnSaver(), "torch": TorchSaver()}
+OWN = OwnSaver()
+SAVERS: dict[str, Saver] = {"own": OWN, "torch": TorchSaver()}
 
 
 def warm_up() -> None:

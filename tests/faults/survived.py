@@ -11,7 +11,7 @@ from pathlib import Path
 import bytecheckpoint as bcp
 from bytecheckpoint.storage.leftovers import find_leftovers, remove
 from bytecheckpoint.storage.opening import open_store
-from faults.savers import SAVERS, Saver, Training
+from faults.savers import OWN, Saver, Training
 from faults.seams import files_under
 
 _OUTPUT = re.compile(r"^(begin|done) (\d+)(?: after ([0-9.]+))?$", re.MULTILINE)
@@ -39,7 +39,7 @@ def lost(saver: Saver, root: Path, *, begun: int, acknowledged: Sequence[int], i
 
 def torn(root: Path, *, begun: int, acknowledged: Sequence[int], in_place: bool) -> str | None:
     """What else readers of this library see that is not whole. Any step that was begun may be there."""
-    saver = SAVERS["own"]
+    saver = OWN
     if in_place:
         is_there = (root / "manifest.bcp").exists()
         return _wrong(saver, root, None, among=range(begun + 1)) if is_there else None
@@ -54,7 +54,7 @@ def torn(root: Path, *, begun: int, acknowledged: Sequence[int], in_place: bool)
 
 def stuck(root: Path, *, begun: int, in_place: bool) -> str | None:
     """The save that the run would make when it is started again, and what stays for ever."""
-    saver, step = SAVERS["own"], begun + 1
+    saver, step = OWN, begun + 1
     try:
         saver.save(root, Training(steps=step), in_place=in_place)
     except bcp.CheckpointError as error:
@@ -94,5 +94,6 @@ def _wrong(saver: Saver, root: Path, step: int | None, *, among: range) -> str |
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # torch's own error is no Exception
-        return f"{where} does not load: {type(error).__name__}: {str(error)[:300]}"
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"{where} does not load: {type(error).__name__}: {first_line[:300]}"
     return None if found in among else f"{where} is that after {found} steps, none of {among.start} to {among[-1]}"

@@ -1,0 +1,209 @@
+"""Every campaign, a few trials of each here and all of them in `make test-faults`; and what makes the table of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint as bcp
+from faults import fault_table
+from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome, all_campaigns, nothing_missing
+from faults.damage import flipped, load_own, saved
+from faults.launcher import Launcher
+from faults.savers import NARROW, OWN, Training, WrongBytesError
+from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
+
+CAMPAIGNS = all_campaigns()
+BY_NAME = {campaign.name: campaign for campaign in CAMPAIGNS}
+
+
+def cases() -> list[object]:
+    found = []
+    for campaign in CAMPAIGNS:
+        marks = [] if campaign.missing is nothing_missing else [pytest.mark.privileged]
+        if campaign.quick:
+            found.append(pytest.param(campaign, campaign.quick, id=f"{campaign.name} quick", marks=marks))
+        if not campaign.is_peer:
+            marks = [*marks, pytest.mark.long, pytest.mark.timeout(7200)]
+            found.append(pytest.param(campaign, campaign.trials, id=campaign.name, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("campaign", "trials"), cases())
+def test_nothing_is_broken_by(campaign: Campaign, trials: range, tmp_path: Path) -> None:
+    missing = campaign.missing()
+    if missing is not None:
+        pytest.skip(f"needs {missing}")
+    outcome = campaign.run(Asked(campaign.seed, trials, tmp_path))
+    assert outcome.num_trials > 0
+    assert campaign.is_peer or outcome.broken == (), f"python tests/faults/fault_table.py {campaign.name}"
+
+
+def test_programs_with_the_same_process_id_have_outputs_of_their_own(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what the first one said would count for the second."""
+    pids = [launcher.start("print('first')")]
+    assert launcher.wait(pids[0]).output == "first\n"
+    ask = Launcher._ask
+
+    def same_id(self: Launcher, request: dict[str, Any]) -> Any:
+        answer = ask(self, request | ({"wait": pids[-1]} if "wait" in request else {}))
+        if "code" in request:
+            pids.append(answer)
+            return pids[0]
+        return answer
+
+    monkeypatch.setattr(Launcher, "_ask", same_id)
+    for text in ("second", "third"):
+        assert launcher.run(f"print({text!r})").output == f"{text}\n"
+
+
+def test_campaigns_have_names_of_their_own() -> None:
+    names = [campaign.name for campaign in CAMPAIGNS]
+    assert len(set(names)) == len(names)
+
+
+def test_a_trial_draws_the_same_whatever_was_done_before(tmp_path: Path) -> None:
+    alone, among = Asked(3, range(7, 8), tmp_path), Asked(3, range(10), tmp_path)
+    assert [alone.rng(trial).random() for trial in alone.due()] == [among.rng(7).random()]
+    assert Asked(4, range(1), tmp_path).rng(7).random() != among.rng(7).random()
+    assert list(Asked(3, range(10), tmp_path, until_s=0.0).due()) == []
+
+
+class TestWhatACampaignLooksFor:
+    """Each check is seen to find what it is there for."""
+
+    def test_an_acknowledged_step_that_is_gone(self, tmp_path: Path) -> None:
+        OWN.save(tmp_path, Training(steps=1), in_place=False)
+        assert lost(OWN, tmp_path, begun=2, acknowledged=[1], in_place=False) is None
+        assert "step 2 does not load" in str(lost(OWN, tmp_path, begun=2, acknowledged=[1, 2], in_place=False))
+
+    def test_a_checkpoint_in_place_that_is_older_than_acknowledged(self, tmp_path: Path) -> None:
+        OWN.save(tmp_path, Training(steps=1), in_place=True)
+        assert lost(OWN, tmp_path, begun=2, acknowledged=[1], in_place=True) is None
+        assert "that after 1 steps" in str(lost(OWN, tmp_path, begun=3, acknowledged=[1, 2], in_place=True))
+
+    def test_other_bits_than_were_saved(self, tmp_path: Path) -> None:
+        training = Training(steps=1)
+        training.model.wide.data[5] += 1e-3
+        OWN.save(tmp_path, training, in_place=True)
+        with pytest.raises(WrongBytesError, match="wide is not as it was"):
+            OWN.steps_loaded(tmp_path, step=None)
+        assert "WrongBytesError" in str(torn(tmp_path, begun=1, acknowledged=[], in_place=True))
+
+    def test_a_visible_step_that_does_not_load(self, tmp_path: Path) -> None:
+        OWN.save(tmp_path, Training(steps=1), in_place=False)
+        (data_file,) = tmp_path.glob("step_00000001/data/*")
+        data_file.write_bytes(data_file.read_bytes()[:-1])
+        assert "step 1 does not load: CheckpointCorruptError" in str(
+            torn(tmp_path, begun=1, acknowledged=[], in_place=False)
+        )
+
+    def test_a_file_that_no_clean_up_removes(self, tmp_path: Path) -> None:
+        OWN.save(tmp_path, Training(steps=1), in_place=False)
+        stranger = tmp_path / "step_00000001" / "data" / "stranger"
+        stranger.write_text("x")
+        clean_up(tmp_path)
+        assert files_of_the_dead(tmp_path, in_place=False) == ["step_00000001/data/stranger"]
+        assert "left after clean-up" in str(stuck(tmp_path, begun=1, in_place=False))
+        stranger.unlink()
+        assert stuck(tmp_path, begun=2, in_place=False) is None
+
+    def test_damage_that_nobody_notices(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        root = saved(tmp_path, saver_name="own")
+        (file,) = root.glob("data/*")
+        verify_nothing = bcp.LoadOptions(verify=False)
+        monkeypatch.setattr(
+            OWN, "load", lambda *args, **kwargs: load_unverified(*args, options=verify_nothing, **kwargs)
+        )
+        with flipped(file, 8 * file.stat().st_size - 20_000):
+            shot = load_own(root, file=file.name, width=NARROW)
+        assert "was not noticed" in str(shot.is_wrong)
+
+
+def load_unverified(root: Path, training: Training, *, step: int | None, options: bcp.LoadOptions) -> None:
+    state = {"model": training.model, "optimizer": training.optimizer, "extra_state": training.extra}
+    bcp.load(root, state, step=step, options=options)
+
+
+def toy(*, num_broken: int = 0, missing: str | None = None, is_peer: bool = False) -> Campaign:
+    def run(asked: Asked) -> Outcome:
+        broken = tuple(Broken(trial, "it | fell off") for trial in range(num_broken))
+        return Outcome(len(list(asked.due())), broken, "as expected")
+
+    return Campaign(
+        name="toy",
+        fault="a toy",
+        how="by hand",
+        unit="tries",
+        run=run,
+        trials=range(3),
+        quick=range(1),
+        missing=lambda: missing,
+        is_peer=is_peer,
+    )
+
+
+def test_a_row_says_what_was_run_and_how_to_repeat_it() -> None:
+    row = fault_table.run(toy(num_broken=2), seed=5, trials=range(3))
+    assert (row.number, row.asked, row.broken, row.seed) == (3, 3, 2, 5)
+    assert row.first_broken == "it | fell off (python tests/faults/fault_table.py toy --seed 5 --trials 0)"
+    line = fault_table.page([row]).splitlines()[-1]
+    assert "| 3 tries | **2** |" in line
+    assert "it \\| fell off" in line
+
+
+def test_a_row_that_was_not_run_says_what_is_missing() -> None:
+    row = fault_table.run(toy(missing="a disk"), seed=1, trials=range(3))
+    assert row.number is None
+    assert "| - | - | not run: needs a disk |" in fault_table.page([row])
+
+
+def test_a_row_with_no_time_for_all_says_so() -> None:
+    row = fault_table.run(toy(), seed=1, trials=range(3), until_s=0.0)
+    assert "0 tries (of 3: the time was up)" in fault_table.page([row])
+    of_every = fault_table.run(toy(), seed=1, trials=EVERY, until_s=0.0)
+    assert of_every.asked is None
+    assert of_every.result == "as expected; not all of them: the time was up"
+
+
+def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_table, "KEPT", tmp_path / "kept")
+    row = fault_table.run(toy(is_peer=True), seed=1, trials=range(3))
+    fault_table.keep(row)
+    other = replace(toy(), name="other")
+    found, never_run = fault_table.kept_rows([toy(is_peer=True), other])
+    assert asdict(found) == asdict(row)
+    assert (never_run.number, never_run.result) == (None, "not run yet")
+    assert "torch.distributed.checkpoint" in fault_table.page([row])
+
+
+def test_the_page_says_what_was_kept() -> None:
+    """`python tests/faults/fault_table.py --table` writes it anew."""
+    assert fault_table.PAGE.read_text() == fault_table.page(fault_table.kept_rows(CAMPAIGNS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [("17", range(17, 18)), ("3-9", range(3, 10))],
+)
+def test_trials_are_a_number_or_a_range(arguments: str, expected: range) -> None:
+    assert fault_table.range_of(arguments) == expected
+
+
+def test_the_numbers_of_the_readme_are_those_that_were_kept() -> None:
+    """Its rows name the campaigns that they sum up."""
+    kept = {row.name: row for row in fault_table.kept_rows(CAMPAIGNS)}
+    lines = (fault_table.ROOT / "README.md").read_text().splitlines()
+    named = [(re.findall(r"`([a-z-]+)`", line), line) for line in lines if line.startswith("| ")]
+    sums = [(names, line) for names, line in named if names and all(name in BY_NAME for name in names)]
+    assert sums
+    for names, line in sums:
+        rows = [kept[name] for name in names]
+        number, broken = sum(row.number or 0 for row in rows), sum(row.broken for row in rows)
+        assert [cell.strip() for cell in line.split("|")[2:4]] == [f"{number:,}", f"{broken:,}"], line
