@@ -6,6 +6,7 @@ through a local stage does the same in other steps, which are in uploading.py.
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -38,6 +39,7 @@ from bytecheckpoint.snapshot import Snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.leftovers import MIN_AGE_S, sweep
 from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.opening import is_remote
 from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.store import Store
 from bytecheckpoint.storage.writer import Image, write_image
@@ -49,6 +51,7 @@ logger = logging.getLogger("bytecheckpoint")
 _MAY_BE_COMMITTED = "All data is written; whether the checkpoint was committed, `bcp ls` tells"
 _HELD_UP_S = MIN_AGE_S / 2
 """A save that is older may have been taken for dead, and its data been cleared away."""
+_UNSEEN_PAUSES_S = (0.1, 0.4, 1.5)
 _CANNOT_BE_COMMITTED = {"no_space", "permission"}
 """Errors with which a store refused to write anything, and did not merely lose the answer."""
 
@@ -259,6 +262,8 @@ def _decode_checked(content: bytes) -> Manifest:
 def _commit(saving: Saving, content: bytes) -> None:
     if saving.clock.age_s > _HELD_UP_S:
         _refuse_if_cleared_away(saving, content)
+    if saving.ranks.num_ranks > 1 and not is_remote(saving.store):
+        _refuse_what_is_not_shared(saving, content)
     replaced = layout.files_of_checkpoint(saving.store, saving.folder) if saving.options.overwrite else []
     try:
         layout.commit(saving.store, saving.folder, content, replace=saving.options.overwrite)
@@ -286,6 +291,39 @@ def _refuse_if_cleared_away(saving: Saving, content: bytes) -> None:
             kind="storage",
             path=saving.path,
         ) from error
+
+
+def _refuse_what_is_not_shared(saving: Saving, content: bytes) -> None:
+    """Where hosts do not share a folder, the manifest would name files that are on other disks. Each file is opened by
+    its name: what a network file system tells of a folder may be a minute old.
+    """
+    for file in decode_manifest(content).files:
+        try:
+            _last_byte(saving, file)
+        except (CheckpointNotFoundError, CheckpointCorruptError) as error:
+            discard(saving)
+            raise CheckpointSaveError(
+                f"{join_name(saving.path, file.name)}, which another rank has written, cannot be read by rank "
+                f"{saving.ranks.names[COORDINATOR]} ({error.kind}): the path has to be on a file system that the hosts "
+                "of all ranks share, and show all of them the same. Nothing was committed, and what stood there is as "
+                "it was: save to a shared folder or an object store",
+                kind="storage",
+                path=saving.path,
+            ) from error
+
+
+def _last_byte(saving: Saving, file: DataFile) -> None:
+    """Reads it. Some file systems show a file a moment after it was closed elsewhere."""
+    name = join_name(saving.folder, file.name)
+    for pause_s in (*_UNSEEN_PAUSES_S, None):
+        try:
+            saving.store.read_into(name, file.byte_length - 1, memoryview(bytearray(1)))
+        except (CheckpointNotFoundError, CheckpointCorruptError):
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
+        else:
+            return
 
 
 def _is_there(saving: Saving) -> bool:

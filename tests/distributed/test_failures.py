@@ -151,6 +151,32 @@ def test_an_error_of_a_kind_keeps_it_on_every_rank(
     check(outcomes, 1, expected)
 
 
+def save_without_sharing(rank: int, world_size: int, path: str) -> Outcome:
+    """What rank 1 writes comes to a disk of its own."""
+    bcp.save(path, state_of(rank, 1.0), step=1, options=OPTIONS)
+    folder = Path(path, "step_00000002", "data")
+
+    def hide() -> None:
+        (found,) = folder.glob("*-00001-*")
+        found.rename(Path(path, "elsewhere"))
+
+    with before(COORDINATOR_PHASES["building"], hide) if rank == 0 else nullcontext():
+        error = seen(lambda: bcp.save(path, state_of(rank, 2.0), step=2, options=OPTIONS))
+    dist.barrier()
+    steps, leftovers = bcp.steps(path), files_under(Path(path, "step_00000002"))
+    previous_loads = loads_as(path, rank, 1.0)
+    bcp.save(path, state_of(rank, 3.0), step=3, options=OPTIONS)
+    return Outcome(error, steps, leftovers, previous_loads, loads_as(path, rank, 3.0))
+
+
+def test_a_folder_that_the_hosts_do_not_share_is_noticed_before_the_commit(workers: WorkerPool, tmp_path: Path) -> None:
+    outcomes = workers.run(save_without_sharing, str(tmp_path), world_size=2)
+    check(outcomes, 0, ("CheckpointSaveError", "storage"))
+    error = outcomes[1].error
+    assert error is not None
+    assert "file system that the hosts of all ranks share" in error.message
+
+
 def test_a_full_disk_at_the_commit_fails_all_and_leaves_nothing(workers: WorkerPool, tmp_path: Path) -> None:
     outcomes = workers.run(
         try_a_failing_save, str(tmp_path), COORDINATOR_PHASES["committing"], no_space, 0, False, world_size=2
