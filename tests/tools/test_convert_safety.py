@@ -257,3 +257,33 @@ def test_a_failure_on_one_rank_fails_on_all_and_leaves_nothing(workers: WorkerPo
     assert {type(error) for error in errors.values()} == {bcp.CheckpointCorruptError}
     assert len(errors) == 2
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and (tmp_path / "run") not in path.parents]
+
+
+class Touch:
+    """Pickled, it is an order to make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_pickle_that_would_run_code_is_one_line(call, tmp_path, to) -> None:
+    torch.save({"w": torch.ones(2), "x": Touch(tmp_path / "touched")}, tmp_path / "a.pt")
+    ended = call("convert", tmp_path / "a.pt", tmp_path / "target", "--to", to)
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "its pickle names" in ended.err
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
+
+
+@pytest.mark.parametrize("name", ["manifest.bcp", ".metadata", "model.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b"\xff" * 4096])
+def test_what_is_no_checkpoint_is_one_line(call, tmp_path, name, content) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_bytes(content)
+    for more in ((), ("--link",)):
+        ended = call("convert", tmp_path / "run", tmp_path / "target", "--to", "bcp", *more)
+        assert (ended.code, ended.err.count("\n")) == (1, 1)
+        assert not (tmp_path / "target").exists()
