@@ -60,7 +60,7 @@ class _Walk:
         if any(fnmatchcase(fqn, glob) for glob in self._mapped.drop):
             self.left_out[fqn] = LEFT_OUT_BY_MAP
             return _GONE
-        if is_optimizer_tree(tree) and BY_POSITION not in tree:
+        if is_optimizer_tree(tree) and BY_POSITION not in tree and _is_sound(tree):
             return self._told_optimizer(tree, fqn)
         if not isinstance(tree, dict):
             return tree
@@ -95,7 +95,7 @@ class _Walk:
         if outside:
             renamed["outside_model"] = dict.fromkeys(name for old in outside for name in new.get(old, (old,)))
         if "elsewhere" in tree:
-            pairs = ((self._translated(other), new[name]) for other, name in tree["elsewhere"].items())
+            pairs = ((self._translated(other), new.get(name, (name,))) for other, name in tree["elsewhere"].items())
             renamed["elsewhere"] = {
                 other: name for others, names in pairs for other, name in zip(others, names, strict=False)
             }
@@ -138,3 +138,11 @@ class _Walk:
         for name in params:
             if owners.setdefault(name, group) != group:
                 raise _UntoldError(f"two of its groups have parts of {name!r:.200}")
+
+
+def _is_sound(tree: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has what docs/format.md says; one that has not stays as it is, for loads to refuse."""
+    of_names = (tree["state"], tree["groups"], tree.get("outside_model", {}), tree.get("elsewhere", {}))
+    if not all(isinstance(each, dict) for each in of_names):
+        return False
+    return all(isinstance(group, dict) and isinstance(group.get("params"), dict) for group in tree["groups"].values())

@@ -119,7 +119,9 @@ def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) 
 def _facts(manifest: Manifest, beside: Beside) -> Facts:
     """What the checkpoint says of itself: its plain data, and a `config.json` beside it."""
     values = {name: value for fqn, data in manifest.objects.items() for name, value in _values(decode_plain(data), fqn)}
-    return Facts(values | dict(_values(_config(beside), _CONFIG_NAME)))
+    config = _config(beside)
+    of_config = config.items() if isinstance(config, dict) else ()
+    return Facts(values | {join_fqn(_CONFIG_NAME, key): value for key, value in of_config})
 
 
 def _values(tree: Any, fqn: str) -> Iterator[tuple[str, object]]:

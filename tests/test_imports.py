@@ -95,6 +95,14 @@ def test_every_folder_of_the_package_is_in_the_wheel() -> None:
     assert {path.parent.relative_to(ROOT) for path in (ROOT / "bytecheckpoint").rglob("*.py")} == set(folders)
 
 
+def test_every_name_map_is_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package = ROOT / "bytecheckpoint"
+    installed = {path for glob in settings["package-data"]["bytecheckpoint"] for path in package.glob(glob)}
+    assert set(package.rglob("*.toml")) <= installed
+    assert set(package.rglob("*.toml"))
+
+
 def test_no_top_level_tools_is_installed() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert settings["package-dir"] == {"bytecheckpoint.tools": "tools"}

@@ -217,6 +217,14 @@ def test_an_optimizer_whose_state_the_map_does_not_know_is_not_loaded(tmp_path: 
         bcp.load(tmp_path / "c", {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, options=options)
 
 
+def test_plain_data_that_looks_like_an_optimizer_stays_as_it_is(tmp_path: Path) -> None:
+    odd = {"a": {"state": {}, "groups": {"x": 3}}, "b": {"state": 1, "groups": {}}, "c": {"state": {}, "groups": {}}}
+    odd["d"] = {"state": {}, "groups": {}, "elsewhere": [1]}
+    bcp.save(tmp_path, {"model": Llama(), **odd})
+    found = bcp.open(tmp_path, options=through(TO_MEGATRON, **SIZES)).objects
+    assert found == bcp.open(tmp_path).objects
+
+
 OWN = """
 format = 1
 sides = ["ours", "theirs"]
@@ -279,6 +287,7 @@ def test_a_map_that_is_not_there_is_said_to_be_none(tmp_path: Path, content: byt
         (b"{", r"config\.json is damaged: it is no JSON"),
         (b"[" * 100_000, r"config\.json is damaged: it is no JSON"),
         (b" " * (1 << 21), r"config\.json: it has 2097152 bytes, at most 1048576 are read"),
+        (b'{"a":' * 900 + b"1" + b"}" * 900, r"needs heads"),
         (b"[]", r"needs heads \(attention heads\)"),
         (b'{"num_attention_heads": "6"}', r"its option heads is '6', not a number"),
         (b'{"num_attention_heads": -6}', r"its option heads is -6, not a number"),

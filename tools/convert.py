@@ -158,8 +158,8 @@ def convert(
     has no place for is told. Under torchrun the ranks share the work.
     """
     _refuse_idle(to, link=link, keep_names=keep_names, max_shard_size=max_shard_size)
-    if map_name is None and (map_option or keep_unmapped):
-        raise click.UsageError("--map-option and --keep-unmapped are for --map")
+    if not map_name and (map_option or keep_unmapped or map_name is not None):
+        raise click.UsageError("--map takes a name or a file; --map-option and --keep-unmapped are for --map")
     of_source, of_target = options_for((src, dst), storage_options)
     from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
     from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415

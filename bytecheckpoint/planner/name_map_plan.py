@@ -200,7 +200,11 @@ class _Application:
         )
 
     def _is_of_model(self, name: str) -> bool:
-        """Whether a name is below the entry of a model that the map knows, or begins as the map's names do."""
+        """Whether a name is below the entry of a model that the map knows, or begins as the map's names do; but for
+        tensors of single ranks, which are named by their content.
+        """
+        if "@" in name.rpartition(".")[2]:
+            return False
         for number, surroundings in enumerate(self._map.arounds):
             around = surroundings.sides[self._side]
             inner = around.inner(name) if around.is_of_model else None
