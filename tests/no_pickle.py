@@ -1,6 +1,7 @@
 """Pickle that serves everybody but the library. Loading a checkpoint must run no code of it, so nothing in the package
-may pickle or unpickle, not even through torch (`torch.load`, collectives of objects). Tests and the frameworks that
-they use may: what counts is who asked, which the stack tells.
+may unpickle, not even through torch (`torch.load`, collectives of objects), and nothing may pickle but `bcp convert`,
+where a user names a format that is made of pickles. Tests and the frameworks that they use may: what counts is who
+asked, which the stack tells.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ OTHERS = (
     *(f"/site-packages/{name}/" for name in ("deepspeed", "megatron", "transformer_engine")),
 )
 """Whose own business it is, also where the library called them: a test's object, a framework's module."""
+WRITERS = frozenset(
+    str(ROOT / "bytecheckpoint" / "conversion" / name) for name in ("torch_pickles.py", "dcp_target.py")
+)
+"""What of the library writes files of torch."""
+WRITING = {"pickle.dump", "pickle.dumps", "pickle.Pickler", "torch.save"}
 FUNCTIONS = ("load", "loads", "dump", "dumps")
 CLASSES = ("Pickler", "Unpickler")
 COLLECTIVES = (
@@ -90,19 +96,20 @@ def _on_event(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _refuse_library(what: str) -> None:
-    where = _line_of_library(sys._getframe(2))
-    if where is not None:
-        uses.append(f"{what} at {where}")
-        raise PickleUsedError(uses[-1])
+    found = _frame_of_library(sys._getframe(2))
+    if found is None or (what in WRITING and found.f_code.co_filename in WRITERS):
+        return
+    uses.append(f"{what} at {found.f_code.co_filename}:{found.f_lineno}")
+    raise PickleUsedError(uses[-1])
 
 
-def _line_of_library(frame: FrameType | None) -> str | None:
+def _frame_of_library(frame: FrameType | None) -> FrameType | None:
     """Where in the library this was asked for; None where somebody else asked."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file != __file__ and any(part in file for part in OTHERS):
             return None
         if file.startswith(LIBRARY):
-            return f"{file}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back
     return None

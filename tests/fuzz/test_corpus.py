@@ -84,5 +84,7 @@ def test_a_failure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "given up" in (watch.attempt(never_ends, b"") or "")
         assert "'exists', which is not documented" in (watch.attempt(is_of_no_kind, b"") or "")
         assert watch.most_bytes < 8 << 20
+    monkeypatch.setattr(watching, "_GIVE_UP_S", 30.0)  # a process that once had gigabytes needs as many again
+    monkeypatch.setattr(watching, "LONGEST_S", 30.0)
     with Watch() as watch:
         assert "bytes of memory" in (watch.attempt(eats, b"") or "")
