@@ -30,6 +30,16 @@ EVERY = range(sys.maxsize)
 """For a campaign that knows its own end, as one that goes through every bit of a file."""
 
 
+@dataclass(slots=True)
+class Tally:
+    """Counts as a campaign goes."""
+
+    num_tried: int = 0
+    """Trials. One may inject several faults, or none."""
+    is_cut_short: bool = False
+    """Whether there was no time for all of them."""
+
+
 class Asked(NamedTuple):
     """Which trials to do, and where."""
 
@@ -40,12 +50,17 @@ class Asked(NamedTuple):
     """Empty, on an ordinary disk, and removed afterwards."""
     until_s: float = math.inf
     """When there is no time for more, by time.monotonic()."""
+    tally: Tally | None = None
+    """Of the trials that were begun."""
 
     def due(self) -> Iterator[int]:
         """The numbers of the trials, as long as there is time."""
+        tally = self.tally or Tally()
         for trial in self.trials:
             if time.monotonic() > self.until_s:
+                tally.is_cut_short = True
                 return
+            tally.num_tried += 1
             yield trial
 
     def rng(self, trial: int) -> random.Random:
@@ -112,7 +127,7 @@ class Row:
     number: int | None
     """None where it was not run."""
     asked: int | None
-    """None for a campaign that knows its own end. More than `number` where there was no time for all."""
+    """Trials; None for a campaign that knows its own end."""
     unit: str
     broken: int
     first_broken: str | None
@@ -126,6 +141,10 @@ class Row:
     commit: str
     date: str
     """Year, month and day."""
+    tried: int | None = None
+    """Trials. One may inject several faults, or none."""
+    is_cut_short: bool = False
+    """Whether there was no time for all trials."""
 
 
 def all_campaigns() -> list[Campaign]:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -221,6 +222,7 @@ def mix_up(asked: Asked) -> Outcome:
     spare = asked.folder / "spare"
     shutil.copytree(root, spare)
     files = data_files(root)
+    done: Counter[str] = Counter()
 
     def shoot(trial: int) -> Shot | None:
         rng = asked.rng(trial)
@@ -228,13 +230,16 @@ def mix_up(asked: Asked) -> Outcome:
         hit = damage(files, data_files(other), rng)
         if hit is None:
             return None
+        done[damage.__name__.strip("_").replace("_", " ")] += 1
         try:
             return load_own(root, file=hit.name, width=LONG)
         finally:
             for file in files:
                 shutil.copyfile(spare / "data" / file.name, file)
 
-    return count(asked, asked.trials.stop, shoot)
+    outcome = count(asked, asked.trials.stop, shoot)
+    damages = ", ".join(f"{number:,} x {what}" for what, number in sorted(done.items()))
+    return outcome._replace(result=f"{outcome.result} ({damages})")
 
 
 def _remove(files: list[Path], others: list[Path], rng: random.Random) -> Path:
@@ -245,13 +250,15 @@ def _remove(files: list[Path], others: list[Path], rng: random.Random) -> Path:
 
 def _exchange(files: list[Path], others: list[Path], rng: random.Random) -> Path | None:
     """Only files of the same length, whose exchange no look at a folder shows; but not those that hold the same."""
-    first, second = rng.sample(files, 2)
-    a, b = first.read_bytes(), second.read_bytes()
-    if len(a) != len(b) or a == b:
+    contents = {file: file.read_bytes() for file in files}
+    pairs = [(a, b) for a, b in combinations(files, 2) if len(contents[a]) == len(contents[b])]
+    pairs = [(a, b) for a, b in pairs if contents[a] != contents[b]]
+    if not pairs:
         return None
-    first.write_bytes(b)
-    second.write_bytes(a)
-    return min(first, second)
+    first, second = rng.choice(pairs)
+    first.write_bytes(contents[second])
+    second.write_bytes(contents[first])
+    return first
 
 
 def _take_from_other_save(files: list[Path], others: list[Path], rng: random.Random) -> Path | None:

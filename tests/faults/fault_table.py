@@ -29,12 +29,11 @@ if __name__ == "__main__":
 
 import torch
 
-from faults.campaigns import EVERY, Asked, Campaign, Outcome, Row, all_campaigns
+from faults.campaigns import EVERY, Asked, Campaign, Outcome, Row, Tally, all_campaigns
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "faults"
 PAGE = ROOT / "docs" / "faults.md"
-_CUT_SHORT = "; not all of them: the time was up"
 _ROOM_BYTES = 1 << 30
 """More than any campaign takes."""
 SCRIPT = "python tests/faults/fault_table.py"
@@ -43,12 +42,12 @@ SCRIPT = "python tests/faults/fault_table.py"
 def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.inf) -> Row:
     """Does these trials; a machine that lacks the means gives a row that says so."""
     torch.set_num_threads(1)  # other campaigns run beside this one
-    started = time.monotonic()
+    started, tally = time.monotonic(), Tally()
     missing = campaign.missing()
     if missing is not None:
         return _row(campaign, seed, result=f"not run: needs {missing}")
     with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-", dir=_fast_folder()) as folder:
-        outcome = campaign.run(Asked(seed, trials, Path(folder), until_s))
+        outcome = campaign.run(Asked(seed, trials, Path(folder), until_s, tally))
     return _row(
         campaign,
         seed,
@@ -56,7 +55,9 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
         asked=None if trials == EVERY else len(trials),
         broken=len(outcome.broken),
         first_broken=_first_broken(campaign, outcome, seed),
-        result=outcome.result + (_CUT_SHORT if trials == EVERY and time.monotonic() > until_s else ""),
+        result=outcome.result,
+        tried=tally.num_tried,
+        is_cut_short=tally.is_cut_short,
         seconds=round(time.monotonic() - started, 1),
         commit=f"torch {torch.__version__}" if campaign.is_peer else _commit(),
         date=time.strftime("%Y-%m-%d"),
@@ -153,9 +154,9 @@ trace or to mount are needed for some, and a row that could not be run says so.
 _COMPARISON = """\
 ## The same harness on torch.distributed.checkpoint
 
-torch's own `dcp.save` and `dcp.load`, with the same state, the same seeds and the same trials. Only what `dcp.save` had
-acknowledged can be lost here: it counts when it no longer loads, or loads other values without an error. An error at a
-load of damaged bytes counts as detected. "In place" is a save into the folder of the save before, which `dcp.save`
+torch's own `dcp.save` and `dcp.load`, with the same state, synchronous; trials are drawn alike, from the same seeds. Only
+what `dcp.save` had acknowledged can be lost here: it counts when it no longer loads, or loads other values without an
+error. An error at a load of damaged bytes counts as detected. "In place" is a save into the folder of the save before, which `dcp.save`
 takes by default.
 """
 
@@ -178,8 +179,9 @@ def _table(rows: Sequence[Row], *, broken: str) -> str:
 
 def _cells(row: Row) -> list[str]:
     number = "-" if row.number is None else f"{row.number:,} {row.unit}"
-    if row.number is not None and row.asked is not None and row.number < row.asked:
-        number += f" (of {row.asked:,}: the time was up)"
+    if row.is_cut_short:
+        of_all = "not all" if row.asked is None else f"{row.tried:,} of {row.asked:,} trials"
+        number += f" ({of_all}: the time was up)"
     lost = "-" if row.number is None else f"{row.broken:,}"
     seen = row.result if row.first_broken is None else f"{row.result}. First: {row.first_broken}"
     when = "" if row.number is None else f", {row.seconds:,.0f} s, {row.date}, at {row.commit}"

@@ -5,6 +5,7 @@ one save is watched to the end; then there is a trial for each call that it made
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -141,7 +142,9 @@ def run(asked: Asked, *, saver_name: str, world_size: int) -> Outcome:
             others_live = case.call.name in CHANGING and trial % KEEP_ALIVE == 0
             one = strike(crew, asked.folder / str(trial), case, others_live=others_live)
             struck.append(one)
-            if one.is_wrong is not None:
+            if one.is_wrong is None:
+                shutil.rmtree(asked.folder / str(trial))
+            else:
                 broken.append(Broken(trial, f"{one.is_wrong} (killed at {case})"))
     num_kills = sum(one.was_killed for one in struck)
     num_changing = sum(case.call.name in CHANGING for case in cases)

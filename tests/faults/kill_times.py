@@ -119,7 +119,7 @@ def run(asked: Asked, *, saver_name: str, kind: str) -> Outcome:
         else:
             broken.append(Broken(trial, killed[-1].is_wrong))
     num_acknowledged = sum(len(one.acknowledged) for one in killed)
-    num_within = sum(one.begun > len(one.acknowledged) for one in killed)
+    num_within = sum(one.begun not in one.acknowledged for one in killed)
     return Outcome(
         len(killed),
         tuple(broken),

@@ -39,7 +39,8 @@ def cut_once(
 ) -> Cut:
     """`save_s` is how long a save takes here today: a cut in the middle strikes at any moment of one."""
     rng = asked.rng(trial)
-    in_place, kind = rng.random() < 0.5, rng.choice(KINDS) if saver_name == "own" else "sync"
+    in_place, drawn = rng.random() < 0.5, rng.choice(KINDS)
+    kind = drawn if saver_name == "own" else "sync"
     num_done = rng.randint(0 if in_the_middle else 1, MAX_DONE)
     delay_s = rng.random() * 1.3 * save_s if in_the_middle else 0.0
     root = disk.mounted / str(trial)
@@ -77,7 +78,7 @@ def run(asked: Asked, *, saver_name: str, in_the_middle: bool) -> Outcome:
     finally:
         disk.close()
     num_acknowledged = sum(len(cut.acknowledged) for cut in cuts)
-    num_within = sum(cut.begun > len(cut.acknowledged) for cut in cuts)
+    num_within = sum(cut.begun not in cut.acknowledged for cut in cuts)
     struck = f"{num_within:,} struck within a save; " if in_the_middle else ""
     return Outcome(len(cuts), tuple(broken), f"{struck}{num_acknowledged:,} saves were acknowledged before")
 

@@ -5,7 +5,7 @@ save works, and what died can be cleaned up. Each function says what does not ho
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import bytecheckpoint as bcp
@@ -30,9 +30,9 @@ def lost(saver: Saver, root: Path, *, begun: int, acknowledged: Sequence[int], i
     if not acknowledged:
         return None
     if in_place:
-        return _wrong(saver, root, None, among=range(acknowledged[-1], begun + 1))
+        return _wrong(saver, root, None, among={acknowledged[-1], begun})
     for step in acknowledged:
-        if (wrong := _wrong(saver, root, step, among=range(step, step + 1))) is not None:
+        if (wrong := _wrong(saver, root, step, among={step})) is not None:
             return f"acknowledged, and {wrong}"
     return None
 
@@ -42,12 +42,12 @@ def torn(root: Path, *, begun: int, acknowledged: Sequence[int], in_place: bool)
     saver = OWN
     if in_place:
         is_there = (root / "manifest.bcp").exists()
-        return _wrong(saver, root, None, among=range(begun + 1)) if is_there else None
+        return _wrong(saver, root, None, among={*acknowledged[-1:], begun}) if is_there else None
     steps = saver.steps(root)
     if bcp.latest(root) != max(steps, default=None):
         return f"latest is {bcp.latest(root)} with {steps} there"
     for step in sorted(set(steps) - set(acknowledged)):
-        if (wrong := _wrong(saver, root, step, among=range(step, begun + 1))) is not None:
+        if (wrong := _wrong(saver, root, step, among={step})) is not None:
             return f"visible, and {wrong}"
     return None
 
@@ -59,14 +59,14 @@ def stuck(root: Path, *, begun: int, in_place: bool) -> str | None:
         saver.save(root, Training(steps=step), in_place=in_place)
     except bcp.CheckpointError as error:
         return f"the next save fails: {error}"
-    wrong = _wrong(saver, root, None if in_place else step, among=range(step, step + 1))
+    wrong = _wrong(saver, root, None if in_place else step, among={step})
     if wrong is not None:
         return f"the next save is wrong: {wrong}"
     clean_up(root)
     strangers = files_of_the_dead(root, in_place=in_place)
     if strangers:
         return f"left after clean-up: {', '.join(strangers)}"
-    return _wrong(saver, root, None if in_place else step, among=range(step, step + 1))
+    return _wrong(saver, root, None if in_place else step, among={step})
 
 
 def clean_up(root: Path) -> None:
@@ -86,8 +86,10 @@ def files_of_the_dead(root: Path, *, in_place: bool) -> list[str]:
     return [name for name in files_under(root) if not name.startswith(tuple(prefixes))]
 
 
-def _wrong(saver: Saver, root: Path, step: int | None, *, among: range) -> str | None:
-    """Why the checkpoint is not one of those that it may be."""
+def _wrong(saver: Saver, root: Path, step: int | None, *, among: Collection[int]) -> str | None:
+    """Why the checkpoint is none of those that it may be: after so many steps, at the call of a save. One step more is
+    what a snapshot that was made too late would hold.
+    """
     where = "the checkpoint" if step is None else f"step {step}"
     try:
         found = saver.steps_loaded(root, step=step)
@@ -96,4 +98,4 @@ def _wrong(saver: Saver, root: Path, step: int | None, *, among: range) -> str |
     except BaseException as error:  # noqa: BLE001  # torch's own error is no Exception
         first_line = (str(error).splitlines() or [""])[0]
         return f"{where} does not load: {type(error).__name__}: {first_line[:300]}"
-    return None if found in among else f"{where} is that after {found} steps, none of {among.start} to {among[-1]}"
+    return None if found in among else f"{where} is that after {found} steps, none of {sorted(among)}"

@@ -88,6 +88,12 @@ class TestWhatACampaignLooksFor:
         assert lost(OWN, tmp_path, begun=2, acknowledged=[1], in_place=True) is None
         assert "that after 1 steps" in str(lost(OWN, tmp_path, begun=3, acknowledged=[1, 2], in_place=True))
 
+    def test_a_snapshot_in_place_that_was_made_after_the_call(self, tmp_path: Path) -> None:
+        """Asynchronous saves are of steps 1, 3, 5: the training goes on meanwhile."""
+        OWN.save(tmp_path, Training(steps=2), in_place=True)
+        assert "that after 2 steps" in str(lost(OWN, tmp_path, begun=3, acknowledged=[1], in_place=True))
+        assert "that after 2 steps" in str(torn(tmp_path, begun=1, acknowledged=[], in_place=True))
+
     def test_other_bits_than_were_saved(self, tmp_path: Path) -> None:
         training = Training(steps=1)
         training.model.wide.data[5] += 1e-3
@@ -166,10 +172,17 @@ def test_a_row_that_was_not_run_says_what_is_missing() -> None:
 
 def test_a_row_with_no_time_for_all_says_so() -> None:
     row = fault_table.run(toy(), seed=1, trials=range(3), until_s=0.0)
-    assert "0 tries (of 3: the time was up)" in fault_table.page([row])
+    assert "0 tries (0 of 3 trials: the time was up)" in fault_table.page([row])
     of_every = fault_table.run(toy(), seed=1, trials=EVERY, until_s=0.0)
     assert of_every.asked is None
-    assert of_every.result == "as expected; not all of them: the time was up"
+    assert "0 tries (not all: the time was up)" in fault_table.page([of_every])
+
+
+def test_a_campaign_that_came_to_its_end_says_nothing_of_time() -> None:
+    """Also where its time was up a moment later, or not each of its trials was a fault."""
+    row = fault_table.run(toy(), seed=1, trials=range(3))
+    assert (row.tried, row.is_cut_short) == (3, False)
+    assert "the time was up" not in fault_table.page([replace(row, number=2)])
 
 
 def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,5 +218,6 @@ def test_the_numbers_of_the_readme_are_those_that_were_kept() -> None:
     assert sums
     for names, line in sums:
         rows = [kept[name] for name in names]
+        assert all(row.number is not None for row in rows), line
         number, broken = sum(row.number or 0 for row in rows), sum(row.broken for row in rows)
         assert [cell.strip() for cell in line.split("|")[2:4]] == [f"{number:,}", f"{broken:,}"], line

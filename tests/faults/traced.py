@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -61,17 +61,24 @@ def save_once(saver_name: str, root: str, place: str, gate: str, *of_group: str)
     save_and_tell(Path(root), training, saver_name=saver_name, in_place=place == "in place")
 
 
-def save_and_tell(root: Path, training: Training, *, saver_name: str, in_place: bool) -> None:
+def save_and_tell(
+    root: Path,
+    training: Training,
+    *,
+    saver_name: str,
+    in_place: bool,
+    before_telling: Callable[[], object] = lambda: None,
+) -> None:
     """Ends the program after that."""
     try:
         SAVERS[saver_name].save(root, training, in_place=in_place)
+        told = "done"
     except bcp.CheckpointError as error:
-        _say(f"failed with {type(error).__name__}[{error.kind}] {error}")
+        told = f"failed with {type(error).__name__}[{error.kind}] {error}"
     except Exception as error:  # noqa: BLE001  # what must not come out is told, too
-        _say(f"crashed with {type(error).__name__}: {error}")
-    else:
-        _say("done")
-    sys.stdout.flush()
+        told = f"crashed with {type(error).__name__}: {error}"
+    before_telling()
+    _say(told)
     os._exit(0)
 
 
