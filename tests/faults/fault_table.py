@@ -154,10 +154,10 @@ trace or to mount are needed for some, and a row that could not be run says so.
 _COMPARISON = """\
 ## The same harness on torch.distributed.checkpoint
 
-torch's own `dcp.save` and `dcp.load`, with the same state, synchronous; trials are drawn alike, from the same seeds. Only
-what `dcp.save` had acknowledged can be lost here: it counts when it no longer loads, or loads other values without an
-error. An error at a load of damaged bytes counts as detected. "In place" is a save into the folder of the save before, which `dcp.save`
-takes by default.
+torch's own `dcp.save` and `dcp.load`, with the same state, synchronous; trials are drawn alike, from the same seeds.
+Only what `dcp.save` had acknowledged can be lost here: it counts when it no longer loads, or loads other values without
+an error. An error at a load of damaged bytes counts as detected. "In place" is a save into the folder of the save
+before, which `dcp.save` takes by default.
 """
 
 
