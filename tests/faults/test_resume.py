@@ -1,5 +1,5 @@
-"""A run that is killed and resumed against one that nothing disturbed: the same batches, parameters, optimizer and random
-numbers to the last bit, on the same number of ranks and on others.
+"""A run that is killed and resumed against one that nothing disturbed: the same batches, parameters, optimizer and
+random numbers to the last bit, on as many ranks or on fewer. Ranks that are new have random numbers of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -78,7 +79,7 @@ class Run:
         while self.step < until:
             self._take_step()
             if self.step % SAVED_EVERY == 0:
-                bcp.save(path, self.state, step=self.step, async_save=True)
+                self.handle = bcp.save(path, self.state, step=self.step, async_save=True)
 
     def _take_step(self) -> None:
         ids = self.batches.next()
@@ -114,10 +115,12 @@ def undisturbed(rank: int, num_ranks: int, path: str) -> tuple[list[list[int]], 
 
 
 def killed(rank: int, num_ranks: int, path: str) -> None:
-    """Some steps after a save, which is committed, and with it the first of those that the resumed run does again."""
+    """Some steps after a save that is committed by then: the resumed run does them again."""
     run = Run(seed=0, num_ranks=num_ranks)
     run.train(path, until=KILLED_AFTER)
-    bcp.save(path + "-fence", {"step": run.step})  # waits for the save that is under way
+    run.handle.result(30)
+    if num_ranks > 1:
+        dist.barrier()  # or a rank could die that the others have yet to hear of the commit from
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -126,10 +129,11 @@ def resumed(rank: int, num_ranks: int, path: str) -> tuple[list[list[int]], dict
     info = bcp.load(path, run.state, step="latest")
     run.step = info.step
     run.train(path, until=NUM_STEPS)
+    run.handle.result(30)
     return run.ids, run.bits()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long), pytest.param(4, 2, marks=pytest.mark.long)])
 def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(
     workers: WorkerPool, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -139,10 +143,10 @@ def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(
         workers.run(killed, str(path), world_size=before)
     assert {type(error) for error in raised.value.errors.values()} == {WorkerDied}
     assert bcp.steps(path) == [SAVED_EVERY]
-    for rank, (own_ids, own_bits) in enumerate(workers.run(resumed, str(path), world_size=after)):
+    for own_ids, own_bits in workers.run(resumed, str(path), world_size=after):
         assert own_ids == ids[SAVED_EVERY:]
         assert own_bits["tensors"] == bits["tensors"]
         assert own_bits["rate"] == bits["rate"]
         assert own_bits["batches"] == bits["batches"]
-        assert rank >= before or own_bits["random"] == bits["random"]
+        assert own_bits["random"] == bits["random"]
     assert bcp.steps(path) == list(range(SAVED_EVERY, NUM_STEPS + 1, SAVED_EVERY))
