@@ -133,7 +133,10 @@ def resumed(rank: int, num_ranks: int, path: str) -> tuple[list[list[int]], dict
     return run.ids, run.bits()
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long), pytest.param(4, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 1), (2, 1), pytest.param(2, 2, marks=pytest.mark.long), pytest.param(4, 2, marks=pytest.mark.long)],
+)
 def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(
     workers: WorkerPool, tmp_path: Path, before: int, after: int
 ) -> None:
