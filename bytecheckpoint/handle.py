@@ -26,6 +26,7 @@ from bytecheckpoint.spare_threads import SpareThreads
 
 _NICE = 5
 """How far background threads step back behind training, as nice(2) counts."""
+_ALL_OR_NOTHING = "it is committed whole or not at all, which `bcp ls` tells, and what was committed before still loads"
 
 
 class Turn:
@@ -222,13 +223,17 @@ class InFlight:
             handle._future.exception()
 
     def _report(self) -> None:
-        """The last word about failed saves whose errors nobody has seen: printed, and an exit code of 1."""
+        """The last word about saves that nobody has heard the outcome of: printed, and an exit code that tells."""
+        # The interpreter waits for saves, unless Ctrl-C, or what a signal handler raises, cuts that short.
+        under_way = [handle._path for handle in self._handles if not handle.done()]
         errors = [(handle._path, handle._unseen_error()) for handle in self._handles]
         errors = [(path, error) for path, error in errors if error is not None]
-        if not errors:
+        if not (under_way or errors):
             return
+        for path in under_way:
+            _print(f"the program ends while the save to {path} is under way: {_ALL_OR_NOTHING}")
         for path, error in errors:
-            print(f"bytecheckpoint: the save to {path} failed and was not committed:", file=sys.stderr)  # noqa: T201
+            _print(f"the save to {path} failed and was not committed:")
             traceback.print_exception(error, file=sys.stderr)
         atexit.unregister(self._report)
         atexit._run_exitfuncs()
@@ -244,6 +249,10 @@ class InFlight:
         # Its memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parents.append(self.kept)
         self.kept = Kept()
+
+
+def _print(text: str) -> None:
+    print(f"bytecheckpoint: {text}", file=sys.stderr)  # noqa: T201
 
 
 def _step_back() -> None:

@@ -196,8 +196,7 @@ class _Parts:
             self._begin()
             take_blocks(parts, take, num_threads=in_flight)
             listed = {"Parts": [sent[number] for number in sorted(sent)]}
-            request = partial(self._request, "complete_multipart_upload", MultipartUpload=listed)
-            _publish(self._requests, self._target, request, self._patience)
+            _publish(self._requests, self._target, partial(self._complete, MultipartUpload=listed), self._patience)
         except FailedRequestError as failed:
             first = self._failures[0] if self._failures else failed
             self._abort(first)
@@ -235,6 +234,12 @@ class _Parts:
             self._failures.append(failed)
             self._patience.stop.set()  # others may be waiting to try theirs again
             raise
+
+    def _complete(self, **parameters: Any) -> None:
+        # Hazard: S3 answers 200 before it puts the parts together, and may break off after that. If they were, the
+        # next attempt finds the object.
+        if "ETag" not in self._request("complete_multipart_upload", **parameters):
+            raise ConnectionError("the answer to the end of the upload names no object")
 
     def _request(self, operation: str, **parameters: Any) -> Any:
         return self._requests.send(operation, Key=self._target.key, UploadId=self._upload_id, **parameters)

@@ -4,14 +4,17 @@ or the exit code and a message say that it did not.
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 import bytecheckpoint as bcp
 from faults.launcher import Launcher
-from faults.seams import loads_as
+from faults.seams import loads_as, state_of
 
 SLOW_SAVE = """
 import os, sys, time
@@ -223,3 +226,34 @@ def test_a_signal_leaves_nothing_committed_or_all(launcher: Launcher, tmp_path: 
         assert loads_as(tmp_path / "ckpt", 0, 1.0)
     else:
         assert not (tmp_path / "ckpt" / "manifest.bcp").exists()
+
+
+@pytest.mark.parametrize("waiting", ["handle.result()", ""], ids=["in a wait for the save", "as it ends"])
+def test_ctrl_c_while_the_interpreter_waits_for_a_save_ends_it_at_once_and_is_not_silent(
+    launcher: Launcher, tmp_path: Path, waiting: str
+) -> None:
+    """The second one where the first has ended the program's own wait: the save is held up for ever."""
+    bcp.save(tmp_path / "run", state_of(0, 1.0), step=1)
+    held_up = SLOW_SAVE.replace("time.monotonic() < deadline", "True") + WAITING.replace("WAITING", waiting)
+    pid = launcher.start(held_up, tmp_path / "run")
+    launcher.wait_for_output(pid, "ready")
+    if waiting:
+        os.kill(pid, signal.SIGINT)
+    launcher.wait_for_output(pid, "waits")
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGINT)
+    ended = launcher.wait(pid)
+    assert ended.exit_code == 1, ended.output
+    assert ended.output.count("KeyboardInterrupt") == (2 if waiting else 1)
+    assert f"the program ends while the save to {tmp_path / 'run' / 'step_00000002'} is under way" in ended.output
+    assert bcp.steps(tmp_path / "run") == [1]
+    assert loads_as(tmp_path / "run", 0, 1.0)
+
+
+WAITING = """
+import threading
+handle = bcp.save(path, state_of(0, 2.0), step=2, async_save=True)
+threading._register_atexit(print, "waits", flush=True)  # called before those of the save
+print("ready", flush=True)
+WAITING
+"""

@@ -20,10 +20,11 @@ from bytecheckpoint.storage.s3_store import S3Store
 
 
 class Refuse(NamedTuple):
-    """The service answers with an error and does nothing."""
+    """The service answers with an error and does nothing. Its status may be 200 all the same."""
 
     status: int
     code: str
+    """Where it is empty, so is the answer."""
 
 
 class Lose(NamedTuple):
@@ -68,7 +69,7 @@ class Faults:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response(f"{fault.status} No", [("Content-Type", "application/xml")])
             body = f"<Error><Code>{fault.code}</Code><Message>{fault.code} it is</Message></Error>".encode()
-            return [b"" if environ["REQUEST_METHOD"] == "HEAD" else body]
+            return [body if fault.code and environ["REQUEST_METHOD"] != "HEAD" else b""]
         is_conditional = not environ.keys().isdisjoint({"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"})
         with self._one_at_a_time if is_conditional else nullcontext():
             answer = self._application(environ, start_response)

@@ -245,6 +245,44 @@ def test_what_passes_does_no_harm(s3, s3_prefix, s3_faults, store, fault, times,
     assert s3.objects(s3_prefix) == [f"{s3_prefix}/runs/x"]
 
 
+@pytest.mark.usefixtures("hasty", "small_parts")
+@pytest.mark.parametrize("fault", [Refuse(200, "InternalError"), Refuse(200, "")], ids=["error", "nothing"])
+def test_an_upload_whose_completion_is_answered_200_without_an_object_is_completed_again(
+    s3, s3_prefix, s3_faults, store, fault
+):
+    """S3 answers before it has put the parts together, so that what fails comes in the body."""
+    data = pattern(300_000)
+    s3_faults.choose = faults = FirstFew("POST .*uploadId", fault, times=2)
+    store.write("x", blocks_of(data, block_bytes=100_000), replace=False)
+    assert faults.num_left == 0
+    assert get(store, "x", len(data)) == data
+    s3_faults.reset()
+    assert s3.uploads(s3_prefix) == []
+
+
+@pytest.mark.usefixtures("hasty", "small_parts")
+@pytest.mark.parametrize(
+    ("code", "kind"), [("InternalError", "unavailable"), ("AccessDenied", "permission"), ("", "unavailable")]
+)
+@pytest.mark.parametrize("replace", [False, True])
+def test_an_upload_that_is_only_ever_completed_with_200_and_no_object_fails(
+    s3, s3_prefix, s3_faults, code, kind, replace
+):
+    store = s3.store(s3_prefix, timeout_s=0.4)
+    old = pattern(1000)
+    if replace:
+        put(store, "x", old)
+    s3_faults.choose = always("POST .*uploadId", Refuse(200, code))
+    with pytest.raises(StorageError, match=code or "names no object") as caught:
+        store.write("x", blocks_of(pattern(300_000), block_bytes=100_000), replace=replace)
+    assert caught.value.kind == kind
+    s3_faults.reset()
+    assert s3.uploads(s3_prefix) == []
+    assert s3.objects(s3_prefix) == ([f"{s3_prefix}/x"] if replace else [])
+    if replace:
+        assert get(store, "x", len(old)) == old
+
+
 @pytest.mark.usefixtures("hasty")
 def test_a_read_goes_on_where_it_was_cut(s3_faults, store):
     data = pattern(3 * MiB)
