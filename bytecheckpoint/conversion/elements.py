@@ -11,6 +11,7 @@ import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.conversion.overflow import CHECKED_NUMEL, first_lost, has_non_finite, is_narrowed, largest_text
+from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.placing import takes_bytes
 from bytecheckpoint.planner.convert_plan import Wanted, copies_of
@@ -80,12 +81,14 @@ class Elements:
         """
         wanted = self._wanted[job.tensor]
         converted = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
-        for start, part in zip(range(0, job.numel, CHECKED_NUMEL), converted.split(CHECKED_NUMEL), strict=True):
+        for start in range(0, job.numel, CHECKED_NUMEL):
+            part = converted[start : start + CHECKED_NUMEL]
             if not has_non_finite(part):
                 continue
-            stored = torch.empty(part.numel(), dtype=torch.float64)
+            memory = memoryview(bytearray(part.numel() * itemsize("float64")))
             exact = Elements(self._source, [wanted._replace(dtype="float64")])
-            exact.read([Job(0, job.first + start, part.numel(), memoryview(stored.numpy()).cast("B"))])
+            exact.read([Job(0, job.first + start, part.numel(), memory)])
+            stored = torch.frombuffer(memory, dtype=torch.float64)
             lost = first_lost(stored, part)
             if lost is not None:
                 raise CheckpointMismatchError(

@@ -18,7 +18,8 @@ def is_narrowed(wanted: Wanted, manifest: Manifest) -> bool:
     """Whether a finite element of what it is made of may be infinite in it."""
     if wanted.dtype not in FLOAT_DTYPES:
         return False
-    stored = {manifest.describe(piece.fqn)[0] for piece in wanted.pieces if piece.fqn is not None}
+    fqns = {piece.fqn for piece in wanted.pieces if piece.fqn is not None}
+    stored = {manifest.describe(fqn)[0] for fqn in fqns}
     return any(dtype in FLOAT_DTYPES and _largest(dtype) > _largest(wanted.dtype) for dtype in stored)
 
 
