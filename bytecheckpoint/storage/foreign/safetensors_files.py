@@ -105,9 +105,10 @@ def read_files(store: Store, folder: str, names: Sequence[str]) -> Parts:
 
 
 def files_of_index(store: Store, name: str, num_bytes: int) -> frozenset[str]:
-    """The files that an index of so many bytes names; none where it is damaged."""
+    """The safetensors files that an index of so many bytes names; none where it is damaged."""
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
-        return frozenset(_read_index(store, name, join_name(str(store), name), num_bytes).values())
+        named = _read_index(store, name, join_name(str(store), name), num_bytes).values()
+        return frozenset(file for file in named if file.endswith(SUFFIX))
     return frozenset()
 
 
