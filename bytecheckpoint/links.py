@@ -4,14 +4,13 @@ followed only where that is asked for: whoever wrote a manifest would choose els
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.finding import Opening, open_folder
-from bytecheckpoint.storage.opening import is_plain_path
+from bytecheckpoint.storage.opening import is_local
 from bytecheckpoint.storage.store import Store
 
 
@@ -37,5 +36,9 @@ def files_of(here: Files, manifest: Manifest, opening: Opening, *, follow_links:
             kind="path_escape",
             path=path,
         )
-    options: Mapping[str, object] | None = None if is_plain_path(manifest.linked_to) else opening.storage_options
-    return Files(*open_folder(manifest.linked_to, opening._replace(storage_options=options)))
+    return Files(*open_folder(manifest.linked_to, opening_at(manifest.linked_to, opening, follow_links=True)))
+
+
+def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
+    """How this path is opened. Where links are followed, a local one may lead to where the storage options are for."""
+    return opening._replace(storage_options=None) if follow_links and is_local(path) else opening

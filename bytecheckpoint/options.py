@@ -124,7 +124,8 @@ class LoadOptions:
     rank. In bytes."""
     follow_links: bool = False
     """Read the files of a checkpoint that `bcp convert --link` has made elsewhere than below its own folder: its
-    manifest says where they are. Whoever wrote the manifest chose that place: ask for it only where you trust them."""
+    manifest says where they are. Whoever wrote the manifest chose that place: ask for it only where you trust them.
+    Where the link is on a local path, `storage_options` are for that place."""
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
 

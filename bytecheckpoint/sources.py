@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from bytecheckpoint.agreement import check_same
-from bytecheckpoint.links import Files, files_of
+from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.location import check_step
 from bytecheckpoint.manifest import encode_manifest
 from bytecheckpoint.name_maps import Beside, mapped_manifest
@@ -52,11 +52,12 @@ def wanted_step(step: object) -> int | Literal["latest"] | None:
 def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that all ranks load. Raises what `find_checkpoint` and `manifest_bytes` raise."""
     opening = Opening(asked.storage_options, options.timeout_s)
+    at_root = opening_at(asked.root, opening, follow_links=options.follow_links)
 
     def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
         wishes = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
         check_same("load from", [target for target, _ in wishes], ranks.names)
-        found = find_checkpoint(asked.root, asked.step, opening)
+        found = find_checkpoint(asked.root, asked.step, at_root)
         # One rank decides for all, whose options may differ.
         wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(found.store))
         is_exchanged = wanted and ranks.num_ranks > 1
@@ -66,12 +67,12 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
         told = _Told(found.levels, found.folder, found.path, found.manifest_path, content, is_exchanged, is_verified)
         return [msgspec.msgpack.encode(told)] * ranks.num_ranks
 
-    store = open_above(asked.root, 0, opening)
+    store = open_above(asked.root, 0, at_root)
     through = f" through {options.name_map}" if options.name_map else ""
     payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
     manifest = parse_manifest(told.manifest, path=told.manifest_path, whole=False)
-    here = Files(open_above(asked.root, told.levels, opening) if told.levels else store, told.folder)
+    here = Files(open_above(asked.root, told.levels, at_root) if told.levels else store, told.folder)
     return Source(
         *files_of(here, manifest, opening, follow_links=options.follow_links, path=told.path),
         manifest,
@@ -84,7 +85,7 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
 def open_alone(asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that one process looks into. Raises the same."""
     opening = Opening(asked.storage_options, options.timeout_s)
-    found = find_checkpoint(asked.root, asked.step, opening)
+    found = find_checkpoint(asked.root, asked.step, opening_at(asked.root, opening, follow_links=options.follow_links))
     manifest = parse_manifest(_manifest_bytes(found, options), path=found.manifest_path, whole=False)
     here = Files(found.store, found.folder)
     files = files_of(here, manifest, opening, follow_links=options.follow_links, path=found.path)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
-from bytecheckpoint.links import Files, files_of
+from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
 from bytecheckpoint.storage.store import Store
@@ -91,9 +91,10 @@ def with_link_option(command: _Command) -> _Command:
     )(command)
 
 
-def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, Any]) -> Opened:
+def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
     """The checkpoint that is meant. Raises what `bcp.open` raises."""
-    found = find_checkpoint(path, "latest" if step is None else step, Opening(storage_options))
+    opening = opening_at(path, Opening(storage_options), follow_links=follow_links)
+    found = find_checkpoint(path, "latest" if step is None else step, opening)
     return Opened(found.store, found.folder, manifest_of(found), found.path)
 
 
@@ -107,7 +108,11 @@ def files_opened(opened: Opened, *, storage_options: Mapping[str, Any], follow_l
     return opened._replace(store=files.store, folder=files.folder)
 
 
-def options_for(paths: Sequence[str], storage_options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The storage options for each of these paths: for URLs, where one of them is one, and for all otherwise."""
+def options_for(
+    paths: Sequence[str], storage_options: Mapping[str, Any], *, follow_links: bool
+) -> list[Mapping[str, Any]]:
+    """The storage options for each of these paths: for URLs, where one of them is one, and for all otherwise. Links may
+    lead to URLs: where they are followed, all get them.
+    """
     is_url = ["://" in path or "::" in path for path in paths]
-    return [storage_options if of_url or not any(is_url) else {} for of_url in is_url]
+    return [storage_options if follow_links or of_url or not any(is_url) else {} for of_url in is_url]

@@ -13,6 +13,7 @@ import click
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.map_options import parse_options
+from bytecheckpoint.storage.opening import is_local
 
 from . import exit_codes
 from .arguments import options_for, with_link_option, with_output_options
@@ -160,7 +161,7 @@ def convert(
     _refuse_idle(to, link=link, keep_names=keep_names, max_shard_size=max_shard_size)
     if not map_name and (map_option or keep_unmapped or map_name is not None):
         raise click.UsageError("--map takes a name or a file; --map-option and --keep-unmapped are for --map")
-    of_source, of_target = options_for((src, dst), storage_options)
+    of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
     from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
     from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
     from bytecheckpoint.sources import Asked  # noqa: PLC0415
@@ -170,7 +171,7 @@ def convert(
     request = Request(
         source=Asked(src, "latest" if step is None else step, of_source),
         target=dst,
-        target_options=of_target,
+        target_options={} if follow_links and is_local(dst) else of_target,
         wish=wish,
         limits=Limits(memory, max_shard_size or default_bytes),
         overwrite=overwrite,

@@ -95,12 +95,14 @@ def diff(
     are not compared. Exit code 1 where something differs.
     """
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
-    both = options_for((a, b), storage_options)
+    both = options_for((a, b), storage_options, follow_links=follow_links)
     from .checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - needs torch, and `bcp ls` does not wait for it
 
     opened_a, opened_b = (
         files_opened(
-            open_manifest(path, step=step, storage_options=options), storage_options=options, follow_links=follow_links
+            open_manifest(path, step=step, storage_options=options, follow_links=follow_links),
+            storage_options=options,
+            follow_links=follow_links,
         )
         for path, options in zip((a, b), both, strict=True)
     )

@@ -105,7 +105,7 @@ def show(
     Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for how
     the save went.
     """
-    opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    opened = open_manifest(ckpt, step=step, storage_options=storage_options, follow_links=follow_links)
     if with_stats or with_objects:
         opened = files_opened(opened, storage_options=storage_options, follow_links=follow_links)
     contents = Contents(opened.manifest)

@@ -61,7 +61,7 @@ def timeline(
     It is told by small files beside the data, which a checkpoint may lack: exit code 3 where there are none, 1 where
     one cannot be understood. Starts of ranks on several machines are as good as their clocks.
     """
-    opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    opened = open_manifest(ckpt, step=step, storage_options=storage_options, follow_links=False)
     records = read_save_records(opened)
     if not records.ranks and not records.unreadable:
         raise CheckpointNotFoundError(

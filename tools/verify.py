@@ -67,7 +67,7 @@ def verify(
     header as the manifest says, and the chunks of every tensor must cover it exactly once. Exit code 1 where something
     is damaged, 4 where the storage could not be read.
     """
-    opened = open_manifest(ckpt, step=step, storage_options=storage_options)
+    opened = open_manifest(ckpt, step=step, storage_options=storage_options, follow_links=follow_links)
     opened = files_opened(opened, storage_options=storage_options, follow_links=follow_links)
     started = time.monotonic()
     with byte_progress("checking", bytes_to_read(opened.manifest, sample_percent)) as on_progress:

@@ -236,6 +236,11 @@ def is_content_fqn(fqn: str) -> bool:
     return "@" in fqn and _CONTENT_FQN.search(fqn) is not None
 
 
+def without_content(fqn: str) -> str:
+    """The FQN of the value, where this is one that `content_fqn` gave to its tensor; else the same."""
+    return fqn.rpartition("@")[0] if is_content_fqn(fqn) else fqn
+
+
 def _ext(code: int, content: Any) -> Ext:
     return Ext(code, encode(content))
 

@@ -23,7 +23,7 @@ from bytecheckpoint.conversion.mapping import view_of
 from bytecheckpoint.conversion.own_target import plan_own
 from bytecheckpoint.conversion.plain_trees import PlainData
 from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, select
-from bytecheckpoint.conversion.standing import Place, Standing, look_at, place_of
+from bytecheckpoint.conversion.standing import Place, Standing, look_at, place_of, refuse_own_files
 from bytecheckpoint.conversion.streams import Budget, ReadAhead, Stream, budget_of
 from bytecheckpoint.conversion.target_files import Target, TargetFile
 from bytecheckpoint.conversion.torch_target import plan_torch
@@ -210,6 +210,8 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
         target = plan_torch(manifest, selection, plain, name=place.name, num_ranks=num_ranks)
     else:
         target = plan_own(manifest, selection, plain, max_file_bytes=max_bytes, num_ranks=num_ranks, save_id=save_id)
+    if wish.to != "bcp":  # whose files all have new names, and are there before the old ones go
+        refuse_own_files(place, standing, (file.name for file in target.files), source)
     return _Plan(source, view.sides, selection, place, standing, target, save_id)
 
 
@@ -249,7 +251,7 @@ def _write_all(
     longest = max((file.byte_length for file in files), default=0)
     budget = budget_of(request.limits.memory_bytes, longest)
     scratch = Scratch(budget.window_bytes, budget.num_windows, is_shared=False)
-    writing = _Writing(plan, elements, scratch, budget, on_progress)
+    writing = _Writing(plan, elements, scratch=scratch, budget=budget, on_progress=on_progress)
     for file in files:
         written = writing.write(file, is_replaced=request.overwrite)
         done.append(written)
@@ -259,7 +261,7 @@ class _Writing:
     """The files of one rank on their way."""
 
     def __init__(
-        self, plan: _Plan, elements: Elements, scratch: Scratch, budget: Budget, on_progress: OnProgress
+        self, plan: _Plan, elements: Elements, *, scratch: Scratch, budget: Budget, on_progress: OnProgress
     ) -> None:
         self._plan = plan
         self._elements = elements

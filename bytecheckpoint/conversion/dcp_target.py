@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from bytecheckpoint.adapters.tensors import torch_dtype
 from bytecheckpoint.conversion.plain_trees import PlainData
-from bytecheckpoint.conversion.selecting import Selection
+from bytecheckpoint.conversion.selecting import LeftOut, Selection
 from bytecheckpoint.conversion.streams import Run, run_bytes
 from bytecheckpoint.conversion.target_files import Target, TargetFile, spread
 from bytecheckpoint.conversion.torch_pickles import TensorStub, save_runs, saved_value
@@ -31,7 +31,9 @@ _VERSION = "1.0.0"
 
 def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> Target:
     """A file for each rank. `infix` stands in their names where these must not be those of an older checkpoint."""
-    metadata, indices, values = _planned(plain.nested(), selection.wanted)
+    nested = plain.nested()
+    metadata, indices, values = _planned(nested, selection.wanted)
+    lost = _lost_containers(nested, metadata)
     # One archive for each tensor, under however many names, and one for each value.
     archives: dict[object, list[MetadataIndex]] = {}
     for fqn, index in indices.items():
@@ -60,7 +62,8 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
         metadata.storage_data, metadata.storage_meta, metadata.version = storage, StorageMeta(), _VERSION
         return pickle.dumps(metadata)
 
-    return Target(files, by_rank, METADATA_NAME, encoded, left_out_metadata(manifest))
+    empty = [LeftOut(name, 0, 0, "empty, which torch.distributed.checkpoint does not write") for name in lost]
+    return Target(files, by_rank, METADATA_NAME, encoded, [*empty, *left_out_metadata(manifest)])
 
 
 def _planned(
@@ -85,6 +88,32 @@ def _planned(
     flat = planner.state_dict
     values = {fqn: stubs.get(id(value), value) for fqn, value in flat.items()}
     return metadata, {item.index.fqn: item.index for item in plan.items}, values
+
+
+def _lost_containers(state: Mapping[Any, Any], metadata: Metadata) -> list[str]:
+    """Names of the containers of which no part is in what torch writes: they are empty, or hold only such as are."""
+    paths = (metadata.planner_data or {}).values()
+    kept = {path[:length] for path in paths for length in range(len(path) + 1)}
+    written = set(paths)
+    lost: list[str] = []
+
+    def look(value: Any, path: tuple[Any, ...]) -> None:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else None
+        if items is None or path in written:
+            return
+        if path not in kept:
+            lost.append(".".join(map(str, path)))
+            return
+        for key, item in items:
+            look(item, (*path, key))
+
+    for key, item in state.items():
+        look(item, (str(key),))
+    return lost
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
 
 
 def _size(value: Any, wanted: Sequence[Wanted]) -> int:

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.conversion.overflow import CHECKED_NUMEL, first_lost, has_non_finite, is_narrowed, largest_text
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.placing import takes_bytes
 from bytecheckpoint.planner.convert_plan import Wanted, copies_of
 from bytecheckpoint.planner.load_plan import Want, plan_load
@@ -37,6 +40,7 @@ class Elements:
     def __init__(self, source: Source, wanted: Sequence[Wanted]) -> None:
         self._source = source
         self._wanted = wanted
+        self._narrowed = {number for number, tensor in enumerate(wanted) if is_narrowed(tensor, source.manifest)}
 
     def check_files(self) -> None:
         """Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated)."""
@@ -46,7 +50,9 @@ class Elements:
         check_files(source.store, source.folder, source.manifest, files)
 
     def read(self, jobs: Sequence[Job]) -> None:
-        """Fills the memory of all jobs. Raises what a load raises."""
+        """Fills the memory of all jobs. Raises what a load raises, and CheckpointMismatchError (dtype) for an element
+        that is finite, and would be infinite in the dtype that is wanted.
+        """
         source = self._source
         shards = [shard for job in jobs for shard in self._shards(job)]
         fqns = [shard.fqn for shard in shards]
@@ -65,6 +71,32 @@ class Elements:
             max_fetch_bytes=options.scratch_bytes // options.reader_threads,
         )
         source.read(fetches, shards, fqns)
+        for job in jobs:
+            if job.tensor in self._narrowed:
+                self._refuse_overflow(job)
+
+    def _refuse_overflow(self, job: Job) -> None:
+        """Raises CheckpointMismatchError (dtype) for an element that is finite only as it is stored. Where some are
+        not finite, those are read again as what holds each of them exactly.
+        """
+        wanted = self._wanted[job.tensor]
+        converted = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
+        for start in range(0, job.numel, CHECKED_NUMEL):
+            part = converted[start : start + CHECKED_NUMEL]
+            if not has_non_finite(part):
+                continue
+            memory = memoryview(bytearray(part.numel() * itemsize("float64")))
+            exact = Elements(self._source, [wanted._replace(dtype="float64")])
+            exact.read([Job(0, job.first + start, part.numel(), memory)])
+            stored = torch.frombuffer(memory, dtype=torch.float64)
+            lost = first_lost(stored, part)
+            if lost is not None:
+                raise CheckpointMismatchError(
+                    f"{wanted.fqn!r:.200} has the element {float(stored[lost])!r}, number {job.first + start + lost}, "
+                    f"and {wanted.dtype} ends at {largest_text(wanted.dtype)}: it would become infinite; there is no "
+                    "target: choose another --dtype, or leave the tensor out with --exclude",
+                    kind="dtype",
+                )
 
     def _shards(self, job: Job) -> Iterator[LocalShard]:
         wanted = self._wanted[job.tensor]

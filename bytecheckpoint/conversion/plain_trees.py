@@ -45,8 +45,18 @@ class PlainData:
         return {fqn: encode_plain(tree, fqn, keep_in_tree) for fqn, tree in self._trees().items()}
 
     def rank_objects(self) -> dict[str, Mapping[int, bytes]]:
-        """The same of those that differ from rank to rank."""
-        return {fqn: each for fqn, each in self._manifest.rank_objects.items() if self._wish.takes(fqn)}
+        """The same of those that differ from rank to rank. Their entries keep their names; what they refer to are the
+        tensors under their new ones.
+        """
+        if self._wish.takes_all and not self._wish.rename:
+            return dict(self._manifest.rank_objects)
+        found: dict[str, Mapping[int, bytes]] = {}
+        for fqn, by_rank in self._manifest.rank_objects.items():
+            trees = {rank: self._chosen(fqn, decode_plain(data)) for rank, data in by_rank.items()}
+            taken = {rank: tree for rank, tree in trees.items() if tree is not _NOTHING}
+            if taken:
+                found[fqn] = {rank: encode_plain(tree, fqn, keep_in_tree) for rank, tree in taken.items()}
+        return found
 
     def _trees(self) -> dict[str, Any]:
         """By their names in the target."""
@@ -184,18 +194,27 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, TensorRef) or (type(value) in (list, tuple) and any(map(_holds_tensor, value)))
 
 
-def without_numpy(value: Any) -> Any:
-    """The same with tensors for arrays, lists where torch has no such dtype, and plain numbers for numpy's."""
+def without_numpy(value: Any, fqn: str) -> Any:
+    """The same with tensors for arrays, lists where torch has no such dtype, and plain numbers for numpy's.
+
+    Raises CheckpointMismatchError (conflict), which names the value, for what is none of these.
+    """
     if isinstance(value, np.ndarray):
         try:
-            return torch.from_numpy(value.copy())
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
         except TypeError:
             return value.tolist()
+        except ValueError as error:
+            raise CheckpointMismatchError(
+                f"{fqn!r:.200}, an array of {value.dtype}, cannot become a tensor: {error}; nothing was written: leave "
+                "it out with exclude, or convert to another format",
+                kind="conflict",
+            ) from error
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        return type(value)({key: without_numpy(item) for key, item in value.items()})
+        return type(value)({key: without_numpy(item, join_fqn(fqn, key)) for key, item in value.items()})
     if type(value) in (list, tuple):
-        items: Sequence[Any] = [without_numpy(item) for item in value]
+        items: Sequence[Any] = [without_numpy(item, join_fqn(fqn, index)) for index, item in enumerate(value)]
         return type(value)(items)
     return value

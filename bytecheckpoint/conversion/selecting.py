@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, is_content_fqn, join_fqn
+from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, is_content_fqn, join_fqn, without_content
 from bytecheckpoint.adapters.renaming import renamer
 from bytecheckpoint.adapters.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.dtypes import itemsize
@@ -42,8 +42,10 @@ class Wish:
     """For what has one of FLOAT_DTYPES."""
 
     def takes(self, fqn: str) -> bool:
-        is_included = not self.include or any(fnmatchcase(fqn, glob) for glob in self.include)
-        return is_included and not any(fnmatchcase(fqn, glob) for glob in self.exclude)
+        """A tensor that differs from rank to rank goes by the name of its value, too."""
+        names = {fqn, without_content(fqn)}
+        is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include for name in names)
+        return is_included and not any(fnmatchcase(name, glob) for glob in self.exclude for name in names)
 
     @property
     def takes_all(self) -> bool:

@@ -4,8 +4,9 @@ another format ever is.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.conversion.dcp_target import METADATA_NAME, SUFFIX
@@ -13,14 +14,18 @@ from bytecheckpoint.conversion.hf_target import INDEX_NAME, SOLE_NAME
 from bytecheckpoint.conversion.selecting import TargetFormat
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.reading import Source
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.finding import Opening, from_root, split_path
-from bytecheckpoint.storage.foreign.formats import find_folder
+from bytecheckpoint.storage.foreign.formats import find_folder, find_step
+from bytecheckpoint.storage.foreign.safetensors_files import files_of_index
+from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import place_of as of_store
 
 _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
-_HF_NAME = re.compile(r"\Amodel(-[^/]*)?\.safetensors(\.index\.json)?\Z")
+_HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
 
 
 class Place(NamedTuple):
@@ -72,16 +77,43 @@ def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) ->
         ) from error
     if to == "torch":
         return _of_file(place, listing, overwrite=overwrite)
+    _refuse_root_of_steps(place, listing)
     foreign = None if layout.has_manifest(listing) else find_folder(place.store, "", listing)
     other = OWN_FORMAT if layout.has_manifest(listing) else foreign and foreign.format
     if other is not None and other != _FORMATS[to] and not beside:
         what = f"{place.path} holds a checkpoint of another format ({other})"
         raise _exists(place, what, "give another path: that one is never replaced")
-    standing = _STANDING[to](listing)
+    standing = _of_hf(place.store, listing) if to == "hf" else _STANDING[to](listing)
     if standing.is_there and not overwrite:
         what = f"{place.path} holds a checkpoint, or what a conversion that did not finish has left there"
         raise _exists(place, what, "give another path, or --overwrite to replace it")
     return standing
+
+
+def _refuse_root_of_steps(place: Place, listing: Mapping[str, int | None]) -> None:
+    """Raises CheckpointExistsError (exists): what is written beside steps would be found instead of them, or never."""
+    steps = sorted(
+        name for name, num_bytes in listing.items() if num_bytes is None and layout.parse_step(name) is not None
+    )
+    if not steps and not layout.has_manifest(listing) and not find_folder(place.store, "", listing):
+        newest = find_step(place.store, None, listing)
+        steps = [] if newest is None else [newest.folder]
+    if steps:
+        what = f"{place.path} holds steps, as {steps[-1]}, and a checkpoint beside them would hide them, or be hidden"
+        raise _exists(place, what, f"give another path, or the folder of a step, as {join_name(place.path, steps[-1])}")
+
+
+def refuse_own_files(place: Place, standing: Standing, names: Iterable[str], source: Source) -> None:
+    """Raises CheckpointExistsError (exists) where what is to be replaced, or gets these names, is the source's."""
+    used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
+    ours = sorted(name for name in {*standing.stale, *names} if _real_path(place.store, name) in used)
+    if standing.is_there and ours:
+        what = f"{join_name(str(place.store), ours[0])} is a file of the source, and would be replaced"
+        raise _exists(place, what, "give another path: a source is never written over")
+
+
+def _real_path(store: Store, name: str) -> str:
+    return os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else of_store(store, name)
 
 
 def _of_file(place: Place, listing: Mapping[str, int | None], *, overwrite: bool) -> Standing:
@@ -96,11 +128,16 @@ def _of_own(listing: Mapping[str, int | None]) -> Standing:
     return Standing(layout.has_manifest(listing), is_in_the_way=False, stale=())  # its names are new for each save
 
 
-def _of_hf(listing: Mapping[str, int | None]) -> Standing:
-    names = sorted(name for name in listing if _HF_NAME.match(name))
+def _of_hf(store: Store, listing: Mapping[str, int | None]) -> Standing:
     # What says what belongs together goes first, or a reader might take a part for the whole.
-    first = [name for name in (SOLE_NAME, INDEX_NAME) if name in names]
-    return Standing(bool(names), bool(names), [*first, *(name for name in names if name not in first)])
+    first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
+    indexed = files_of_index(store, INDEX_NAME, listing.get(INDEX_NAME) or 0)
+    # Others that begin with "model" are somebody's own: other weights, adapters.
+    names = sorted(
+        name for name, size in listing.items() if size is not None and (name in indexed or _HF_SHARD.match(name))
+    )
+    stale = [*first, *(name for name in names if name not in first)]
+    return Standing(bool(stale), bool(stale), stale)
 
 
 def _of_dcp(listing: Mapping[str, int | None]) -> Standing:
@@ -110,7 +147,7 @@ def _of_dcp(listing: Mapping[str, int | None]) -> Standing:
     return Standing(is_there, bool(names), names if is_there else ())
 
 
-_STANDING = {"bcp": _of_own, "hf": _of_hf, "dcp": _of_dcp}
+_STANDING = {"bcp": _of_own, "dcp": _of_dcp}
 
 
 def _exists(place: Place, what: str, advice: str) -> CheckpointExistsError:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from math import prod
-from threading import Lock
+from threading import Condition
 from typing import NamedTuple
 
 from bytecheckpoint.conversion.elements import Elements, Job
@@ -133,11 +133,13 @@ class ReadAhead:
         self._window_bytes = budget.window_bytes
         self._num_windows = -(-stream.byte_length // budget.window_bytes)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bcp-read-ahead")
-        self._lock = Lock()
+        self._changed = Condition()
         self._left = {number: self._length(number) for number in range(self._num_windows)}
         """Bytes of each window that were not written yet."""
         self._loans: dict[int, ExitStack] = {}
         self._windows: dict[int, Future[memoryview]] = {}
+        self._failure: BaseException | None = None
+        """Of the first block that was not written."""
         for number in range(min(budget.num_windows, self._num_windows)):
             self._start(number)
 
@@ -149,10 +151,20 @@ class ReadAhead:
 
     @contextmanager
     def content(self, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
-        """A block of the stream; they are asked for in rising order."""
+        """A block of the stream; they are asked for in rising order.
+
+        Waits until there is a window for it: a store may want more blocks at once than all windows hold, and those that
+        it has are written without the ones that follow. Raises the error of another block that was not written.
+        """
         number, start = divmod(byte_offset, self._window_bytes)
-        yield self._windows[number].result()[start : start + byte_length]
-        with self._lock:
+        try:
+            yield self._window(number)[start : start + byte_length]
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+            raise
+        with self._changed:
             self._left[number] -= byte_length
             if self._left[number]:
                 return
@@ -160,6 +172,15 @@ class ReadAhead:
             following = max(self._windows) + 1
             if following < self._num_windows:
                 self._start(following)
+                self._changed.notify_all()
+
+    def _window(self, number: int) -> memoryview:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or number in self._windows)
+            if self._failure is not None:
+                raise self._failure
+            window = self._windows[number]
+        return window.result()
 
     def _start(self, number: int) -> None:
         self._windows[number] = self._pool.submit(self._read, number)

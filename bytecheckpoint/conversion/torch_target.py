@@ -11,7 +11,7 @@ from bytecheckpoint.manifest import Manifest
 
 def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, name: str, num_ranks: int) -> Target:
     """The file of this name."""
-    state = without_numpy(plain.nested())
+    state = without_numpy(plain.nested(), "")
     file = TargetFile(name, save_runs(state, selection.wanted))
     return Target([file], spread([file.byte_length], num_ranks), name, None, left_out_metadata(manifest))
 

@@ -229,6 +229,8 @@ class _Parser:
     ) -> tuple[tuple[Pattern, ...], ...]:
         if isinstance(names, str):
             return ((parse_pattern(names),),)
+        if not names:
+            raise ValueError(f"it has an empty list of names for {self._sides[side]}: give one, or leave the rule out")
         patterns = tuple(map(parse_pattern, names))
         if interleave is not None:
             return tuple((pattern,) for pattern in patterns)

@@ -58,17 +58,16 @@ def padded(padding: Padding | None, tensor: Part, side: int, options: Options) -
         return as_it_is(tensor)
     all_of_it = whole(tensor.shape)
     num_rows = _num_rows(tensor)
-    is_padded = padding.padded == side
-    wanted = (padding.without if is_padded else padding.rows).value(options.value)
-    if (wanted > num_rows) if is_padded else (wanted < num_rows):
-        size = padding.without.text if is_padded else padding.rows.text
-        raise ValueError(
-            f"it has {num_rows} rows, which cannot be {'cut' if is_padded else 'padded'} to {size}, {wanted}"
-        )
-    common = rows(all_of_it, 0, 0, min(wanted, num_rows))
+    kept = padding.without.value(options.value)  # what lies beyond means nothing on either side
+    wanted = kept if padding.padded == side else padding.rows.value(options.value)
+    if kept > num_rows:
+        raise ValueError(f"it has {num_rows} rows, which cannot be cut to {padding.without.text}, {kept}")
+    if wanted < kept:
+        raise ValueError(f"it has {kept} rows, which cannot be padded to {padding.rows.text}, {wanted}")
+    common = rows(all_of_it, 0, 0, kept)
     pieces = [tensor.piece(common, common)]
-    if wanted > num_rows:
-        zeros = Region((num_rows, *all_of_it.offsets[1:]), (wanted - num_rows, *all_of_it.lengths[1:]))
+    if wanted > kept:
+        zeros = Region((kept, *all_of_it.offsets[1:]), (wanted - kept, *all_of_it.lengths[1:]))
         pieces.append(Piece(zeros, None, zeros))
     return Made(tensor.dtype, (wanted, *tensor.shape[1:]), pieces)
 

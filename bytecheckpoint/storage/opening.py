@@ -62,6 +62,11 @@ def open_store(
     return LocalStore(local, writer_threads=writer_threads)
 
 
+def is_local(path: str) -> bool:
+    """Whether this is a path or a file:// URL, which takes no storage options."""
+    return bool(_LOCAL_URL.match(path)) or is_plain_path(path)
+
+
 def is_plain_path(path: str) -> bool:
     """Whether this is a path and no URL, nor one that lost a slash, whose credentials would be taken for a path."""
     collapsed = _COLLAPSED_URL.match(path)

@@ -457,6 +457,22 @@ def test_a_padded_vocabulary_that_is_too_small_is_refused() -> None:
         apply(model.llama, facts=model.facts, padded_vocab_size=4)
 
 
+def test_rows_beyond_the_vocabulary_mean_nothing_on_either_side() -> None:
+    """Of an embedding with more rows than tokens, those that are left become zeros."""
+    model = Model(vocab=9)
+    made = carry_out(apply(model.llama, facts=model.facts, vocab_size=6, padded_vocab_size=8).tensors, model.llama)
+    for ours, theirs in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
+        assert made[f"{ours}.weight"].shape[0] == 8
+        assert np.array_equal(made[f"{ours}.weight"][:6], model.llama[f"{theirs}.weight"][:6])
+        assert not made[f"{ours}.weight"][6:].any()
+
+
+def test_a_vocabulary_with_more_tokens_than_rows_is_refused_on_the_way_to_padding_too() -> None:
+    model = Model(vocab=5)
+    with pytest.raises(CheckpointMismatchError, match="it has 5 rows, which cannot be cut to vocab_size, 6"):
+        apply(model.llama, facts=model.facts, vocab_size=6, padded_vocab_size=8)
+
+
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj"])
 def test_a_tensor_that_is_missing_beside_others_is_named(name: str) -> None:
     model = Model()
@@ -553,6 +569,7 @@ def test_what_cannot_be_read_in_place_says_so() -> None:
         ('a = "norm"', 'a = "norm.{layer}"', r"tensors\[2\] \(line 18\): its names do not all have the same fields"),
         ('a = "norm"', 'a = "norm.x{layer}"', r"has 'x\{layer\}': a field is all that stands between two dots"),
         ('a = "norm"', 'a = ["n", "m"]', r"a has 2 names for 0 variants"),
+        ('a = "norm"', "a = []", r"tensors\[\d\] \(line \d+\): it has an empty list of names for a: give one"),
         ('b = ["y.{layer}.p", "y.{layer}.q"]', 'b = "y.{layer}.p"', r"one side has one name and the other a list"),
         ('b = ["y.{layer}.p", "y.{layer}.q"]', 'b = ["y.{layer}.p"]', r"has 0 sizes for 1 parts"),
         ('"groups" }\n[[tensors]]\na = "embed"', '"no" }\n[[tensors]]\na = "embed"', r"needs 'no', which is no option"),

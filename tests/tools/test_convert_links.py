@@ -158,3 +158,31 @@ def test_credentials_in_the_place_that_a_manifest_names_are_not_shown(call, tmp_
     ended = call("verify", tmp_path / "run")
     assert ended.code == 1
     assert "s3cr3t" not in ended.err + json.dumps(call("show", tmp_path / "run", "--json").json)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
+def test_a_link_on_a_local_path_leads_to_a_bucket_with_the_options_for_it(call, s3, s3_prefix, tmp_path) -> None:
+    options = [f"--storage-option={key}={json.dumps(value)}" for key, value in s3.options.items()]
+    bucket, link = f"s3://{s3.bucket}/{s3_prefix}/run", tmp_path / "link"
+    bcp.save(bucket, STATE, storage_options=s3.options)
+    assert call("convert", bucket, link, "--to", "bcp", "--link", *options).code == 0
+    state = {name: torch.zeros(64, 512) for name in STATE}
+    bcp.load(link, state, options=FOLLOW, storage_options=s3.options)
+    assert torch.equal(state["layers.3.weight"], STATE["layers.3.weight"])
+    found = bcp.open(f"file://{link}", options=FOLLOW, storage_options=s3.options)
+    assert torch.equal(found["layers.3.weight"][5:7], STATE["layers.3.weight"][5:7])
+    write_hf(tmp_path / "hf")
+    for command in (
+        ("verify", link),
+        ("show", link, "--stats"),
+        ("diff", link, tmp_path / "hf"),
+        ("diff", bucket, link),
+        ("convert", link, tmp_path / "again", "--to", "hf"),
+        ("convert", link, f"{bucket}-again", "--to", "hf"),
+    ):
+        ended = call(*command, "--follow-links", *options)
+        assert ended.code == 0, ended.err
+        assert s3.secret not in ended.out + ended.err
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"local path .*, which takes none"):
+        bcp.load(link, state, storage_options=s3.options)
+    assert "takes none" in call("verify", link, *options).err

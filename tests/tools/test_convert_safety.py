@@ -213,7 +213,7 @@ def convert_together(rank: int, world_size: int, arguments: list[str]) -> int:
     from bytecheckpoint.ranks import Subject, join_ranks
     from bytecheckpoint.sources import Asked
 
-    source, target, to = arguments
+    source, target, to, *dtype = arguments
     ranks = join_ranks(None, 60, about=Subject(target, None, is_save=True))
     written = []
 
@@ -228,7 +228,7 @@ def convert_together(rank: int, world_size: int, arguments: list[str]) -> int:
         source=asked,
         target=target,
         target_options={},
-        wish=Wish(to=to),
+        wish=Wish(to=to, dtype=dtype[0] if dtype else None),
         limits=limits,
         overwrite=False,
         is_link=False,
@@ -257,6 +257,22 @@ def test_a_failure_on_one_rank_fails_on_all_and_leaves_nothing(workers: WorkerPo
     assert {type(error) for error in errors.values()} == {bcp.CheckpointCorruptError}
     assert len(errors) == 2
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and (tmp_path / "run") not in path.parents]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_number_that_would_become_infinite_on_one_rank_fails_on_all_and_leaves_nothing(
+    workers: WorkerPool, tmp_path, to
+) -> None:
+    state = {f"w{number}": torch.full((300, 300), 10.0**number) for number in range(6)}  # 1e5 is beyond float16
+    bcp.save(tmp_path / "run", state)
+    target = tmp_path / "target"
+    with pytest.raises(Exception, match="rank") as caught:
+        workers.run(convert_together, [str(tmp_path / "run"), str(target), to, "float16"], world_size=2)
+    errors = caught.value.errors
+    assert {(type(error), error.kind) for error in errors.values()} == {(bcp.CheckpointMismatchError, "dtype")}
+    assert len(errors) == 2
+    assert all("'w5' has the element 100000.0" in str(error) for error in errors.values())
+    assert not [path for path in target.rglob("*") if path.is_file()]
 
 
 class Touch:

@@ -7,9 +7,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.data_file import Header, StoredEntry, read_header, torch_dtype_of
@@ -95,6 +102,14 @@ def read_files(store: Store, folder: str, names: Sequence[str]) -> Parts:
     """The checkpoint that these files are together."""
     found = _read(store, folder, names)
     return found.put_together({file: set(entries) for file, entries in found.found.items()})
+
+
+def files_of_index(store: Store, name: str, num_bytes: int) -> frozenset[str]:
+    """The safetensors files that an index of so many bytes names; none where it is damaged."""
+    with suppress(CheckpointCorruptError, UnsafeCheckpointError):
+        named = _read_index(store, name, join_name(str(store), name), num_bytes).values()
+        return frozenset(file for file in named if file.endswith(SUFFIX))
+    return frozenset()
 
 
 def _read_index(store: Store, name: str, path: str, num_bytes: int) -> dict[str, str]:

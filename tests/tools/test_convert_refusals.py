@@ -1,0 +1,203 @@
+"""What `bcp convert` refuses to write over or to lose, and what it tells of what a target cannot hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from foreign.foreign_files import assert_same
+from safetensors.torch import load_file, save_file
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+STATE = {"w": torch.arange(8, dtype=torch.float32)}
+FILES = {"bcp": "manifest.bcp", "hf": "model.safetensors", "dcp": ".metadata"}
+
+
+def files_in(path: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize("to", FILES)
+def test_nothing_is_written_beside_steps(call, tmp_path, to) -> None:
+    """A manifest there would hide them all."""
+    save_file(STATE, tmp_path / "a.safetensors")
+    bcp.save(tmp_path / "run", STATE, step=5)
+    before = files_in(tmp_path / "run")
+    for options in ((), ("--overwrite",)):
+        ended = call("convert", tmp_path / "a.safetensors", tmp_path / "run", "--to", to, "--json", *options)
+        assert (ended.code, ended.json["error"]["kind"]) == (2, "exists")
+        assert "holds steps, as step_00000005" in ended.json["error"]["message"]
+    assert files_in(tmp_path / "run") == before
+
+
+def test_a_link_belongs_into_the_folder_of_its_step(call, tmp_path) -> None:
+    bcp.save(tmp_path / "run", STATE, step=5)
+    ended = call("convert", tmp_path / "run", tmp_path / "run", "--to", "bcp", "--link")
+    assert ended.code == 2
+    assert f"or the folder of a step, as {tmp_path}/run/step_00000005" in ended.err
+    bcp.save(tmp_path / "run", {"w": STATE["w"] + 1}, step=6)
+    assert torch.equal(bcp.open(tmp_path / "run")["w"][...], STATE["w"] + 1)
+
+
+def test_a_link_beside_the_steps_of_another_framework_is_refused_too(call, tmp_path) -> None:
+    root = tmp_path / "megatron"
+    step = root / "iter_0000005"
+    step.mkdir(parents=True)
+    save_file(STATE, step / "model.safetensors")
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    assert call("convert", root, root, "--to", "bcp", "--link").code == 2
+    assert call("convert", root, step, "--to", "bcp", "--link").code == 0
+    assert torch.equal(bcp.open(root)["w"][...], STATE["w"])
+
+
+def test_overwriting_takes_only_what_belongs_to_the_old_one(call, tmp_path) -> None:
+    bcp.save(tmp_path / "a", {f"w{at}": torch.full((300_000,), float(at)) for at in range(3)})
+    target = tmp_path / "hf"
+    assert call("convert", tmp_path / "a", target, "--to", "hf", "--max-shard-size", "1MB").code == 0
+    others = ("model-ema.safetensors", "model-lora.safetensors", "adapter_model.safetensors")
+    for name in others:
+        save_file(STATE, target / name)
+    (target / "model-00001-of-00003.safetensors").rename(target / "model-first.safetensors")
+    index = target / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001-of-00003", "model-first"))
+    assert call("convert", tmp_path / "a", target, "--to", "hf", "--overwrite").code == 0
+    assert {path.name for path in target.iterdir()} == {"model.safetensors", *others}
+    for name in others:
+        assert_same(load_file(target / name), STATE)
+
+
+def test_other_weights_in_a_folder_do_not_make_it_a_checkpoint_that_stands(call, tmp_path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file(STATE, tmp_path / "hf" / "model-ema.safetensors")
+    assert call("convert", tmp_path / "hf" / "model-ema.safetensors", tmp_path / "hf", "--to", "hf").code == 0
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["model-ema.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_a_source_is_never_written_over(call, tmp_path, to) -> None:
+    bcp.save(tmp_path / "a", STATE)
+    target = tmp_path / "target"
+    assert call("convert", tmp_path / "a", target, "--to", to).code == 0
+    assert call("convert", target, tmp_path / "link", "--to", "bcp", "--link").code == 0
+    (tmp_path / "again").symlink_to(target)
+    before = target.read_bytes() if to == "torch" else files_in(target)
+    for source in (target, tmp_path / "link", tmp_path / "again"):
+        ended = call("convert", source, target, "--to", to, "--overwrite", "--follow-links")
+        assert (ended.code, "is a file of the source" in ended.err) == (2, True), ended.err
+    assert (target.read_bytes() if to == "torch" else files_in(target)) == before
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "value", "is_refused"),
+    [
+        (torch.float32, "float16", 1e6, True),
+        (torch.float32, "float16", -7e4, True),
+        (torch.float32, "float16", 65504.0, False),
+        (torch.bfloat16, "float16", 1e30, True),
+        (torch.float64, "float32", 1e300, True),
+        (torch.float32, "bfloat16", 3.4e38, True),
+        (torch.float32, "bfloat16", 3.3e38, False),
+        (torch.float32, "float16", float("-inf"), False),
+        (torch.float32, "float16", float("nan"), False),
+    ],
+)
+@pytest.mark.parametrize("to", ["bcp", "hf", "dcp", "torch"])
+def test_a_finite_number_never_becomes_infinite(call, tmp_path, to, stored, dtype, value, is_refused) -> None:
+    big = torch.zeros(300_000, dtype=stored)
+    big[:2] = torch.tensor([float("inf"), float("nan")], dtype=stored)
+    big[299_999] = value
+    save_file({"a": torch.ones(4, dtype=stored), "big": big}, tmp_path / "a.safetensors")
+    ended = call("convert", tmp_path / "a.safetensors", tmp_path / "b", "--to", to, "--dtype", dtype, "--json")
+    assert ended.code == (1 if is_refused else 0)
+    if is_refused:
+        error = ended.json["error"]
+        assert error["kind"] == "dtype"
+        assert f"'big' has the element {float(big[299_999])!r}, number 299999, and {dtype} ends at" in error["message"]
+        assert not (tmp_path / "b").is_file()
+        assert not files_in(tmp_path / "b")
+    else:
+        found = bcp.open(tmp_path / "b")["big"][...]
+        torch.testing.assert_close(found, big.to(getattr(torch, dtype)), equal_nan=True, rtol=0, atol=0)
+
+
+def test_containers_that_torch_does_not_write_are_told(call, tmp_path) -> None:
+    extra = {"empty": {}, "deep": {"a": {"b": {}}}, "kept": [], "in_list": [torch.ones(1), {}], "number": 1}
+    bcp.save(tmp_path / "a", {"extra": extra, "nothing": {}})
+    left_out = call("convert", tmp_path / "a", tmp_path / "b", "--to", "dcp", "--json").json["left_out"]
+    assert [item["name"] for item in left_out] == ["extra.empty", "extra.deep", "extra.in_list.1", "nothing"]
+    assert {item["why"] for item in left_out} == {"empty, which torch.distributed.checkpoint does not write"}
+    assert "left out: nothing (empty" in call("convert", tmp_path / "a", tmp_path / "c", "--to", "dcp").out
+
+
+def test_arrays_of_foreign_byte_order_become_tensors(call, tmp_path) -> None:
+    odd = {
+        "big": np.arange(6, dtype=">i4").reshape(2, 3),
+        "halves": np.array([1.5, 2], dtype=">f2"),
+        "few": np.arange(0),
+    }
+    bcp.save(tmp_path / "a", {"odd": odd, **STATE})
+    assert call("convert", tmp_path / "a", tmp_path / "b", "--to", "torch").code == 0
+    found = torch.load(tmp_path / "b", weights_only=True)["odd"]
+    assert torch.equal(found["big"], torch.arange(6, dtype=torch.int32).reshape(2, 3))
+    assert torch.equal(found["halves"], torch.tensor([1.5, 2], dtype=torch.float16))
+    assert found["few"].shape == (0,)
+
+
+def save_of_each(rank: int, _world_size: int, path: str) -> None:
+    noise = bcp.RankLocal({"seed": torch.full((40_000,), float(rank)), "number": rank})
+    bcp.save(path, {"model": STATE, "noise": noise})
+
+
+def load_of_each(rank: int, _world_size: int, path: str) -> None:
+    local = bcp.RankLocal({"seed": torch.zeros(40_000), "number": -1})
+    bcp.load(path, {"noise": local})
+    assert local.value["number"] == rank
+    assert torch.equal(local.value["seed"], torch.full((40_000,), float(rank)))
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(workers: WorkerPool, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("ranks") / "run"
+    workers.run(save_of_each, str(path), world_size=2)
+    return path
+
+
+@pytest.mark.parametrize("link", [(), ("--link",)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--rename", "^noise=sound"),
+        ("--rename", "^model=net"),
+        ("--include", "noise*"),
+        ("--include", "noise", "--include", "noise.*"),
+        ("--exclude", "model.*"),
+    ],
+)
+def test_what_each_rank_had_refers_to_its_tensors_by_their_new_names(
+    call, workers: WorkerPool, of_two_ranks, tmp_path, options, link
+) -> None:
+    target = tmp_path / "target"
+    assert call("convert", of_two_ranks, target, "--to", "bcp", *options, *link).code == 0
+    values = bcp.open(target, options=bcp.LoadOptions(follow_links=True)).rank_values("noise")
+    for rank in (0, 1):
+        assert values[rank]["number"] == rank
+        assert torch.equal(values[rank]["seed"], torch.full((40_000,), float(rank)))
+    if not link:
+        workers.run(load_of_each, str(target), world_size=2)
+
+
+def test_a_value_of_ranks_of_which_no_tensor_is_chosen_refers_to_none(call, of_two_ranks, tmp_path) -> None:
+    target = tmp_path / "target"
+    assert call("convert", of_two_ranks, target, "--to", "bcp", "--exclude", "noise.seed").code == 0
+    found = bcp.open(target)
+    assert set(found.keys()) == {"model.w"}
+    assert found.rank_values("noise") == {0: {"number": 0}, 1: {"number": 1}}
+    assert call("convert", of_two_ranks, tmp_path / "b", "--to", "bcp", "--exclude", "noise*").code == 0
+    with pytest.raises(bcp.CheckpointNotFoundError):
+        bcp.open(tmp_path / "b").rank_values("noise")
