@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, shifted
 from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable, too_much
@@ -75,10 +76,13 @@ def _refuse_tensor(path: str, fqn: str) -> None:
 
 def _groups(names: set[str], path: str) -> list[_Group]:
     by_kind: dict[tuple[str, str], dict[int, str]] = {}
-    for name in names:
+    for name in sorted(names):
         match = _NAME.match(name)
         if match:
-            by_kind.setdefault((match[1], match[3]), {})[int(match[2])] = name
+            files = by_kind.setdefault((match[1], match[3]), {})
+            other = files.setdefault(int(match[2]), name)
+            if other != name:
+                raise _two_of_rank(path, sorted((other, name)))
     groups = []
     for (head, tail), files in sorted(by_kind.items()):
         said = _WORLD_SIZE.search(head + tail)
@@ -89,6 +93,15 @@ def _groups(names: set[str], path: str) -> list[_Group]:
         name = _WORLD_SIZE.sub("", head + tail).strip("_-.").replace("__", "_") or "state"
         groups.append(_Group(_OTHER_NAMES.get(name, name), [files[rank] for rank in sorted(files)]))
     return groups
+
+
+def _two_of_rank(path: str, names: list[str]) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{path} has {names[0]!r:.200} and {names[1]!r:.200}, which are of one rank; nothing was loaded: remove the one "
+        "that is older, with those of its save",
+        kind="conflict",
+        path=path,
+    )
 
 
 def _read_group(opened: list[Saved], below: str, parts: Parts) -> tuple[dict[Any, Any], bool]:
@@ -127,6 +140,7 @@ def _leaves(saved: Saved, below: str) -> dict[str, Any]:
             raise too_much(saved.path, f"its data is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
         if isinstance(value, dict) or type(value) in {list, tuple}:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                refuse_others(key)
                 walk(item, join_fqn(fqn, key), depth - 1)
             return
         if fqn in found:
@@ -173,7 +187,8 @@ def _add_differences(
         if not isinstance(leaf, Sharded) and _print(saved, leaf, fqn) != _print(first[0], first[1][fqn], fqn)
     }
     if own:
-        parts.trees[f"rank_{rank}"] = saved.plain(parts, own, f"rank_{rank}")
+        tree = saved.plain(parts, own, f"rank_{rank}")
+        parts.trees[f"rank_{rank}"] = parts.trees.get(f"rank_{rank}", {}) | tree  # of other groups of files
 
 
 def _print(saved: Saved, leaf: Any, fqn: str) -> Any:

@@ -13,17 +13,43 @@ from typing import Any, NamedTuple
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.foreign.pickle_machine import PickleError
 from bytecheckpoint.storage.foreign.pickled_values import Call, Instance, StoredView, find_value, refused
-from bytecheckpoint.storage.foreign.plain_values import Size
+from bytecheckpoint.storage.foreign.plain_values import INT64, MAX_DIMS, Size
 
-_MODULES = (
-    "torch.distributed._shard.",
-    "torch.distributed._tensor.",
-    "torch.distributed.tensor.",
-    "torch.distributed._mesh_layout.",
-    "torch.distributed._pycute.",
-    "torch.distributed.device_mesh.",
-    "torch.distributed.remote_device.",
+_TORCH = "torch.distributed."
+_PLACEMENTS = ("Shard", "_StridedShard", "_StridedShardOffsetMode", "Replicate", "Partial", "_Partial", "_MaskPartial")
+_SPECS = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+_CLASSES = frozenset(
+    f"{_TORCH}{module}.{name}"
+    for module, names in (
+        ("_shard.sharded_tensor.api", ("ShardedTensor", "ShardedTensor.ProcessGroupState")),
+        ("_shard.sharded_tensor.shard", ("Shard",)),
+        (
+            "_shard.sharded_tensor.metadata",
+            ("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING"),
+        ),
+        ("_shard.metadata", ("ShardMetadata",)),
+        ("_shard.sharding_spec.api", ("EnumerableShardingSpec",)),
+        ("_shard.sharding_spec.chunk_sharding_spec", ("ChunkShardingSpec",)),
+        ("remote_device", ("_remote_device",)),
+        ("tensor", ("DTensor",)),
+        ("_tensor", ("DTensor",)),
+        ("_tensor.api", ("DTensor",)),
+        ("tensor._api", ("DTensor",)),
+        ("tensor.placement_types", _PLACEMENTS),
+        ("_tensor.placement_types", (*_PLACEMENTS, *_SPECS)),
+        ("tensor._ops._embedding_ops", ("_MaskPartial",)),
+        ("_tensor.ops.embedding_ops", ("_MaskPartial",)),
+        ("tensor._dtensor_spec", _SPECS),
+        ("_tensor._dtensor_spec", _SPECS),
+        ("device_mesh", ("DeviceMesh",)),
+        ("_tensor.device_mesh", ("DeviceMesh",)),
+        ("_mesh_layout", ("_MeshLayout", "_FlatLayout")),
+        ("_pycute.layout", ("Layout",)),
+    )
+    for name in names
 )
+"""All that these tensors name: of another class nothing is known."""
+_ENUMERATIONS = ("MEM_FORMAT_ENCODING", "_StridedShardOffsetMode")
 _SHARDED_TENSOR, _DTENSOR = "ShardedTensor", "DTensor"
 _SHARD, _STRIDED, _WHOLE = "Shard", "_StridedShard", "Replicate"
 _MAX_RANKS = 1 << 17
@@ -51,7 +77,7 @@ class _Class:
 
 def find_sharded_value(module: str, name: str) -> Any:
     """What stands for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
-    if f"{module}.".startswith(_MODULES):
+    if f"{module}.{name}" in _CLASSES:
         return _Class(f"{module}.{name}")
     found = _VALUES.get(f"{module}.{name}")
     return find_value(module, name) if found is None else found
@@ -61,7 +87,10 @@ def _attribute(owner: Any, name: Any) -> _Class:
     """A class inside of one of torch's."""
     if not isinstance(owner, _Class) or type(name) is not str:
         raise PickleError("it asks for an attribute")
-    return _Class(f"{owner.name}.{name}")
+    full_name = f"{owner.name}.{name}"
+    if full_name not in _CLASSES and not owner.name.endswith(_ENUMERATIONS):
+        raise refused(full_name)
+    return _Class(full_name)
 
 
 def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
@@ -93,8 +122,10 @@ def read_sharded(value: Instance) -> Sharded:
 
 
 def refuse_others(value: Any) -> None:
-    """Raises UnsafeCheckpointError (pickle_refused) for an object of torch's that is no tensor."""
-    if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_MODULES):
+    """Raises UnsafeCheckpointError (pickle_refused) for a class of torch's, or an object of one that is no tensor."""
+    if isinstance(value, _Class):
+        raise refused(value.name)
+    if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_TORCH):
         raise refused(value.kind)
 
 
@@ -104,7 +135,9 @@ def _name(value: Any) -> str:
 
 def _lengths(value: Any) -> tuple[int, ...]:
     lengths = value.lengths if isinstance(value, Size) else tuple(value)
-    if not all(type(length) is int and length >= 0 for length in lengths):
+    if len(lengths) > MAX_DIMS or not all(
+        type(length) is int and length in INT64 and length >= 0 for length in lengths
+    ):
         raise PickleError("it has a shape that is none")
     return lengths
 
@@ -142,8 +175,8 @@ def _read_dtensor(value: Instance) -> Sharded:
     meta = spec["tensor_meta"]
     shape = _lengths(meta.args[0] if meta.args else meta.fields["shape"])
     sizes = _mesh_sizes(mesh)
-    if len(sizes) != len(placements) or prod(sizes) > _MAX_RANKS:
-        raise PickleError(f"a tensor is placed along {len(placements)} axes of a mesh of {list(sizes)} ranks")
+    if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) != len(placements) or len(sizes) > MAX_DIMS:
+        raise PickleError(f"a tensor is placed along {len(placements)} axes of a mesh of {list(sizes)!r:.200} ranks")
 
     def all_regions() -> frozenset[Region]:
         return _with_elements(_placed(shape, sizes, placements, at) for at in _coordinates(sizes, placements))
