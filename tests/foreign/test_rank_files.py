@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage.foreign import sharded_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what it saves itself
 
@@ -268,3 +270,70 @@ def test_a_mesh_or_class_that_torch_does_not_have_is_refused(tmp_path: Path, nam
 def test_a_dtensor_that_was_written_by_hand_is_read(tmp_path: Path) -> None:
     write_by_hand(tmp_path / "c" / "rank_0.pt", encoded({"w": GOOD}), 4)
     assert torch.equal(bcp.open(tmp_path / "c")["w"][:], torch.zeros(4))
+
+
+def test_a_mesh_of_many_ranks_under_many_names_is_refused_at_once(tmp_path: Path) -> None:
+    of_many = hand_dtensor(view((1,), 1), (1 << 17,), (1 << 17,), [0])
+    write_by_hand(tmp_path / "c" / "rank_0.pt", shared(of_many, [f"n{number}" for number in range(1000)]), 1)
+    regions = sharded_values._everywhere
+    num_asked = 0
+
+    def counted(*args: Any) -> Iterator[Any]:
+        nonlocal num_asked
+        for region in regions(*args):
+            num_asked += 1
+            yield region
+
+    with (
+        mock.patch("bytecheckpoint.storage.foreign.sharded_values._everywhere", counted),
+        pytest.raises(bcp.CheckpointNotFoundError, match="has no file with a part of 'n0'"),
+    ):
+        bcp.open(tmp_path / "c")
+    assert num_asked <= 4
+
+
+def test_a_mesh_of_more_ranks_than_elements_is_read(tmp_path: Path) -> None:
+    one = hand_dtensor(view((1,), 1), (1,), (1 << 17,), [0])
+    names = [f"n{number}" for number in range(50)]
+    write_by_hand(tmp_path / "c" / "rank_0.pt", shared(one, names), 1)
+    assert sorted(bcp.open(tmp_path / "c")) == sorted(names)
+
+
+def write_without_checksums(folder: Path, values: Callable[[int], dict[str, Any]]) -> Path:
+    folder.mkdir()
+    torch.serialization.set_crc32_options(False)
+    try:
+        for rank in range(2):
+            with as_rank(rank, 2):
+                state = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2), **values(rank)}
+                torch.save(state, folder / f"rank_{rank}.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return folder
+
+
+def test_tensors_of_ranks_are_told_apart_without_checksums(tmp_path: Path) -> None:
+    same = torch.ones(64)
+    folder = write_without_checksums(tmp_path / "c", lambda rank: {"rng": torch.full((64,), rank), "same": same})
+    found = bcp.open(folder).state_dict()
+    assert (found["rng"][0], found["rank_1.rng"][0]) == (0, 1)
+    assert "rank_1.same" not in found
+
+
+def test_a_large_tensor_that_cannot_be_compared_is_kept_for_each_rank(tmp_path: Path) -> None:
+    large = torch.zeros(100)
+    folder = write_without_checksums(tmp_path / "c", lambda _: {"large": large})
+    with mock.patch("bytecheckpoint.storage.foreign.equal_tensors._MAX_TENSOR_BYTES", 100):
+        assert {"large", "rank_1.large"} < set(bcp.open(folder))
+
+
+def test_copies_of_a_part_that_differ_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    for rank in range(2):
+        with as_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            copy = DTensor.from_local(torch.full((4,), float(rank)), mesh, [Replicate()], run_check=False)
+            torch.save({"w": copy}, tmp_path / "c" / f"rank_{rank}.pt")
+    with pytest.raises(bcp.CheckpointMismatchError, match="has other elements in its part of 'w'") as caught:
+        bcp.open(tmp_path / "c")
+    assert caught.value.kind == "conflict"
