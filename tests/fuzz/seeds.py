@@ -251,7 +251,7 @@ def megatron_folders() -> Iterator[Files]:
         yield files
 
 
-def rank_states() -> Iterator[list[Any]]:
+def rank_files() -> Iterator[list[bytes]]:
     """What each of two ranks saves: DTensors on a mesh, one under two names, and ShardedTensor."""
     dtensors, sharded = [], []
     for rank in range(2):
@@ -262,8 +262,10 @@ def rank_states() -> Iterator[list[Any]]:
             one = DTensor.from_local(torch.ones(2, 2), rows, [Shard(0)], run_check=False)
             two = DTensor.from_local(torch.ones(2, 4), both, [Shard(0), Shard(1)], run_check=False)
             copy = DTensor.from_local(torch.ones(3), rows, [Replicate()], run_check=False)
-            dtensors.append({"w": one, "again": one, "v": [two, two], "copy": copy, "rank": rank, "p": torch.ones(2)})
-            sharded.append({"w": _sharded_tensor(rank), "rng": torch.full((2,), rank)})
+            dtensors.append(
+                torch_file({"w": one, "again": one, "v": [two, two], "copy": copy, "rank": rank, "p": torch.ones(2)})
+            )
+            sharded.append(torch_file({"w": _sharded_tensor(rank), "rng": torch.full((2,), rank)}))
         finally:
             dist.destroy_process_group()
     yield dtensors
@@ -278,8 +280,8 @@ def _sharded_tensor(rank: int) -> ShardedTensor:
 
 
 def rank_folders() -> Iterator[Files]:
-    for states in rank_states():
-        yield {f"model_world_size_2_rank_{rank}.pt": torch_file(state) for rank, state in enumerate(states)}
+    for files in rank_files():
+        yield {f"model_world_size_2_rank_{rank}.pt": content for rank, content in enumerate(files)}
 
 
 def group_folders(folder: Path) -> Iterator[Path]:
@@ -331,7 +333,7 @@ def all_seeds(folder: Path) -> dict[str, list[bytes]]:
         "megatron": [pack(files) for files in megatron_folders()],
         "rank-files": [pack(files) for files in rank_folders()],
         "folder-groups": [pack(folder_files(path)) for path in group_folders(folder)],
-        "sharded-values": [pickle_of(torch_file(states[1])) for states in rank_states()],
+        "sharded-values": [pickle_of(files[1]) for files in rank_files()],
         "command": [msgspec.msgpack.encode(Asked([*words], files)) for words, files in commands(folder)],
     }
 
