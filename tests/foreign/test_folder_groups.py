@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_files import Touch, assert_same
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import bytecheckpoint as bcp
@@ -88,6 +90,39 @@ def test_accelerates_folders_are_read(tmp_path: Path) -> None:
     assert bcp.open(tmp_path, step=20).info.path == str(tmp_path / "checkpoint-20")
 
 
+def test_every_folder_beside_them_is_an_entry_of_its_name(tmp_path: Path) -> None:
+    for number in range(2):
+        for name in ("pytorch_model_fsdp", "optimizer"):
+            state = {name[:5]: {"w": torch.full((2,), float(number))}}
+            dcp.save(state, checkpoint_id=tmp_path / "accelerate" / f"{name}_{number}", no_dist=True)
+    found = bcp.open(tmp_path / "accelerate").state_dict()
+    names = {"pytor.w": 0, "optim.w": 0, "pytorch_model_fsdp_1.pytor.w": 1, "optimizer_1.optim.w": 1}
+    assert {name: tensor[0] for name, tensor in found.items()} == names
+    for name in ("model", "optimizer", "ema", "critic"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "own" / name, no_dist=True)
+    assert set(bcp.open(tmp_path / "own")) == {"model.w", "optimizer.w", "ema.w", "critic.w"}
+
+
+def test_what_is_left_out_is_named(tmp_path: Path) -> None:
+    write_accelerate(tmp_path / "c")
+    assert bcp.open(tmp_path / "c").info.metadata == {}
+    (tmp_path / "c" / "scheduler.pt").write_bytes(b"1")
+    (tmp_path / "c" / "tokenizer").mkdir()
+    (tmp_path / "c" / "tokenizer" / "vocab.json").write_text("{}")
+    left_out = bcp.open(tmp_path / "c").info.metadata["left_out"]
+    assert left_out.startswith("scheduler.pt, tokenizer/: ")
+
+
+def weights_beside(folder: Path) -> None:
+    shutil.rmtree(folder / "model")
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+
+
+def unfinished_beside(folder: Path) -> None:
+    (folder / "ema").mkdir()
+    (folder / "ema" / "__0_0.distcp").write_bytes(b"1")
+
+
 def cut(folder: Path) -> None:
     path = folder / "model" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
@@ -140,6 +175,8 @@ def change(folder: Path, rewrite: Callable[[dict[Any, Any], Any], None]) -> None
 
 
 DAMAGE = {
+    weights_beside: "conflict",
+    unfinished_beside: "missing_file",
     cut: "truncated",
     cut_metadata: "bad_manifest",
     lost_data: "missing_file",

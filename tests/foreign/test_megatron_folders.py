@@ -113,6 +113,115 @@ def test_models_of_releases_that_nested_them_are_read(tmp_path: Path) -> None:
     assert_same(model_of(tmp_path / "c"), expected)
 
 
+def write_ranks(folder: Path, models: list[dict[str, Any]], *, axis: str = "expert", **settings: Any) -> Path:
+    """A file of each rank along one axis, each with these names."""
+    for rank, model in enumerate(models):
+        at = folder / (f"mp_rank_00_{rank:03d}" if axis == "expert" else f"mp_rank_{rank:02d}")
+        at.mkdir(parents=True)
+        args = Namespace(**{f"{axis}_model_parallel_size": len(models), **settings})
+        torch.save({"model": model, "args": args, "iteration": 3, "checkpoint_version": 3.0}, at / "model_optim_rng.pt")
+    return folder
+
+
+MLP = "decoder.layers.0.mlp"
+
+
+@pytest.mark.parametrize("name", ["experts.weight1", "experts.linear_fc1.lora_a", "local_experts.weight"])
+def test_weights_of_experts_that_no_name_tells_apart_are_refused(tmp_path: Path, name: str) -> None:
+    models = [{f"{MLP}.{name}": torch.full((4, 6), float(rank))} for rank in range(2)]
+    with pytest.raises(bcp.CheckpointError, match=name) as caught:
+        bcp.open(write_ranks(tmp_path / "c", models))
+    assert caught.value.kind == "unsupported_version"
+
+
+@pytest.mark.parametrize("middle", ["local_experts", "experts.local_experts"])
+def test_experts_are_numbered_through_in_the_older_layout_too(tmp_path: Path, middle: str) -> None:
+    models = [
+        {f"{MLP}.{middle}.{index}.dense_h_to_4h.weight": torch.full((2,), 2.0 * rank + index) for index in range(2)}
+        for rank in range(2)
+    ]
+    found = model_of(write_ranks(tmp_path / "c", models, num_experts=4))
+    expected = {f"{MLP}.{middle}.{index}.dense_h_to_4h.weight": torch.full((2,), float(index)) for index in range(4)}
+    assert_same(found, expected)
+
+
+def test_extra_state_of_all_ranks_of_experts_is_kept(tmp_path: Path) -> None:
+    name = f"{MLP}.experts.linear_fc1._extra_state"
+    models = [{name: torch.full((3,), float(rank))} for rank in range(2)]
+    checkpoint = bcp.open(write_ranks(tmp_path / "c", models))
+    assert checkpoint[f"model.{name}"][0] == 0
+    assert checkpoint[f"mp_rank_00_001.model.{name}"][0] == 1
+
+
+@pytest.mark.parametrize("axis", ["expert", "tensor"])
+@pytest.mark.parametrize("crc", [True, False])
+def test_copies_on_other_ranks_that_differ_are_refused(tmp_path: Path, axis: str, crc: bool) -> None:
+    name = "decoder.layers.0.self_attention.q_layernorm.weight"
+    torch.serialization.set_crc32_options(crc)
+    try:
+        write_ranks(tmp_path / "same", [{name: torch.ones(4)}] * 2, axis=axis)
+        write_ranks(tmp_path / "other", [{name: torch.full((4,), float(rank))} for rank in range(2)], axis=axis)
+        write_ranks(tmp_path / "shape", [{name: torch.ones(4 + rank)} for rank in range(2)], axis=axis)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same(model_of(tmp_path / "same"), {name: torch.ones(4)})
+    for folder in ("other", "shape"):
+        with pytest.raises(bcp.CheckpointError, match="q_layernorm") as caught:
+            bcp.open(tmp_path / folder)
+        assert caught.value.kind in {"conflict", "bad_manifest"}
+
+
+def test_copies_that_are_views_of_different_buffers_are_compared(tmp_path: Path) -> None:
+    name = "decoder.layers.0.self_attention.q_layernorm.weight"
+    buffers = [torch.cat([torch.full((2,), float(rank)), torch.ones(4)]) for rank in range(2)]
+    write_ranks(tmp_path / "c", [{name: buffer[2:]} for buffer in buffers], axis="tensor")
+    assert_same(model_of(tmp_path / "c"), {name: torch.ones(4)})
+
+
+def test_a_second_copy_of_the_embedding_that_differs_is_refused(tmp_path: Path) -> None:
+    name = "embedding.word_embeddings.weight"
+    models = [{name: torch.ones(4, 2)}, {name: torch.zeros(4, 2)}]
+    write_ranks(tmp_path / "c", models, pipeline_model_parallel_size=2, expert_model_parallel_size=1)
+    with pytest.raises(bcp.CheckpointMismatchError, match="word_embeddings"):
+        bcp.open(tmp_path / "c")
+
+
+ONE = {f"{MLP}.experts.linear_fc2.weight{index}": torch.ones(2, 2) for index in range(2)}
+ATTENTION = "language_model.encoder.layers.0.attention.query_key_value.weight"
+ARGUMENTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str]] = {
+    "layers": ([ONE], {"num_layers": 24}, "num_layers=24", "bad_manifest"),
+    "experts": ([ONE] * 2, {"num_experts": 8}, "num_experts=8", "bad_manifest"),
+    "ranks": ([ONE] * 4, {"expert_model_parallel_size": 2}, "expert_model_parallel_size=2", "conflict"),
+    "cuts": ([ONE], {"expert_tensor_parallel_size": 2}, "cut over 2 ranks", "unsupported_version"),
+    "gap": ([{"decoder.layers.1.w": torch.ones(2)}], {}, "no tensors", "unsupported_version"),
+    "one_expert_less": ([{**ONE, f"{MLP}.experts.linear_fc1.weight1": torch.ones(2)}], {}, "experts", "bad_manifest"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_what_the_arguments_say_otherwise_is_refused(tmp_path: Path, name: str) -> None:
+    models, settings, message, kind = ARGUMENTS[name]
+    with pytest.raises(bcp.CheckpointError, match=message) as caught:
+        bcp.open(write_ranks(tmp_path / "c", models, **settings))
+    assert caught.value.kind == kind
+
+
+def test_files_whose_arguments_are_of_another_save_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "c", truth(), Grid(tp=2))
+    rewrite(folder / "mp_rank_01", lambda state: setattr(state["args"], "tensor_model_parallel_size", 4))
+    with pytest.raises(bcp.CheckpointCorruptError, match="tensor_model_parallel_size=4"):
+        bcp.open(folder)
+
+
+@pytest.mark.parametrize("version", [0, 1.0, None, float("nan")])
+def test_the_old_order_of_attention_is_refused_of_one_rank_as_well(tmp_path: Path, version: Any) -> None:
+    folder = write_ranks(tmp_path / "c", [{ATTENTION: torch.ones(6, 2)}], axis="tensor")
+    rewrite(folder / "mp_rank_00", lambda state: state.update(checkpoint_version=version))
+    with pytest.raises(bcp.CheckpointError, match="orders the rows") as caught:
+        bcp.open(folder)
+    assert caught.value.kind == "unsupported_version"
+
+
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from foreign_files import Touch, assert_same
+from hand_pickles import dtensor as hand_dtensor
+from hand_pickles import encoded, named, shared, view
+from hand_pickles import write as write_by_hand
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -21,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage.foreign import sharded_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what it saves itself
 
@@ -136,6 +141,26 @@ def test_what_a_rank_has_of_its_own_is_kept(tmp_path: Path) -> None:
     assert "rank_1.same.0" not in checkpoint.objects
 
 
+def test_what_a_rank_has_of_its_own_is_kept_of_every_group_of_files(tmp_path: Path) -> None:
+    for rank in range(2):
+        with as_rank(rank, 2):
+            weight = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2)}
+            torch.save({**weight, "seed": 10 + rank}, folder_of(tmp_path) / f"model_rank_{rank}.pt")
+            torch.save({**weight, "other": 20 + rank}, folder_of(tmp_path) / f"optim_rank_{rank}.pt")
+    objects = bcp.open(tmp_path / "c").objects
+    assert (objects["model.seed"], objects["rank_1.model.seed"]) == (10, 11)
+    assert (objects["optimizer.other"], objects["rank_1.optimizer.other"]) == (20, 21)
+
+
+def folder_of(path: Path) -> Path:
+    (path / "c").mkdir(exist_ok=True)
+    return path / "c"
+
+
+def two_of_one_rank(folder: Path) -> None:
+    (folder / "pytorch_model_fsdp_rank00.bin").write_bytes((folder / "pytorch_model_fsdp_rank0.bin").read_bytes())
+
+
 def lost_rank(folder: Path) -> None:
     (folder / "pytorch_model_fsdp_rank1.bin").unlink()
 
@@ -179,6 +204,7 @@ def hostile(folder: Path) -> None:
 
 
 DAMAGE = {
+    two_of_one_rank: "conflict",
     lost_rank: "missing_file",
     lost_last_rank: "missing_file",
     cut: "truncated",
@@ -217,3 +243,97 @@ def test_what_is_said_a_billion_times_is_refused(tmp_path: Path) -> None:
     with pytest.raises(bcp.UnsafeCheckpointError) as caught:
         bcp.open(tmp_path / "c")
     assert caught.value.kind == "limits_exceeded"
+
+
+GOOD = hand_dtensor(view((4,), 4), (4,), (1,), [0])
+UNKNOWN = named("torch.distributed.tensor", "Foo")
+HOSTILE = {
+    "a_mesh_of_no_ranks": ({"w": hand_dtensor(view((4,), 4), (4,), (0,), [0])}, "bad_manifest"),
+    "a_huge_shape": ({"w": hand_dtensor(view((4,), 4), (1 << 70,), (1,), [0])}, "bad_manifest"),
+    "many_dimensions": ({"w": hand_dtensor(view((4,), 4), (0, *(1,) * 20000), (2048,), None)}, "bad_manifest"),
+    "many_axes": ({"w": hand_dtensor(view((4,), 4), (4,), (1,) * 2000, [0] * 2000)}, "bad_manifest"),
+    "an_unknown_class": ({"w": GOOD, "x": UNKNOWN}, "pickle_refused"),
+    "an_unknown_class_as_a_key": ({"w": GOOD, UNKNOWN: 1}, "pickle_refused"),
+    "a_known_class_as_a_key": ({"w": GOOD, named("torch.distributed.tensor", "DTensor"): 1}, "pickle_refused"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_mesh_or_class_that_torch_does_not_have_is_refused(tmp_path: Path, name: str) -> None:
+    state, kind = HOSTILE[name]
+    write_by_hand(tmp_path / "c" / "rank_0.pt", encoded(state), 4)
+    with pytest.raises(bcp.CheckpointError) as caught:
+        bcp.open(tmp_path / "c")
+    assert caught.value.kind == kind, caught.value.message
+
+
+def test_a_dtensor_that_was_written_by_hand_is_read(tmp_path: Path) -> None:
+    write_by_hand(tmp_path / "c" / "rank_0.pt", encoded({"w": GOOD}), 4)
+    assert torch.equal(bcp.open(tmp_path / "c")["w"][:], torch.zeros(4))
+
+
+def test_a_mesh_of_many_ranks_under_many_names_is_refused_at_once(tmp_path: Path) -> None:
+    of_many = hand_dtensor(view((1,), 1), (1 << 17,), (1 << 17,), [0])
+    write_by_hand(tmp_path / "c" / "rank_0.pt", shared(of_many, [f"n{number}" for number in range(1000)]), 1)
+    regions = sharded_values._everywhere
+    num_asked = 0
+
+    def counted(*args: Any) -> Iterator[Any]:
+        nonlocal num_asked
+        for region in regions(*args):
+            num_asked += 1
+            yield region
+
+    with (
+        mock.patch("bytecheckpoint.storage.foreign.sharded_values._everywhere", counted),
+        pytest.raises(bcp.CheckpointNotFoundError, match="has no file with a part of 'n0'"),
+    ):
+        bcp.open(tmp_path / "c")
+    assert num_asked <= 4
+
+
+def test_a_mesh_of_more_ranks_than_elements_is_read(tmp_path: Path) -> None:
+    one = hand_dtensor(view((1,), 1), (1,), (1 << 17,), [0])
+    names = [f"n{number}" for number in range(50)]
+    write_by_hand(tmp_path / "c" / "rank_0.pt", shared(one, names), 1)
+    assert sorted(bcp.open(tmp_path / "c")) == sorted(names)
+
+
+def write_without_checksums(folder: Path, values: Callable[[int], dict[str, Any]]) -> Path:
+    folder.mkdir()
+    torch.serialization.set_crc32_options(False)
+    try:
+        for rank in range(2):
+            with as_rank(rank, 2):
+                state = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2), **values(rank)}
+                torch.save(state, folder / f"rank_{rank}.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    return folder
+
+
+def test_tensors_of_ranks_are_told_apart_without_checksums(tmp_path: Path) -> None:
+    same = torch.ones(64)
+    folder = write_without_checksums(tmp_path / "c", lambda rank: {"rng": torch.full((64,), rank), "same": same})
+    found = bcp.open(folder).state_dict()
+    assert (found["rng"][0], found["rank_1.rng"][0]) == (0, 1)
+    assert "rank_1.same" not in found
+
+
+def test_a_large_tensor_that_cannot_be_compared_is_kept_for_each_rank(tmp_path: Path) -> None:
+    large = torch.zeros(100)
+    folder = write_without_checksums(tmp_path / "c", lambda _: {"large": large})
+    with mock.patch("bytecheckpoint.storage.foreign.equal_tensors._MAX_TENSOR_BYTES", 100):
+        assert {"large", "rank_1.large"} < set(bcp.open(folder))
+
+
+def test_copies_of_a_part_that_differ_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    for rank in range(2):
+        with as_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,))
+            copy = DTensor.from_local(torch.full((4,), float(rank)), mesh, [Replicate()], run_check=False)
+            torch.save({"w": copy}, tmp_path / "c" / f"rank_{rank}.pt")
+    with pytest.raises(bcp.CheckpointMismatchError, match="has other elements in its part of 'w'") as caught:
+        bcp.open(tmp_path / "c")
+    assert caught.value.kind == "conflict"

@@ -36,6 +36,10 @@ SHARES: Mapping[str, Mapping[str, int]] = {
         "safetensors": 4,
         "distcp": 2,
         "deepspeed": 1,
+        "megatron": 1,
+        "rank-files": 2,
+        "folder-groups": 1,
+        "sharded-values": 3,
     },
     "fuzz-commands": {"command": 1},
 }

@@ -11,6 +11,7 @@ import pickle
 import sys
 import tempfile
 import warnings
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,16 @@ if __name__ == "__main__":
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as save_safetensors
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain_data import encode_plain, keep_in_tree
@@ -222,6 +231,69 @@ def deepspeed_folders() -> Iterator[Files]:
     }
 
 
+def megatron_folders() -> Iterator[Files]:
+    """Of two ranks along each axis in turn."""
+    for axis in ("tensor", "pipeline", "expert"):
+        files = {}
+        for rank in range(2):
+            layer = "decoder.layers.0"
+            model = {
+                f"{layer}.self_attention.linear_qkv.weight": torch.ones(4, 2),
+                f"{layer}.self_attention.linear_qkv._extra_state": None,
+                f"{layer}.mlp.experts.local_experts.0.linear_fc1.weight": torch.ones(4, 2),
+                f"{layer}.mlp.experts.local_experts.0.linear_fc2.weight": torch.ones(2, 2),
+            }
+            sizes = {f"{axis}_model_parallel_size": 2, "num_layers": 1 + (axis == "pipeline")}
+            args = Namespace(**sizes, num_experts=1 + (axis == "expert"))
+            state = {"model": model, "args": args, "iteration": 3, "checkpoint_version": 3.0, "rng_state": [rank]}
+            name = f"mp_rank_0{rank}" if axis == "tensor" else f"mp_rank_00_00{rank}"
+            files[f"{name}/model_optim_rng.pt"] = torch_file(state)
+        yield files
+
+
+def rank_files() -> Iterator[list[bytes]]:
+    """What each of two ranks saves: DTensors on a mesh, one under two names, and ShardedTensor."""
+    dtensors, sharded = [], []
+    for rank in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            rows = init_device_mesh("cpu", (2,))
+            both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+            one = DTensor.from_local(torch.ones(2, 2), rows, [Shard(0)], run_check=False)
+            two = DTensor.from_local(torch.ones(2, 4), both, [Shard(0), Shard(1)], run_check=False)
+            copy = DTensor.from_local(torch.ones(3), rows, [Replicate()], run_check=False)
+            dtensors.append(
+                torch_file({"w": one, "again": one, "v": [two, two], "copy": copy, "rank": rank, "p": torch.ones(2)})
+            )
+            sharded.append(torch_file({"w": _sharded_tensor(rank), "rng": torch.full((2,), rank)}))
+        finally:
+            dist.destroy_process_group()
+    yield dtensors
+    yield sharded
+
+
+def _sharded_tensor(rank: int) -> ShardedTensor:
+    shards = [ShardMetadata([2 * owner, 0], [2, 2], f"rank:{owner}/cpu") for owner in range(2)]
+    metadata = ShardedTensorMetadata(shards, torch.Size((4, 2)), TensorProperties(dtype=torch.float32))
+    local = [LocalShard(torch.ones(2, 2), shards[rank])]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+def rank_folders() -> Iterator[Files]:
+    for files in rank_files():
+        yield {f"model_world_size_2_rank_{rank}.pt": content for rank, content in enumerate(files)}
+
+
+def group_folders(folder: Path) -> Iterator[Path]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
+        for name in ("model", "optimizer", "ema"):
+            dcp.save({"w": torch.ones(2, 3), "step": 3}, checkpoint_id=folder / "groups" / name, no_dist=True)
+    (folder / "groups" / "extra_state").mkdir()
+    (folder / "groups" / "extra_state" / "extra_state_rank_0.pt").write_bytes(torch_file({"rng": torch.ones(2)}))
+    yield folder / "groups"
+
+
 def frames() -> Iterator[bytes]:
     encoder = FrameEncoder()
     for item, item_bytes, raw in (
@@ -258,6 +330,10 @@ def all_seeds(folder: Path) -> dict[str, list[bytes]]:
         "safetensors": [pack(files) for files in safetensors_folders()],
         "distcp": [pack(folder_files(path)) for path in distcp],
         "deepspeed": [pack(files) for files in deepspeed_folders()],
+        "megatron": [pack(files) for files in megatron_folders()],
+        "rank-files": [pack(files) for files in rank_folders()],
+        "folder-groups": [pack(folder_files(path)) for path in group_folders(folder)],
+        "sharded-values": [pickle_of(files[1]) for files in rank_files()],
         "command": [msgspec.msgpack.encode(Asked([*words], files)) for words, files in commands(folder)],
     }
 

@@ -38,6 +38,8 @@ from bytecheckpoint.storage.foreign.distcp_metadata import read_metadata
 from bytecheckpoint.storage.foreign.formats import find_file, find_folder
 from bytecheckpoint.storage.foreign.parts import Parts
 from bytecheckpoint.storage.foreign.pickled_values import StoredView, find_value
+from bytecheckpoint.storage.foreign.saved_files import translated
+from bytecheckpoint.storage.foreign.sharded_values import ShardedReader, find_sharded_value, is_sharded, refuse_others
 from bytecheckpoint.storage.foreign.torch_file import chunks_of, unpickle
 from bytecheckpoint.storage.names import check_name
 from fuzz.commands import mutate_command, read_command
@@ -159,6 +161,22 @@ def read_torch_file(data: bytes) -> None:
     _read_found(Found(store, 0, "", find_file(store, "", "file.pt", len(data))))
 
 
+def read_sharded_values(data: bytes) -> None:
+    """The pickle in the file of a rank, with torch's sharded tensors in it."""
+    value = unpickle(data, "memory", find_sharded_value)
+    reader = ShardedReader("memory")
+
+    def read(leaf: Any) -> None:
+        refuse_others(leaf)
+        if is_sharded(leaf):
+            regions = list(islice(reader.read(leaf).all_regions(), _MAX_COMPARED))
+            assert len(set(regions)) == len(regions)
+            assert all(region.numel for region in regions)
+
+    for leaf in value.values() if isinstance(value, dict) else [value]:
+        translated("memory", "torch.save", read, leaf)
+
+
 def read_folder(data: bytes) -> None:
     """A folder that another program wrote."""
     store = MemoryStore(unpack(data) or {})
@@ -208,6 +226,10 @@ TARGETS = {
         Target("safetensors", read_folder, mutate_folder),
         Target("distcp", read_folder, mutate_folder),
         Target("deepspeed", read_folder, mutate_folder),
+        Target("megatron", read_folder, mutate_folder),
+        Target("rank-files", read_folder, mutate_folder),
+        Target("folder-groups", read_folder, mutate_folder),
+        Target("sharded-values", read_sharded_values, mutate_pickle),
         Target("command", read_command, mutate_command),
     )
 }

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.storage.foreign.distcp_folder import METADATA_NAME, read_state, take_apart
 from bytecheckpoint.storage.foreign.parts import Parts, two_of
 from bytecheckpoint.storage.foreign.pickled_values import find_value
@@ -28,6 +29,8 @@ class _Kind(NamedTuple):
 _OSS = _Kind({"model": "model", "optimizer": "optimizer"}, "extra_state")
 _ACCELERATE = _Kind({"pytorch_model_fsdp_0": "", "optimizer_0": ""}, "")
 _EXTRA_FILE = re.compile(r"\Aextra_state_rank_(\d{1,9})\.pt\Z")
+_WEIGHTS = re.compile(r"\A.*(?:\.safetensors|\.safetensors\.index\.json|\.distcp|pytorch_model.*\.bin)\Z")
+_NUM_NAMED = 100
 _STEP = re.compile(r"(?:\A|/)(?:global_step_|checkpoint-)(\d{1,18})\Z")
 _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
@@ -57,19 +60,55 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
     parts.step = int(step[1]) if step else None
     kind = _kind_of(listing) or _OSS
     root: dict[Any, Any] = {}
-    for inside in _present(kind, listing):
-        if METADATA_NAME not in store.list(join_name(folder, inside)):
-            raise missing_file(join_name(parts.path, inside), f"has no {METADATA_NAME}: its save was not finished")
-        name = kind.members[inside]
+    members, left_out = _members(store, folder, listing, kind, parts.path)
+    for inside, name in members.items():
         state = read_state(store, folder, inside, parts=parts, below=f"{name}." if name else "")
         for key, value in ({name: state} if name else state).items():
             if key in root:
                 raise two_of(parts.path, str(key))
             root[key] = value
     if kind.extra and listing.get(kind.extra, 0) is None:
+        if kind.extra in root:
+            raise two_of(parts.path, kind.extra)
         root[kind.extra] = _extra_state(store, folder, kind.extra, parts)
+    if left_out:
+        more = f" and {len(left_out) - _NUM_NAMED} more" if len(left_out) > _NUM_NAMED else ""
+        named = ", ".join(left_out[:_NUM_NAMED])
+        parts.metadata = {"left_out": f"{named}{more}: not of {', '.join(sorted(members))}, which were read"}
     take_apart(parts, root)
     return parts
+
+
+def _members(
+    store: Store, folder: str, listing: Mapping[str, int | None], kind: _Kind, path: str
+) -> tuple[dict[str, str], list[str]]:
+    """The folders to read, each with the name of what is in it: a user's own have theirs. And what is left out."""
+    members: dict[str, str] = {}
+    left_out = []
+    for name, num_bytes in sorted(listing.items()):
+        if num_bytes is not None:
+            left_out.append(name)
+            continue
+        inside = store.list(join_name(folder, name))
+        if METADATA_NAME in inside:
+            members[name] = kind.members.get(name, name)
+        elif name in kind.members or any(file.endswith(".distcp") for file in inside):
+            raise missing_file(join_name(path, name), f"has no {METADATA_NAME}: its save was not finished")
+        elif name != kind.extra:
+            left_out += [f"{name}/{file}" for file in inside if _WEIGHTS.match(file)] or [f"{name}/"]
+    weights = [name for name in left_out if _WEIGHTS.match(name)]
+    if weights and _model_folder(kind) not in members:
+        what = f"has {weights[0]!r:.200} beside {min(members)!r:.200}, and which of them is the model is not known"
+        raise CheckpointMismatchError(
+            f"{path} {what}; nothing was loaded: give the path of one of them",
+            kind="conflict",
+            path=path,
+        )
+    return members, left_out
+
+
+def _model_folder(kind: _Kind) -> str:
+    return next(iter(kind.members))
 
 
 def _extra_state(store: Store, folder: str, inside: str, parts: Parts) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from itertools import product, starmap
+from operator import itemgetter
 from typing import Any
 
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -26,6 +27,17 @@ _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 _OPTIMIZER_FILES = re.compile(r"\A(?:distrib_optim|layer_wise_optimizer_\d+|optim)\.pt\Z")
 _WRITER = "Megatron"
 _OPTIMIZER = "optimizer"
+_AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+_SAID_BY_ALL = (
+    *_AXES,
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "num_layers",
+    "encoder_num_layers",
+    "decoder_num_layers",
+    "num_experts",
+)
+"""Arguments that all ranks have alike."""
 _OF_RANK = ("rng_state", "rerun_state_machine")
 
 
@@ -97,8 +109,16 @@ def _size(settings: Mapping[str, Any], name: str) -> int:
 
 
 def _refuse_missing_ranks(files: Mapping[Rank, RankFile], settings: Mapping[str, Any], path: str) -> None:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-    said = [_size(settings, name) for name in names]
+    said = [_size(settings, name) for name in _AXES]
+    for axis, (name, size, numbers) in enumerate(zip(_AXES, said, zip(*files, strict=True), strict=True)):
+        if name in settings and size <= max(numbers):
+            stale = files[max(files, key=itemgetter(axis))].folder
+            raise CheckpointMismatchError(
+                f"{path} has {stale!r}, and its arguments say {name}={size}: it is of a save with more ranks, or the "
+                "arguments are of another one; nothing was loaded: remove the folders of the older save",
+                kind="conflict",
+                path=path,
+            )
     sizes = [max(size, 1 + max(numbers)) for size, numbers in zip(said, zip(*files, strict=True), strict=True)]
     few = [min(size, len(files) + 1) for size in sizes]  # of more, one of these is missing as well
     for rank in starmap(Rank, product(*map(range, few))):
@@ -114,6 +134,11 @@ def _refuse_mixed(files: Mapping[Rank, RankFile]) -> None:
         here, there = file.value.get("iteration"), first.value.get("iteration")
         if here != there:
             raise damaged(file.saved.path, f"it is of iteration {here!r:.40}, {first.saved.path} of {there!r:.40}")
+        for name in _SAID_BY_ALL:
+            here, there = file.settings.get(name), first.settings.get(name)
+            if type(here) is not type(there) or here != there:
+                what = f"its arguments say {name}={here!r:.40}, those in {first.saved.path} {there!r:.40}"
+                raise damaged(file.saved.path, f"it is of another save: {what}")
 
 
 def _read(files: Mapping[Rank, RankFile], parts: Parts) -> None:

@@ -8,8 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, shifted
+from bytecheckpoint.storage.foreign.equal_tensors import Comparer
 from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable, too_much
 from bytecheckpoint.storage.foreign.parts import MAX_VALUES, Parts, join_fqn, two_of
 from bytecheckpoint.storage.foreign.pickled_values import StoredView
@@ -17,9 +19,9 @@ from bytecheckpoint.storage.foreign.plain_values import MAX_DEPTH, TensorRef, en
 from bytecheckpoint.storage.foreign.saved_files import Saved, missing_file, open_saved, translated
 from bytecheckpoint.storage.foreign.sharded_values import (
     Sharded,
+    ShardedReader,
     find_sharded_value,
     is_sharded,
-    read_sharded,
     refuse_others,
 )
 from bytecheckpoint.storage.names import join_name
@@ -75,10 +77,13 @@ def _refuse_tensor(path: str, fqn: str) -> None:
 
 def _groups(names: set[str], path: str) -> list[_Group]:
     by_kind: dict[tuple[str, str], dict[int, str]] = {}
-    for name in names:
+    for name in sorted(names):
         match = _NAME.match(name)
         if match:
-            by_kind.setdefault((match[1], match[3]), {})[int(match[2])] = name
+            files = by_kind.setdefault((match[1], match[3]), {})
+            other = files.setdefault(int(match[2]), name)
+            if other != name:
+                raise _two_of_rank(path, sorted((other, name)))
     groups = []
     for (head, tail), files in sorted(by_kind.items()):
         said = _WORLD_SIZE.search(head + tail)
@@ -91,9 +96,19 @@ def _groups(names: set[str], path: str) -> list[_Group]:
     return groups
 
 
+def _two_of_rank(path: str, names: list[str]) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{path} has {names[0]!r:.200} and {names[1]!r:.200}, which are of one rank; nothing was loaded: remove the "
+        "one that is older, with those of its save",
+        kind="conflict",
+        path=path,
+    )
+
+
 def _read_group(opened: list[Saved], below: str, parts: Parts) -> tuple[dict[Any, Any], bool]:
     """What the files hold, each tensor of which was added to the parts; and whether any of them is sharded."""
-    leaves = [_leaves(saved, below) for saved in opened]
+    reader = ShardedReader(parts.path)
+    leaves = [_leaves(saved, below, reader) for saved in opened]
     sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, Sharded)]
     if not sharded:
         names = [f"rank_{rank}" for rank in range(len(opened))]
@@ -107,15 +122,16 @@ def _read_group(opened: list[Saved], below: str, parts: Parts) -> tuple[dict[Any
             name = min(found.keys() ^ leaves[0].keys())
             what = f"{name!r:.200} is in the file of one rank, and not in that of another"
             raise not_readable(saved.path, what, "save it with torch.distributed.checkpoint")
+    comparer = Comparer()
     for fqn in sharded:
-        _add_sharded(fqn, leaves, opened, parts)
+        _add_sharded(fqn, leaves, opened, parts, comparer=comparer)
     for rank, (saved, found) in enumerate(zip(opened, leaves, strict=True)):
-        _add_differences(rank, saved, found, (opened[0], leaves[0]), parts)
+        _add_differences(rank, saved, found, (opened[0], leaves[0]), parts, comparer=comparer)
     state = opened[0].plain(parts, _with_refs(opened[0].value, below, leaves[0]), below)
     return state if isinstance(state, dict) else {"value": state}, True
 
 
-def _leaves(saved: Saved, below: str) -> dict[str, Any]:
+def _leaves(saved: Saved, below: str, reader: ShardedReader) -> dict[str, Any]:
     """Everything in a file that holds nothing else, by name; sharded tensors as such."""
     found: dict[str, Any] = {}
     num_values = 0
@@ -127,20 +143,24 @@ def _leaves(saved: Saved, below: str) -> dict[str, Any]:
             raise too_much(saved.path, f"its data is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
         if isinstance(value, dict) or type(value) in {list, tuple}:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                refuse_others(key)
                 walk(item, join_fqn(fqn, key), depth - 1)
             return
         if fqn in found:
             raise two_of(saved.path, fqn)
         refuse_others(value)
-        found[fqn] = read_sharded(value) if is_sharded(value) else value
+        found[fqn] = reader.read(value) if is_sharded(value) else value
 
     walk(saved.value, below, MAX_DEPTH)
     return found
 
 
-def _add_sharded(fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], parts: Parts) -> None:
+def _add_sharded(
+    fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], parts: Parts, *, comparer: Comparer
+) -> None:
     first: Sharded = leaves[0][fqn]
     chunks: dict[Region, list[Chunk]] = {}
+    copies: dict[Region, tuple[Saved, StoredView]] = {}
     for saved, found in zip(opened, leaves, strict=True):
         leaf = found.get(fqn)
         if not isinstance(leaf, Sharded) or (leaf.dtype, leaf.shape) != (first.dtype, first.shape):
@@ -148,14 +168,29 @@ def _add_sharded(fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], pa
         if any(view.dtype != first.dtype for _, view in leaf.parts):
             raise damaged(saved.path, f"{fqn!r:.200} is not of {first.dtype}, as its description says")
         for region, view in leaf.parts:
-            if region.numel and region not in chunks:  # copies on other ranks are as good
+            if not region.numel:
+                continue
+            if region not in chunks:
                 chunks[region] = _moved(saved.chunks(view, fqn), region)
-    missing = min(first.all_regions() - chunks.keys(), default=None)
+                copies[region] = saved, view
+            elif comparer.same(copies[region], (saved, view), fqn) is False:
+                raise _two_contents(fqn, copies[region][0], saved)
+    missing = next((region for region in first.all_regions() if region not in chunks), None)
     if missing is not None:
         where = f"which has the shape {list(missing.lengths)} and begins at {list(missing.offsets)}"
         raise missing_file(parts.path, f"has no file with a part of {fqn!r:.200} {where}, in {len(opened)} files")
     found_chunks = [chunk for of_region in chunks.values() for chunk in of_region]
     parts.add_tensor(fqn, first.dtype, first.shape, found_chunks, num_parts=len(chunks))
+
+
+def _two_contents(fqn: str, first: Saved, other: Saved) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{other.path} has other elements in its part of {fqn!r:.200} than {first.path} in the same part, and which "
+        "one counts is not known; nothing was loaded: restore the files of one save, or save with "
+        "torch.distributed.checkpoint",
+        kind="conflict",
+        path=other.path,
+    )
 
 
 def _moved(chunks: list[Chunk], region: Region) -> list[Chunk]:
@@ -164,26 +199,36 @@ def _moved(chunks: list[Chunk], region: Region) -> list[Chunk]:
 
 
 def _add_differences(
-    rank: int, saved: Saved, found: Mapping[str, Any], first: tuple[Saved, Mapping[str, Any]], parts: Parts
+    rank: int,
+    saved: Saved,
+    found: Mapping[str, Any],
+    first: tuple[Saved, Mapping[str, Any]],
+    parts: Parts,
+    *,
+    comparer: Comparer,
 ) -> None:
-    """What a rank has of its own stands below its name. Tensors are told by the checksums that torch has written."""
+    """What a rank has of its own stands below its name; so does a tensor of which that takes too much to tell."""
+    if saved is first[0]:
+        return
     own = {
         fqn: leaf
         for fqn, leaf in found.items()
-        if not isinstance(leaf, Sharded) and _print(saved, leaf, fqn) != _print(first[0], first[1][fqn], fqn)
+        if not isinstance(leaf, Sharded) and not _same((saved, leaf), (first[0], first[1][fqn]), fqn, comparer)
     }
     if own:
-        parts.trees[f"rank_{rank}"] = saved.plain(parts, own, f"rank_{rank}")
+        tree = saved.plain(parts, own, f"rank_{rank}")
+        parts.trees[f"rank_{rank}"] = parts.trees.get(f"rank_{rank}", {}) | tree  # of other groups of files
 
 
-def _print(saved: Saved, leaf: Any, fqn: str) -> Any:
-    """What equal values have in common, and different ones do not."""
-    if isinstance(leaf, StoredView):
-        checksum = saved.archive.checksum(leaf.storage)
-        return leaf.dtype, leaf.shape, leaf.strides, leaf.item_offset, leaf.storage.num_items, checksum
-    if isinstance(leaf, Sharded):
-        return None
-    return encode_value(saved.plain(Parts(saved.path), leaf, fqn), path=saved.path)
+def _same(one: tuple[Saved, Any], other: tuple[Saved, Any], fqn: str, comparer: Comparer) -> bool:
+    if isinstance(one[1], StoredView) and isinstance(other[1], StoredView):
+        return bool(comparer.same(one, other, fqn))
+    if isinstance(one[1], StoredView | Sharded) or isinstance(other[1], StoredView | Sharded):
+        return False
+    here, there = (
+        encode_value(saved.plain(Parts(saved.path), leaf, fqn), path=saved.path) for saved, leaf in (one, other)
+    )
+    return here == there
 
 
 def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:

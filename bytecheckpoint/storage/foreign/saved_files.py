@@ -78,5 +78,5 @@ def translated(path: str, writer: str, function: Callable[..., _Found], *args: A
         return function(*args)
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise damaged(path, f"it is not what {writer} writes: {type(error).__name__}: {error}") from error

@@ -69,6 +69,11 @@ def whole_of(fqn: str, parts: Sequence[Part], *, is_gated: bool | None) -> Whole
     return _joined(fqn, halves, 0)
 
 
+def is_same_on_all(fqn: str) -> bool:
+    """Whether every rank has a copy of this tensor."""
+    return _rule_of(fqn) == _SAME
+
+
 def _rule_of(fqn: str) -> str | None:
     return next((rule for rule, pattern in _PATTERNS if pattern.search(fqn)), None)
 

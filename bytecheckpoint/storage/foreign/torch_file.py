@@ -62,6 +62,10 @@ class TorchArchive:
         member = self._zip.members.get(f"{self._folder}data/{ref.key}")
         return None if member is None else member.checksum
 
+    def read(self, byte_offset: int, byte_length: int) -> bytes:
+        """These bytes of its file."""
+        return self._file.read(byte_offset, byte_length)
+
     def storage(self, ref: StorageRef) -> tuple[int, int]:
         """Where in the file a storage begins, and its length in bytes."""
         name = f"{self._folder}data/{ref.key}"
