@@ -65,7 +65,8 @@ class SaveOptions:
     there, `bcp.recover` finishes. What the disk has no room for is written to the path directly. It is kept as a str.
     """
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
+    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds; it waits
+    up to 5 s more for the word of who is missing.
 
     For half of it a request to S3 is tried again before the save fails.
     """
@@ -127,7 +128,8 @@ class LoadOptions:
     manifest says where they are. Whoever wrote the manifest chose that place: ask for it only where you trust them.
     Where the link is on a local path, `storage_options` are for that place."""
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds.
+    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds; it waits
+    up to 5 s more for the word of who is missing.
 
     For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
     A request to S3 is tried again for half of it.

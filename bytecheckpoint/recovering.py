@@ -164,6 +164,7 @@ def _part(stage: str, found: Found, folder: str) -> Part:
         is_alive=found.is_alive,
         here={name: length for name, length in lengths.items() if found.sizes.get(name) == length},
         needed=needed,
+        is_complete=journal.files is not None,
         damage=damage,
     )
 
@@ -290,7 +291,8 @@ def _clean_up(store: Store, verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         if verdict.outcome != "under_way":
             layout.discard(store, verdict.folder, [layout.recovery_name(verdict.save_id)])
-        if verdict.outcome == "removed":
+        # Hazard: a manifest may be on its way still that got no answer, and stand when its data is gone.
+        if verdict.outcome == "removed" and not verdict.may_arrive:
             with suppress(CheckpointError):
                 layout.discard(store, verdict.folder, _uncommitted(store, verdict))
 

@@ -11,6 +11,7 @@ import msgspec
 
 _MAX_NAMED = 10
 _SUPERSEDED = "a later save to the same place is finished instead"
+_LEFT_TO_CLEAN_UP = "what it has brought to the path is left to `bcp gc`, because its manifest may be on its way there"
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -34,6 +35,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """The data files that are whole on this disk: name in the checkpoint and length in bytes."""
     needed: dict[str, int] | None
     """All data files of the checkpoint, where its manifest is on this disk."""
+    is_complete: bool
+    """Every file of the rank was durable. One that did not get so far has reported nothing."""
     damage: str = ""
     """Why the manifest that is on this disk cannot be read."""
 
@@ -69,6 +72,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: str
     """As `RecoveredSave` has it."""
     what: str
+    may_arrive: bool
+    """Its manifest may have been sent, without an answer, and be carried out yet: what it points to has to stay."""
     instead_of_by: str = ""
     """Id of the later save that is finished in its place; if that proves to be damaged, this one is still wanted."""
 
@@ -125,7 +130,19 @@ class _Save:
         first = self._parts[0]
         outcome, what = self._outcome(is_claimed=bool(claimed_by), is_busy=is_busy)
         instead_of_by = claimed_by if what == _SUPERSEDED else ""
-        return Verdict(first.save_id, first.folder, first.step, outcome, what, instead_of_by)
+        may_arrive = self._may_arrive()
+        if outcome == "removed" and may_arrive and self._there.save_id != first.save_id:
+            what = f"{what}; {_LEFT_TO_CLEAN_UP}"
+        return Verdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, instead_of_by)
+
+    def _may_arrive(self) -> bool:
+        """Whether its manifest can have been sent: it never is before all data is at the path."""
+        if self._pending is not None:
+            needed = self._pending.needed or {}
+            return all(self._there.sizes.get(name) == byte_length for name, byte_length in needed.items())
+        own = f"/{self._parts[0].save_id}-"
+        # Hazard: a stage without room for the manifest does not have it, and the save goes on all the same.
+        return all(part.is_complete for part in self._parts) and any(own in name for name in self._there.sizes)
 
     def _outcome(self, *, is_claimed: bool, is_busy: bool) -> tuple[str, str]:
         alive = [part for part in self._parts if part.is_alive]

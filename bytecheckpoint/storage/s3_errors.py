@@ -55,6 +55,8 @@ class FailedRequestError(Exception):
         self.error = error
         self.num_attempts = num_attempts
         self.seconds = seconds
+        self.may_arrive = False
+        """Whether an earlier attempt may be carried out yet, though the last one was refused."""
 
 
 class Service(NamedTuple):
@@ -99,6 +101,11 @@ def is_transient(error: BaseException) -> bool:
         return isinstance(getattr(error, "kwargs", {}).get("error"), _BROKEN_CONNECTION)
     lost = (BotoConnectionError, HTTPClientError, IncompleteReadError, ResponseParserError)
     return isinstance(error, lost + _BROKEN_CONNECTION)
+
+
+def may_arrive(error: BaseException) -> bool:
+    """Whether a request that raised this may be carried out yet: it was sent, and no answer says that it was not."""
+    return is_transient(error) and not (is_unreachable(error) or is_throttled(error))
 
 
 def is_taken(error: BaseException) -> bool:
@@ -147,10 +154,14 @@ def to_store_error(
     `shown` is the object's URL, `reason` what may be shown of `describe_s3`.
     """
     error, is_write = failed.error, doing == "write"
-    if is_missing(error):
-        return missing_file(shown)
     times = f"{failed.num_attempts} attempt{'s' if failed.num_attempts > 1 else ''}"
     what = f"{doing} {shown}: {reason} (after {times} in {failed.seconds:.1f} s)"
+    if is_write and failed.may_arrive:
+        advice = "see to what refused the last one, and look what is there, before you try again"
+        what = f"cannot {what}; an earlier attempt got no answer and may be carried out yet: {advice}"
+        return StorageError(what, kind="unavailable", path=shown)
+    if is_missing(error):
+        return missing_file(shown)
     if is_full(error) and is_write:
         return _save_error(what, shown, "free space or raise the quota, or save elsewhere", kind="no_space")
     if code_of(error) in _REFUSED or isinstance(error, _NO_CREDENTIALS):

@@ -24,6 +24,7 @@ from bytecheckpoint.storage.s3_errors import (
     is_transient,
     is_unreachable,
     is_unsupported,
+    may_arrive,
 )
 from bytecheckpoint.storage.s3_requests import Patience, S3Requests
 from bytecheckpoint.storage.store import Block
@@ -84,6 +85,15 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
     """The request that makes the object visible. What was carried out while its answer was lost is a success."""
     replaced = "" if target.is_new else requests.persist(lambda _: _look(requests, target).etag, patience)
     mine = (requests, target, patience)
+    unanswered: list[Exception] = []
+
+    def send(**condition: str) -> None:
+        try:
+            request(**condition)
+        except S3_ERRORS as error:
+            if may_arrive(error):
+                unanswered.append(error)
+            raise
 
     def attempt(number: int) -> None:
         # Hazard: what an attempt without an answer has put there may be replaced since, and what it needs be deleted.
@@ -92,14 +102,15 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
             if found.writer == target.writer:
                 return
             if found.etag != replaced:
-                raise TakenError
+                # Hazard: one that was sent without a condition replaces what stands there now, when it arrives.
+                raise unanswered[-1] if unanswered and not _condition(requests, replaced) else TakenError
         condition = _condition(requests, replaced)
         try:
-            request(**condition)
+            send(**condition)
         except S3_ERRORS as error:
             if condition and (is_unsupported(error) or _is_misjudged(requests, target, replaced, error)):
                 requests.refuses |= condition.keys()
-                request()
+                send()
             # What is refused now may have been done by an attempt whose answer did not arrive, one of botocore's too.
             elif is_transient(error) or not (number or _is_refused(error, replaced)) or not _is_there(*mine):
                 raise
@@ -109,6 +120,7 @@ def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], 
     except FailedRequestError as failed:
         if _is_refused(failed.error, replaced):
             raise TakenError from failed
+        failed.may_arrive = bool(unanswered)
         if not is_transient(failed.error) or not _is_seen(requests, target, patience):
             raise
     if target.is_new and "IfNoneMatch" in requests.refuses and not _is_there(requests, target, patience):

@@ -1,5 +1,5 @@
 """A rank that is killed, stops or never comes, in every phase of every kind of save and load: every other rank raises
-within its timeout and names it, what was there still loads, and a rank that was only stopped takes part in the next
+in time and names it, what was there still loads, and a rank that was only stopped takes part in the next
 call.
 
 Several groups of ranks lose one each at the same time, because most of the time is spent waiting.
@@ -39,6 +39,10 @@ from faults.seams import (
 NUM_RANKS = 8
 """Of all groups together."""
 PATIENT_S = 60.0
+LATER_S = 5.0
+"""So much longer than its timeout a rank may wait, to hear from the coordinator who is missing."""
+NOISE_S = 15.0
+"""What all else in a call may take: it works before it waits, and the machine is shared."""
 HUNG_S = 60.0
 """A rank that is not done by then hangs. The longest wait of a case is far shorter."""
 MAY_BE_COMMITTED = "whether the checkpoint was committed"
@@ -56,6 +60,11 @@ class Case(NamedTuple):
     """`killed`, `stopped`, or `never comes`."""
     missing_rank: int
     group_size: int
+
+    @property
+    def longest_s(self) -> float:
+        """How long a rank may take that loses another one."""
+        return self.timeout_s + LATER_S + NOISE_S
 
     @property
     def is_save(self) -> bool:
@@ -124,9 +133,9 @@ def batches() -> list[list[Case]]:
     return found
 
 
-def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[Seen | None, bool]:
-    """What one rank sees: of the call in which a rank of its group goes missing, and whether the next call of both
-    works.
+def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[Seen | None, float, bool]:
+    """What one rank sees: of the call in which a rank of its group goes missing, after how many seconds it ended, and
+    whether the next call of both works.
     """
     size = cases[0].group_size
     number, own_rank = divmod(rank, size)
@@ -139,16 +148,18 @@ def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[
     is_missing = own_rank == case.missing_rank
     with going_missing(case) if is_missing else nullcontext():
         never_comes = is_missing and case.how == NEVER
+        began_s = time.monotonic()
         error = None if never_comes else seen(_call(case, path, own_rank, group, f"{root}/stage"))
+        seconds = time.monotonic() - began_s
     if case.how == "killed":
-        return error, True
+        return error, seconds, True
     if case.how == "stopped" and not is_missing:
         wait_for_others(number, size - 1)  # who is told late would be told that all went well
         if own_rank == (case.missing_rank + 1) % size:
             os.kill(pids[case.missing_rank], signal.SIGCONT)
     dist.barrier(group=group)
     bcp.save(path, state_of(own_rank, 3.0), step=3, options=patient, process_group=group)
-    return error, loads_as(path, own_rank, 3.0, process_group=group)
+    return error, seconds, loads_as(path, own_rank, 3.0, process_group=group)
 
 
 def wait_for_others(number: int, num_others: int) -> None:
@@ -214,11 +225,13 @@ def what_is_wrong(case: Case, outcomes: list[OfRank], first: int, path: Path) ->
             continue
         if outcome.error is not None:
             return f"rank {first + rank} broke off: {outcome.error}"
-        error, next_works = outcome.value
+        error, seconds, next_works = outcome.value
         told.append(error)
         what = _wrong_with(case, rank, error, first + case.missing_rank)
         if what is not None:
             return f"rank {first + rank} {what}"
+        if rank != case.missing_rank and seconds > case.longest_s:  # a rank that is stopped is so for longer
+            return f"rank {first + rank} took {seconds:.1f} s, and {case.longest_s:.1f} s is the most that it may"
         if not next_works:
             return f"rank {first + rank} does not load the next save"
     return _wrong_at(path, case, told)

@@ -32,6 +32,7 @@ def part(rank: int, *, save_id: str = "a", num_ranks: int = 2, **fields: Any) ->
         "is_alive": False,
         "here": {name_of(save_id, rank): 10 + rank},
         "needed": needed,
+        "is_complete": True,
     }
     return Part(**{**values, **fields})
 
@@ -88,6 +89,28 @@ def test_without_the_manifest_it_depends_on_whether_rank_0_is_seen() -> None:
     tasks, (outcome,) = decide([part(1)])
     assert tasks == [[]]
     assert outcome.startswith("a: kept: the local stage of rank 0 of 2")
+
+
+def may_arrive(*parts: Part, there: There) -> bool:
+    (verdict,) = plan_recovery([parts], {"step_00000001": there}).verdicts
+    assert verdict.outcome == "removed"
+    assert ("left to `bcp gc`" in verdict.what) == verdict.may_arrive
+    return verdict.may_arrive
+
+
+def test_the_data_of_a_save_stays_that_may_have_sent_its_manifest() -> None:
+    """Which it does when all data is at the path; by then another has committed there."""
+    sizes = {name_of("a", 0): 10, name_of("a", 1): 11}
+    assert may_arrive(part(0), part(1), there=There("b", sizes))
+    assert not may_arrive(part(0), part(1), there=There("b", {name_of("a", 0): 10}))
+    assert not may_arrive(part(0), part(1), there=There("b", {**sizes, name_of("a", 1): 5}))
+
+
+def test_a_save_whose_manifest_had_no_room_in_the_stage_may_have_sent_it() -> None:
+    there = There("", {name_of("a", 1): 11})
+    assert may_arrive(part(0, needed=None), part(1), there=there)
+    assert not may_arrive(part(0, needed=None), part(1, is_complete=False), there=there)
+    assert not may_arrive(part(0, needed=None), part(1), there=There("", {name_of("b", 1): 11}))
 
 
 @pytest.mark.parametrize("alive", [0, 1])

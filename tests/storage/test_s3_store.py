@@ -539,6 +539,49 @@ def test_refused_writes_are_typed(s3_faults, store, fault, error, kind):
     assert caught.value.kind == kind
 
 
+@pytest.mark.usefixtures("hasty")
+def test_where_nothing_is_compared_a_write_without_an_answer_may_replace_what_came_since(s3, s3_prefix, s3_faults):
+    store = s3.store(s3_prefix, timeout_s=0.4, token="makes a client of its own")
+    put(store, "m", b"before")
+
+    def choose(line, environ):
+        if "HTTP_IF_MATCH" in environ:
+            return Refuse(501, "NotImplemented")
+        if not line.startswith("PUT"):
+            return None
+        s3_faults.choose = no_fault
+        s3.client().put_object(Bucket=s3.bucket, Key=f"{s3_prefix}/m", Body=b"theirs")
+        return Refuse(500, "InternalError")
+
+    s3_faults.choose = choose
+    with pytest.raises(StorageError) as caught:
+        put(store, "m", b"mine", replace=True)
+    assert caught.value.kind == "unavailable"
+    assert get(store, "m", 6) == b"theirs"
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("refusal", [Refuse(403, "AccessDenied"), Refuse(507, "XMinioStorageFull")])
+def test_a_write_that_is_refused_after_one_without_an_answer_may_be_carried_out_yet(s3_faults, store, replace, refusal):
+    """So nobody may take for certain that it will not be."""
+    unanswered = FirstFew("PUT .*/m", Refuse(500, "InternalError"))
+    s3_faults.choose = lambda line, environ: unanswered(line, environ) or always("PUT .*/m", refusal)(line, environ)
+    with pytest.raises(StorageError, match=rf"{refusal.code}.*2 attempts.*may be carried out yet") as caught:
+        put(store, "m", b"mine", replace=replace)
+    assert caught.value.kind == "unavailable"
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_write_that_was_told_to_slow_down_and_then_refused_is_not_carried_out(s3_faults, store):
+    slowed = FirstFew("PUT .*/m", Refuse(503, "SlowDown"))
+    refused = always("PUT .*/m", Refuse(403, "AccessDenied"))
+    s3_faults.choose = lambda line, environ: slowed(line, environ) or refused(line, environ)
+    with pytest.raises(StorageError, match="AccessDenied") as caught:
+        put(store, "m", b"mine")
+    assert caught.value.kind == "permission"
+
+
 @pytest.mark.parametrize(
     ("status", "code", "kind"), [(403, "AccessDenied", "permission"), (400, "InvalidRequest", "unavailable")]
 )
