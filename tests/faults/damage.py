@@ -34,12 +34,14 @@ class Shot(NamedTuple):
     is_wrong: str | None
 
 
-def load_own(root: Path, *, file: str, width: int) -> Shot:
-    """Loads what was damaged in this file: an error that names it, and nothing else, will do."""
+def load_own(root: Path, *, file: str, width: int, or_file: str = "") -> Shot:
+    """Loads what was damaged in this file: an error that names it, or the other one that is damaged, and nothing else,
+    will do.
+    """
     try:
         OWN.steps_loaded(root, step=None, width=width)
     except bcp.CheckpointError as error:
-        named = file in str(error)
+        named = any(name in str(error) for name in (file, or_file) if name)
         return Shot(f"{error.kind}", None if named else f"an error that does not name {file}: {error}")
     except WrongBytesError as error:
         return Shot("loaded wrong", f"damage to {file} was not noticed: {error}")
@@ -227,12 +229,12 @@ def mix_up(asked: Asked) -> Outcome:
     def shoot(trial: int) -> Shot | None:
         rng = asked.rng(trial)
         damage = rng.choice(DAMAGES)
-        hit = damage(files, data_files(other), rng)
-        if hit is None:
+        hits = damage(files, data_files(other), rng)
+        if not hits:
             return None
         done[damage.__name__.strip("_").replace("_", " ")] += 1
         try:
-            return load_own(root, file=hit.name, width=LONG)
+            return load_own(root, file=hits[0].name, width=LONG, or_file=hits[-1].name)
         finally:
             for file in files:
                 shutil.copyfile(spare / "data" / file.name, file)
@@ -242,60 +244,60 @@ def mix_up(asked: Asked) -> Outcome:
     return outcome._replace(result=f"{outcome.result} ({damages})")
 
 
-def _remove(files: list[Path], others: list[Path], rng: random.Random) -> Path:
+def _remove(files: list[Path], others: list[Path], rng: random.Random) -> list[Path]:
     hit = rng.choice(files)
     hit.unlink()
-    return hit
+    return [hit]
 
 
-def _exchange(files: list[Path], others: list[Path], rng: random.Random) -> Path | None:
+def _exchange(files: list[Path], others: list[Path], rng: random.Random) -> list[Path]:
     """Only files of the same length, whose exchange no look at a folder shows; but not those that hold the same."""
     contents = {file: file.read_bytes() for file in files}
     pairs = [(a, b) for a, b in combinations(files, 2) if len(contents[a]) == len(contents[b])]
     pairs = [(a, b) for a, b in pairs if contents[a] != contents[b]]
     if not pairs:
-        return None
+        return []
     first, second = rng.choice(pairs)
     first.write_bytes(contents[second])
     second.write_bytes(contents[first])
-    return first
+    return [first, second]
 
 
-def _take_from_other_save(files: list[Path], others: list[Path], rng: random.Random) -> Path | None:
+def _take_from_other_save(files: list[Path], others: list[Path], rng: random.Random) -> list[Path]:
     number = rng.randrange(len(files))
     stale = bytearray(others[number].read_bytes())
     stale[rng.randrange(len(stale))] ^= 1  # the other save has the same values, so it is of other values by a bit
     files[number].write_bytes(stale)
-    return files[number]
+    return [files[number]]
 
 
-def _append(files: list[Path], others: list[Path], rng: random.Random) -> Path:
+def _append(files: list[Path], others: list[Path], rng: random.Random) -> list[Path]:
     hit = rng.choice(files)
     with hit.open("ab") as opened:
         opened.write(bytes(rng.randint(1, 5000)))
-    return hit
+    return [hit]
 
 
-def _lose_a_page(files: list[Path], others: list[Path], rng: random.Random) -> Path | None:
+def _lose_a_page(files: list[Path], others: list[Path], rng: random.Random) -> list[Path]:
     return _replace_page(rng.choice(files), rng, bytes(4096))
 
 
-def _misplace_a_page(files: list[Path], others: list[Path], rng: random.Random) -> Path | None:
+def _misplace_a_page(files: list[Path], others: list[Path], rng: random.Random) -> list[Path]:
     hit = rng.choice(files)
     return _replace_page(hit, rng, hit.read_bytes()[: 2 * 4096][4096:])
 
 
-def _replace_page(hit: Path, rng: random.Random, page: bytes) -> Path | None:
+def _replace_page(hit: Path, rng: random.Random, page: bytes) -> list[Path]:
     content = bytearray(hit.read_bytes())
     start = 4096 * rng.randrange(len(content) // 4096)
     if content[start : start + 4096] == page:
-        return None
+        return []
     content[start : start + 4096] = page
     hit.write_bytes(content)
-    return hit
+    return [hit]
 
 
-DAMAGES: list[Callable[[list[Path], list[Path], random.Random], Path | None]] = [
+DAMAGES: list[Callable[[list[Path], list[Path], random.Random], list[Path]]] = [
     _remove,
     _exchange,
     _take_from_other_save,
