@@ -105,7 +105,8 @@ def is_transient(error: BaseException) -> bool:
 
 def may_arrive(error: BaseException) -> bool:
     """Whether a request that raised this may be carried out yet: it was sent, and no answer says that it was not."""
-    return is_transient(error) and not (is_unreachable(error) or is_throttled(error))
+    is_answered = is_unreachable(error) or is_throttled(error) or code_of(error) in _REFUSED
+    return is_transient(error) and not is_answered
 
 
 def is_taken(error: BaseException) -> bool:
