@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -289,18 +288,18 @@ def test_who_waits_for_an_upload_that_fails_is_told_so(
             told.append(error)
 
     waiting = threading.Thread(target=save_next)
-    starting = [waiting]
+    is_started = threading.Event()
 
     def hold_up() -> None:
-        if starting:
-            starting.pop().start()
+        if not is_started.is_set():
+            waiting.start()
+            is_started.set()
             waiting.join(0.3)  # what does not wait is through by then
 
     failing = before(UPLOADING, raising(bcp.StorageError("the network is gone", kind="unavailable")))
     with failing, before("bytecheckpoint.tier.Tier.close", hold_up):
         bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
-        while starting:
-            time.sleep(0.005)
+        assert is_started.wait(20)
         waiting.join(20)
     (error,) = told
     assert "the network is gone" in str(error)
