@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from storage.s3_server import running_s3
+from filled_buckets import filled_bucket
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -51,18 +50,8 @@ def folders(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def bucket(folders):
     """The options for a bucket that holds them under `run`."""
-    with running_s3() as server:
-        for path in folders.rglob("*"):
-            if path.is_file():
-                server.objects[f"bucket/run/{path.relative_to(folders).as_posix()}"] = path.read_bytes()
-        options = {
-            "key": json.dumps("access"),
-            "secret": json.dumps("s3cr3t"),
-            "endpoint_url": server.url,
-            "client_kwargs": '{"region_name": "us-east-1"}',
-            "config_kwargs": '{"retries": {"max_attempts": 1}}',
-        }
-        yield [part for key, value in options.items() for part in ("--storage-option", f"{key}={value}")]
+    with filled_bucket(folders) as options:
+        yield options
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from storage.s3_server import running_s3
+from filled_buckets import filled_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
 
@@ -14,18 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of clie
 @pytest.fixture(scope="module")
 def bucket(saved_root):
     """The options for a bucket that holds the checkpoints of `saved_root` under `run`."""
-    with running_s3() as server:
-        for path in saved_root.rglob("*"):
-            if path.is_file():
-                server.objects[f"bucket/run/{path.relative_to(saved_root).as_posix()}"] = path.read_bytes()
-        options = {
-            "key": json.dumps("access"),
-            "secret": json.dumps("s3cr3t"),
-            "endpoint_url": server.url,
-            "client_kwargs": '{"region_name": "us-east-1"}',
-            "config_kwargs": '{"retries": {"max_attempts": 1}}',
-        }
-        yield [part for key, value in options.items() for part in ("--storage-option", f"{key}={value}")]
+    with filled_bucket(saved_root) as options:
+        yield options
 
 
 def test_ls_and_show(call, bucket, saved_root, tmp_path) -> None:

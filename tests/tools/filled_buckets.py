@@ -1,0 +1,27 @@
+"""A bucket that holds what lies in a folder, and how a command is told to get there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from storage.s3_server import running_s3
+
+
+@contextmanager
+def filled_bucket(folder: Path) -> Iterator[list[str]]:
+    """The options of a command for a bucket that holds the files of the folder under `run`."""
+    with running_s3() as server:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                server.objects[f"bucket/run/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+        options = {
+            "key": json.dumps("access"),
+            "secret": json.dumps("s3cr3t"),
+            "endpoint_url": server.url,
+            "client_kwargs": '{"region_name": "us-east-1"}',
+            "config_kwargs": '{"retries": {"max_attempts": 1}}',
+        }
+        yield [part for key, value in options.items() for part in ("--storage-option", f"{key}={value}")]
