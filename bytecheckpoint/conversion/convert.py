@@ -23,7 +23,7 @@ from bytecheckpoint.conversion.mapping import view_of
 from bytecheckpoint.conversion.own_target import plan_own
 from bytecheckpoint.conversion.plain_trees import PlainData
 from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, select
-from bytecheckpoint.conversion.standing import Place, Standing, look_at, place_of, refuse_own_files
+from bytecheckpoint.conversion.standing import Place, Standing, look_at, open_place, refuse_own_files
 from bytecheckpoint.conversion.streams import Budget, ReadAhead, Stream, budget_of
 from bytecheckpoint.conversion.target_files import Target, TargetFile
 from bytecheckpoint.conversion.torch_target import plan_torch
@@ -152,7 +152,7 @@ def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
     """Has one rank write a manifest that points into the source."""
     with together(ranks, "linking", about=about):
         source = _open_source(request, ranks)
-        place = place_of(request.target, request.wish.to, Opening(request.target_options))
+        place = open_place(request.target, request.wish.to, Opening(request.target_options))
         source_folder = join_name(str(source.store), source.folder)
         view = view_of(source, request.name_map, is_state=True, in_place=True)
         manifest, selection = link_manifest(view, request.wish, source=source_folder, target=place.path)
@@ -198,7 +198,7 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
     )
     check_wanted(selection.wanted, source.manifest)
     plain = PlainData(manifest, selection, wish)
-    place = place_of(request.target, wish.to, Opening(request.target_options))
+    place = open_place(request.target, wish.to, Opening(request.target_options))
     standing, save_id = _agreed(request, place, ranks)
     infix = f"{save_id[:8]}-" if standing.is_in_the_way else ""
     num_ranks, max_bytes = ranks.num_ranks, limits.max_file_bytes

@@ -21,8 +21,7 @@ from bytecheckpoint.storage.foreign.formats import find_folder, find_step
 from bytecheckpoint.storage.foreign.safetensors_files import files_of_index
 from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.store import Store
-from bytecheckpoint.storage.store import place_of as of_store
+from bytecheckpoint.storage.store import Store, place_of
 
 _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
 _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
@@ -51,7 +50,7 @@ class Standing(NamedTuple):
     """Files to remove once the target exists, in this order."""
 
 
-def place_of(path: str, to: TargetFormat, opening: Opening) -> Place:
+def open_place(path: str, to: TargetFormat, opening: Opening) -> Place:
     """Raises what `open_store` raises, and CheckpointMismatchError (conflict) where no file can be named so."""
     if to != "torch":
         return Place(opening.store(path), "")
@@ -113,7 +112,7 @@ def refuse_own_files(place: Place, standing: Standing, names: Iterable[str], sou
 
 
 def _real_path(store: Store, name: str) -> str:
-    return os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else of_store(store, name)
+    return os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else place_of(store, name)
 
 
 def _of_file(place: Place, listing: Mapping[str, int | None], *, overwrite: bool) -> Standing:
