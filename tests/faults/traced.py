@@ -186,7 +186,7 @@ def file_calls(told: str, root: Path) -> list[FileCall]:
             continue
         name, text = found.groups()
         counts[name] += 1
-        if str(root) in text:
+        if re.search(rf'{re.escape(str(root))}[/">]', text):  # not the gate beside it
             calls.append(FileCall(name, counts[name], text))
     return calls
 
