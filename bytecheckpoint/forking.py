@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.priorities import step_back
 from bytecheckpoint.staging import LiveFile
 from bytecheckpoint.storage.scratch import Scratch
 
@@ -37,8 +38,6 @@ _LOOK_MS = 500
 _RELEASE_BYTES = 1 << 16
 """Less memory than this at one place is not worth a system call to give back."""
 _MADV_DONTNEED = 4
-_NICE = 5
-"""How far the child steps back behind training, as nice(2) counts."""
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 """What the child still dies of, but for SIGKILL. The rest is for training: schedulers signal whole process groups, and
 a program that takes SIGTERM to end in good order needs its save more than ever. The child ends when its parent does.
@@ -226,7 +225,7 @@ def _serve(
                 signal.signal(number, signal.SIG_DFL if number in _FAULTS else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         _close_all_but({requests, answers}, last_descriptor)
-        os.nice(_NICE)
+        step_back()
         owners = _SoleOwners(files)
         poll = select.poll()
         poll.register(requests, select.POLLIN)

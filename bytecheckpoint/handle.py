@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import thread as _futures_thread  # noqa: F401  registers its exit hook before ours
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from bytecheckpoint.awaited_threads import AWAITED
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.kept import Kept
+from bytecheckpoint.priorities import step_back
 from bytecheckpoint.save_handle import SaveHandle
 from bytecheckpoint.spare_threads import SpareThreads
 
-_NICE = 5
-"""How far background threads step back behind training, as nice(2) counts."""
 _ALL_OR_NOTHING = "it is committed whole or not at all, which `bcp ls` tells, and what was committed before still loads"
 
 
@@ -255,19 +254,13 @@ def _print(text: str) -> None:
     print(f"bytecheckpoint: {text}", file=sys.stderr)  # noqa: T201
 
 
-def _step_back() -> None:
-    """Lets training go first, from here on, where this thread and those that it starts compete with it."""
-    with suppress(OSError, AttributeError):  # on Linux a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
 def in_background(name: str, do: Callable[[], None]) -> bool:
     """Does it on a thread of its own, which the interpreter waits for, one that steps back. False, with nothing done,
     where the process can have no more threads or the interpreter is exiting.
     """
 
     def run() -> None:
-        _step_back()
+        step_back()
         do()
 
     try:

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
+from bytecheckpoint.priorities import Priority, priority
+
 T = TypeVar("T")
 
 _SPARE_NAME = "bytecheckpoint-spare"
@@ -42,7 +44,7 @@ class SpareThreads:
         with self._lock:
             if self._is_over:
                 raise RuntimeError("the interpreter is exiting")
-            idle = self._idle.setdefault(_priority(), [])
+            idle = self._idle.setdefault(priority(), [])
             jobs = idle.pop() if idle else self._start(idle)
             jobs.put((name, do))
 
@@ -91,11 +93,6 @@ class SpareThreads:
     def _forget(self) -> None:
         """A forked child has none of them."""
         self._lock = threading.Lock()
-        self._idle: dict[int, list[_Jobs]] = {}
+        self._idle: dict[Priority, list[_Jobs]] = {}
         """By priority: a thread starts with that of who starts it, and cannot raise it."""
         self._all: list[_Jobs] = []
-
-
-def _priority() -> int:
-    """Of this thread, as nice(2) counts; 0 where a thread has none of its own."""
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) if sys.platform == "linux" else 0

@@ -244,6 +244,7 @@ def test_programs_that_other_threads_start_do_not_wait_for_a_save(tmp_path: Path
 def test_the_child_steps_back_behind_training(tmp_path: Path) -> None:
     with forked_save(tmp_path) as (_, child):
         assert os.getpriority(os.PRIO_PROCESS, child) > os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.sched_getscheduler(child) == os.SCHED_BATCH
 
 
 def test_no_child_is_left_when_a_save_has_ended_well_or_not(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from bytecheckpoint.priorities import step_back
 from bytecheckpoint.spare_threads import SpareThreads
 
 WAIT_S = 20
@@ -88,16 +89,33 @@ def test_a_thread_has_the_priority_of_who_asks_for_it() -> None:
     done = threading.Event()
 
     def step_back_and_begin() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        step_back()
         threads.begin("background", done.set)
 
     background = threading.Thread(target=step_back_and_begin)
     background.start()
     background.join()
     assert done.wait(WAIT_S)
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     thread, _ = thread_of_a_job(threads)
-    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == own
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.sched_getscheduler(thread.native_id) == os.sched_getscheduler(0)
+
+
+def test_a_thread_that_steps_back_interrupts_nobody_when_it_is_woken() -> None:
+    """A training thread that tells the background something would otherwise lose its core to it at once."""
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        step_back()
+        this = threading.get_native_id()
+        seen.append((os.getpriority(os.PRIO_PROCESS, this), os.sched_getscheduler(this)))
+
+    background = threading.Thread(target=look)
+    background.start()
+    background.join()
+    ((nice, policy),) = seen
+    assert nice > os.getpriority(os.PRIO_PROCESS, 0)
+    assert policy == os.SCHED_BATCH != os.sched_getscheduler(0)
 
 
 AT_EXIT = """
