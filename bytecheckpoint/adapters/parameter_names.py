@@ -15,7 +15,7 @@ from bytecheckpoint.adapters.flat_parts import FlatPart, NamedPart
 from bytecheckpoint.adapters.fsdp1 import is_flattened
 from bytecheckpoint.adapters.module_parts import plain_name
 from bytecheckpoint.adapters.plain_data import join_fqn
-from bytecheckpoint.adapters.tensors import unsupported
+from bytecheckpoint.adapters.tensors import NEW_TUPLE, unsupported
 
 MODEL = "model"
 
@@ -118,10 +118,7 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
     whole: dict[int, ParameterNames] = {}
     flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:
-        names: dict[int, str] = {}
-        for parameter, name in entry.parameters():
-            if id(parameter) in wanted:
-                names.setdefault(id(parameter), name)
+        names = {id(parameter): name for parameter, name in entry.parameters() if id(parameter) in wanted}
         parts = {flat_id: of_flat for flat_id, of_flat in entry.in_optimizer() if flat_id in wanted}
         others: dict[str, list[str]] = {}
         for other, name in entry.tied_names().items() if names or parts else ():
@@ -133,9 +130,10 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
                 of_parameter = _names_of(prefix, others, name, is_model=is_model)
             else:
                 fqn = prefix + name
-                of_parameter = ParameterNames(name if is_model else fqn, (fqn,))
-            first = whole.get(parameter_id)
-            whole[parameter_id] = of_parameter if first is None else _merged(first, of_parameter)
+                of_parameter = NEW_TUPLE(ParameterNames, (name if is_model else fqn, (fqn,), ()))
+            first = whole.setdefault(parameter_id, of_parameter)
+            if first is not of_parameter:
+                whole[parameter_id] = _merged(first, of_parameter)
         for flat_id, of_flat in parts.items():
             new = [
                 OptimizedParameter(_names_of(prefix, others, name, is_model=is_model), part) for name, part in of_flat

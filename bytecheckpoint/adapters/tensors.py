@@ -21,9 +21,10 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region, whole
 
 _STRIDED = torch.strided
-_LOOKS = attrgetter("dtype", "layout", "is_nested", "shape")
-"""All that decides whether a plain tensor is dense, and what is saved of it besides its elements."""
-_NEW_TUPLE = tuple.__new__
+_LOOKS = attrgetter("dtype", "layout", "shape")
+"""All that decides whether a plain tensor is dense, and what is saved of it besides its elements. A nested one has no
+shape, and says so by an error."""
+NEW_TUPLE = tuple.__new__
 """The constructor of a named tuple costs three times as much."""
 _Kind = tuple[str, tuple[int, ...], Region]
 
@@ -96,7 +97,7 @@ class LocalShards:
                 raise
             dtype, lengths, region = kinds.get(looks) or self._add_kind(looks, fqn, tensor)
             memory = tensor.detach() if tensor.requires_grad or tensor._is_view() else tensor
-            found.append(_NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory)))
+            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory)))
 
     def _add_kind(self, looks: object, fqn: str, tensor: torch.Tensor) -> _Kind:
         dtype = dense_dtype(fqn, tensor)
