@@ -62,6 +62,7 @@ class PlainEntry:
         facts = {fqn: value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
         refused = refusals(values if facts else {}, stored)
         expectation = Expectation(shards.found, set(facts), refused.problems)
+        tensors: list[tuple[str, torch.Tensor]] = []
         for fqn, value in values.items():
             if fqn in facts or stored.skips(fqn):
                 continue
@@ -73,7 +74,8 @@ class PlainEntry:
             # Most of a state, told from the rest by one look.
             is_stored_tensor = type(value) in PLAIN_TENSORS and type(stored.plain.get(fqn)) is TensorRef
             if is_stored_tensor or not self._expects_other(fqn, value, stored, expectation):
-                shards.add(fqn, value)
+                tensors.append((fqn, value))
+        shards.add_all(tensors)
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, stored: Stored, expectation: Expectation) -> bool:
