@@ -1,7 +1,7 @@
 """What no save can beat on this machine, for benchmarks/save.py: the bytes of a rank written past the page cache from
 aligned memory that is paged in, and copied into memory that is paged in; and a fork of the process. Each is the best of
-several ways or times. What is timed as asynchronous saves are, once and with training after it: an agreement of the
-ranks, and the same copy.
+several ways or times. What is timed as asynchronous saves are, once and with training beside it: an agreement of the
+ranks; the same copy; the same writes; and a fork whose child does nothing for as long as those take.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -34,14 +35,20 @@ def contestants() -> dict[str, Save]:
         "fork": fork_limit,
         "agree": agreement_only,
         "memcpy-async": copy_only(),
+        "write-async": write_only(),
+        "fork-async": fork_only(),
     }
 
 
 def write_limit(folder: Path, job: Job) -> dict[str, float]:
     """The best of WAYS, where a way takes as long as its slowest rank."""
     memory = random_memory(max(block_bytes for block_bytes, _ in WAYS))
+    return {"durable": min(_write_times(folder, job, memory).values())}
+
+
+def _write_times(folder: Path, job: Job, memory: mmap.mmap) -> dict[tuple[int, int], float]:
     path = folder / f"{job.rank}.raw"
-    return {"durable": min(_timed(job, lambda way=way: write(path, job.share_bytes, memory, way)) for way in WAYS)}
+    return {way: _timed(job, lambda way=way: write(path, job.share_bytes, memory, way)) for way in WAYS}
 
 
 def random_memory(num_bytes: int) -> mmap.mmap:
@@ -115,6 +122,36 @@ def copy_only() -> Save:
     return begin
 
 
+def write_only() -> Save:
+    """On threads beside training, from memory that is there: without copying, checksums or commit."""
+    known: list[tuple[mmap.mmap, tuple[int, int]]] = []
+
+    def begin(folder: Path, job: Job) -> Pending:
+        if not known:
+            memory = random_memory(max(block_bytes for block_bytes, _ in WAYS))
+            times = _write_times(folder, job, memory)
+            known.append((memory, min(times, key=times.__getitem__)))
+        memory, way = known[0]
+        writer = Thread(target=write, args=(folder / f"{job.rank}.raw", job.share_bytes, memory, way))
+        writer.start()
+        return Pending(writer.join)
+
+    return begin
+
+
+def fork_only() -> Save:
+    """Each page that training changes while the child lives is copied by the kernel."""
+    known: list[float] = []
+
+    def begin(folder: Path, job: Job) -> Pending:
+        if not known:
+            known.append(write_limit(folder, job)["durable"])
+        child = _fork(known[0])
+        return Pending(lambda: os.waitpid(child, 0))
+
+    return begin
+
+
 def agreement_only(folder: Path, job: Job) -> Pending:  # noqa: ARG001  a contestant takes both
     agree()
     return Pending(lambda: None)
@@ -125,15 +162,16 @@ def fork_limit(folder: Path, job: Job) -> dict[str, float]:  # noqa: ARG001  a c
     best = math.inf
     for _ in range(COPIES):
         children: list[int] = []
-        best = min(best, _timed(job, lambda children=children: children.append(_fork())))
+        best = min(best, _timed(job, lambda children=children: children.append(_fork(0.0))))
         for child in children:
             os.waitpid(child, 0)
     return {"durable": best}
 
 
-def _fork() -> int:
+def _fork(lives_s: float) -> int:
     pid = os.fork()
     if pid == 0:
+        time.sleep(lives_s)
         os._exit(0)
     return pid
 
