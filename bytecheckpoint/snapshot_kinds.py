@@ -54,7 +54,7 @@ def allocate(kind: Kind, planned: Sequence[PlannedFile], kept: Kept, *, staging_
     """Makes the memory exist that a snapshot of these files will take."""
     if kind == "fork":
         _check_can_fork([])
-        kept.shared.allocate()
+        kept.shared.page_in()
         return
     num_bytes = staged_bytes(planned)
     kept.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))

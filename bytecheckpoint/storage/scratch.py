@@ -23,12 +23,22 @@ class Scratch:
         self._changed = threading.Condition()
 
     def allocate(self) -> None:
-        """Makes the blocks exist in memory, once; lending does it otherwise."""
+        """Makes the blocks exist, once; lending does it otherwise. A page of them takes memory when it is used first:
+        a save of a megabyte is not to wait for 64 of them.
+        """
         with self._changed:
             if not self._is_allocated:
                 self._free = [self._new_block() for _ in range(self._num_blocks)]
                 self._is_allocated = True
                 self._changed.notify_all()
+
+    def page_in(self) -> None:
+        """Makes all of the blocks exist in memory, so that no save has to."""
+        self.allocate()
+        with self._changed:
+            for block in self._free:
+                for start in range(0, self._block_bytes, mmap.PAGESIZE):
+                    block[start] = 0
 
     def grow(self, num_blocks: int) -> None:
         """Makes at least so many blocks available."""
@@ -60,7 +70,4 @@ class Scratch:
         for advice in () if self._is_shared else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with suppress(OSError, AttributeError):
                 memory.madvise(getattr(mmap, advice))
-        block = memoryview(memory)
-        for start in range(0, self._block_bytes, mmap.PAGESIZE):
-            block[start] = 0
-        return block
+        return memoryview(memory)

@@ -356,7 +356,7 @@ CAMPAIGNS = (
         how="written into the file",
         unit="bits",
         run=partial(flip_data, saver_name="torch"),
-        trials=range(20_000),
+        trials=range(12_000),
         quick=range(3),
         is_peer=True,
     ),

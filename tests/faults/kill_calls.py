@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ from faults.traced import (
 KEEP_ALIVE = 3
 """One of so many trials with several ranks lets the others live; they must find out that one is gone. In the rest all
 of them die, as with their host."""
+MAX_WAITING = 4
+"""So many trials wait at once for ranks that live on."""
 
 
 class Case(NamedTuple):
@@ -98,10 +101,24 @@ def census(crew: Crew, folder: Path) -> list[Case]:
     return cases
 
 
-def strike(crew: Crew, root: Path, case: Case, *, others_live: bool) -> Struck:
-    call, in_place = case.call, case.in_place
+class Striking(NamedTuple):
+    """A trial whose kill has been made, and whose other ranks may still have to find that out."""
+
+    trial: int
+    case: Case
+    root: Path
+    programs: list[Traced]
+
+    @property
+    def is_over(self) -> bool:
+        return all(program.has_ended() for program in self.programs)
+
+
+def strike(crew: Crew, root: Path, trial: int, case: Case) -> Striking:
+    call = case.call
+    others_live = call.name in CHANGING and trial % KEEP_ALIVE == 0
     options = ("-e", f"trace={call.name}", "-e", f"inject={call.name}:signal=SIGKILL:when={call.number}")
-    programs = crew.begin(root, in_place=in_place, traced=case.rank, options=options)
+    programs = crew.begin(root, in_place=case.in_place, traced=case.rank, options=options)
     for program in sorted(programs, key=lambda program: program.tracer is not None):
         program.go_on()  # comes back from the traced one, which is the last, when that has ended
     if not others_live:
@@ -109,7 +126,13 @@ def strike(crew: Crew, root: Path, case: Case, *, others_live: bool) -> Struck:
             if rank != case.rank:
                 with suppress(ProcessLookupError):
                     os.kill(program.pid, signal.SIGKILL)
-    ended = [program.wait() for program in programs]
+    return Striking(trial, case, root, programs)
+
+
+def judged(crew: Crew, striking: Striking) -> Struck:
+    """Waits until all ranks have ended."""
+    case, root, in_place = striking.case, striking.root, striking.case.in_place
+    ended = [program.wait() for program in striking.programs]
     was_killed = ended[case.rank].exit_code == -signal.SIGKILL
     hung = [rank for rank, one in enumerate(ended) if one.exit_code is None]
     crashed = [
@@ -129,30 +152,40 @@ def strike(crew: Crew, root: Path, case: Case, *, others_live: bool) -> Struck:
     return Struck(was_killed, is_done, is_wrong)
 
 
+def all_struck(crew: Crew, asked: Asked, cases: Sequence[Case]) -> Iterator[tuple[Striking, Struck]]:
+    """Ranks that live on wait for seconds until they miss one: meanwhile other trials are made."""
+    waiting: deque[Striking] = deque()
+    for trial in asked.due():
+        if trial >= len(cases):
+            break
+        waiting.append(strike(crew, asked.folder / str(trial), trial, cases[trial]))
+        over = [striking for striking in waiting if striking.is_over]
+        for striking in over or ([waiting[0]] if len(waiting) > MAX_WAITING else []):
+            waiting.remove(striking)
+            yield striking, judged(crew, striking)
+    for striking in waiting:
+        yield striking, judged(crew, striking)
+
+
 def run(asked: Asked, *, saver_name: str, world_size: int) -> Outcome:
     launcher = shared_launcher("faults.kill_times")
     struck, broken = [], []
     with meeting_place() if world_size > 1 else nullcontext(0) as port:
         crew = Crew(launcher, saver_name=saver_name, world_size=world_size, port=port)
         cases = census(crew, asked.folder)
-        for trial in asked.due():
-            if trial >= len(cases):
-                break
-            case = cases[trial]
-            others_live = case.call.name in CHANGING and trial % KEEP_ALIVE == 0
-            one = strike(crew, asked.folder / str(trial), case, others_live=others_live)
+        for striking, one in all_struck(crew, asked, cases):
             struck.append(one)
             if one.is_wrong is None:
-                shutil.rmtree(asked.folder / str(trial))
+                shutil.rmtree(striking.root)
             else:
-                broken.append(Broken(trial, f"{one.is_wrong} (killed at {case})"))
+                broken.append(Broken(striking.trial, f"{one.is_wrong} (killed at {striking.case})"))
     num_kills = sum(one.was_killed for one in struck)
     num_changing = sum(case.call.name in CHANGING for case in cases)
     num_committed = sum(one.is_committed for one in struck if one.was_killed)
     missed = len(struck) - num_kills
     return Outcome(
         num_kills,
-        tuple(broken),
+        tuple(sorted(broken)),
         f"{len(cases):,} calls on its files, {num_changing:,} of which change something; after {num_committed:,} of "
         f"the kills the new checkpoint was there"
         + (f"; {missed:,} times the program did not make the call again" if missed else ""),

@@ -6,6 +6,7 @@ process.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -18,8 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+_LOOK_S = 0.001
+"""How often it is seen whether a program has said something or ended."""
+_LARGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Where Python's objects lie in large pages a fork costs a tenth, and so does the end of a program."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Ended(NamedTuple):
@@ -40,7 +49,7 @@ class Launcher:
         self._outputs: dict[int, Path] = {}
         self._numbers = itertools.count()
         root = Path(__file__).parents[2]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{root / 'tests'}"} | _LARGE_PAGES
         self._process = subprocess.Popen(
             [sys.executable, __file__, *([ready_for] if ready_for else [])],
             stdin=subprocess.PIPE,
@@ -48,6 +57,10 @@ class Launcher:
             env=environment,
             text=True,
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def start(self, code: str, *arguments: object) -> int:
         """Starts a program with these arguments and returns its process id."""
@@ -59,17 +72,15 @@ class Launcher:
     def wait(self, pid: int, timeout_s: float = 30.0) -> Ended:
         return Ended(self._ask({"wait": pid, "timeout_s": timeout_s}), self._outputs[pid].read_text())
 
+    def has_ended(self, pid: int) -> bool:
+        """Whether there is nothing to wait for."""
+        return bool(self._ask({"look": pid}))
+
     def wait_for_output(self, pid: int, text: str, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while text not in self._outputs[pid].read_text():
-            assert time.monotonic() < deadline, self._outputs[pid].read_text()
-            time.sleep(0.002)
+        self._wait_until(pid, lambda said: text.encode() in said, timeout_s)
 
     def wait_for_lines(self, pid: int, number: int, timeout_s: float = 120.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._outputs[pid].read_bytes().count(b"\n") < number:
-            assert time.monotonic() < deadline, self._outputs[pid].read_text()
-            time.sleep(0.003)
+        self._wait_until(pid, lambda said: said.count(b"\n") >= number, timeout_s)
 
     def run(self, code: str, *arguments: object, timeout_s: float = 30.0) -> Ended:
         return self.wait(self.start(code, *arguments), timeout_s)
@@ -83,6 +94,17 @@ class Launcher:
         except subprocess.TimeoutExpired:  # it has nothing left to do but to clear up, which a busy machine makes slow
             self._process.kill()
             self._process.wait()
+
+    def _wait_until(self, pid: int, is_enough: Callable[[bytes], bool], timeout_s: float) -> None:
+        output, seen_bytes = self._outputs[pid], -1
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if (num_bytes := output.stat().st_size) != seen_bytes:
+                seen_bytes = num_bytes
+                if is_enough(output.read_bytes()):
+                    return
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(_LOOK_S)
 
     def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process.stdin
@@ -101,15 +123,67 @@ def shared_launcher(ready_for: str) -> Launcher:
     return launcher
 
 
+class Programs:
+    """Those that were forked here. What they have forked and left behind ends up here, too, and is waited for as soon
+    as it ends: the first process of a machine may take seconds for that, and meanwhile it looks as if it were alive.
+    """
+
+    def __init__(self) -> None:
+        self._own: set[int] = set()
+        self._is_forking = False
+        self._children = Path(f"/proc/self/task/{os.getpid()}/children")
+        if self._children.exists():
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            signal.signal(signal.SIGCHLD, lambda *_: self._wait_for_strangers())
+
+    def fork(self) -> int:
+        self._is_forking = True  # what ends before it is known here is no stranger
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return 0
+        self._own.add(pid)
+        self._is_forking = False
+        self._wait_for_strangers()
+        return pid
+
+    def wait_for(self, pid: int, timeout_s: float) -> int | None:
+        """The exit code; None where it had to be killed. Until this a program keeps its number, dead or alive."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._own.remove(pid)
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(_LOOK_S)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self._own.remove(pid)
+        return None
+
+    def has_ended(self, pid: int) -> bool:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _wait_for_strangers(self) -> None:
+        if self._children.exists() and not self._is_forking:
+            for pid in {int(number) for number in self._children.read_text().split()} - self._own:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+
 def serve() -> dict[str, Any] | None:
     """Answers requests until the end; in a child, the program that it is to run."""
+    programs = Programs()
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "wait" in request:
-            _answer(_wait_for(request["wait"], request["timeout_s"]))
+            _answer(programs.wait_for(request["wait"], request["timeout_s"]))
+            continue
+        if "look" in request:
+            _answer(programs.has_ended(request["look"]))
             continue
         Path(request["output"]).touch()
-        pid = os.fork()
+        pid = programs.fork()
         if pid == 0:
             _redirect(request["output"])
             # As in a terminal: what a shell starts in the background ignores it, and so does all that this starts.
@@ -124,18 +198,6 @@ def _answer(value: int | None) -> None:
     sys.stdout.flush()
 
 
-def _wait_for(pid: int, timeout_s: float) -> int | None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
-
-
 def _redirect(output: str) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -147,6 +209,8 @@ def _redirect(output: str) -> None:
 
 
 if __name__ == "__main__":
+    for name in _LARGE_PAGES:
+        os.environ.pop(name, None)  # programs are started as a user's are
     import no_pickle
     import torch.distributed
 

@@ -38,11 +38,13 @@ def lost(saver: Saver, root: Path, *, begun: int, acknowledged: Sequence[int], i
 
 
 def torn(root: Path, *, begun: int, acknowledged: Sequence[int], in_place: bool) -> str | None:
-    """What else readers of this library see that is not whole. Any step that was begun may be there."""
+    """What else readers of this library see that is not whole, after `lost`, which looks at all that was acknowledged.
+    Any step that was begun may be there.
+    """
     saver = OWN
     if in_place:
-        is_there = (root / "manifest.bcp").exists()
-        return _wrong(saver, root, None, among={*acknowledged[-1:], begun}) if is_there else None
+        is_there = not acknowledged and (root / "manifest.bcp").exists()
+        return _wrong(saver, root, None, among={begun}) if is_there else None
     steps = saver.steps(root)
     if bcp.latest(root) != max(steps, default=None):
         return f"latest is {bcp.latest(root)} with {steps} there"

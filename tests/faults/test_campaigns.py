@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import bytecheckpoint as bcp
 from faults import fault_table
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome, all_campaigns, nothing_missing
 from faults.damage import flipped, load_own, saved
+from faults.kill_times import left_alive
 from faults.launcher import Launcher
 from faults.savers import NARROW, OWN, Training, WrongBytesError
 from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
@@ -61,6 +65,44 @@ def test_programs_with_the_same_process_id_have_outputs_of_their_own(
     monkeypatch.setattr(Launcher, "_ask", same_id)
     for text in ("second", "third"):
         assert launcher.run(f"print({text!r})").output == f"{text}\n"
+
+
+LEAVES_A_CHILD = """
+import os, signal, time
+
+os.setsid()
+child = os.fork()
+if child == 0:
+    while os.getppid() == int(os.environ["LAUNCHED"]):
+        time.sleep(0.001)
+    print(f"now of {os.getppid()}", flush=True)
+    os._exit(0)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.skipif(not Path(f"/proc/self/task/{os.getpid()}/children").exists(), reason="the kernel lists no children")
+def test_what_a_killed_program_leaves_behind_is_waited_for_by_the_launcher(launcher: Launcher) -> None:
+    """The first process of a machine took up to two seconds for that, in every trial of a forked snapshot."""
+    pid = launcher.start("import os; os.environ['LAUNCHED'] = str(os.getpid())" + LEAVES_A_CHILD)
+    launcher.wait_for_output(pid, "ready")
+    assert not launcher.has_ended(pid)
+    os.kill(pid, signal.SIGKILL)
+    launcher.wait_for_output(pid, "now of")
+    assert launcher.wait(pid) == (-signal.SIGKILL, f"ready\nnow of {launcher.pid}\n")
+    assert left_alive(pid) is None
+
+
+def test_a_program_that_has_ended_keeps_its_number_until_it_is_waited_for(launcher: Launcher) -> None:
+    """Or a kill that comes too late would hit another program."""
+    pid = launcher.start("")
+    while not launcher.has_ended(pid):
+        time.sleep(0.001)
+    assert launcher.run("print('another')").output == "another\n"
+    os.kill(pid, 0)
+    assert launcher.wait(pid).exit_code == 0
 
 
 def test_campaigns_have_names_of_their_own() -> None:

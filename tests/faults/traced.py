@@ -129,6 +129,9 @@ class Traced:
             self.tracer.communicate(timeout=WITHIN_S)  # it ends with the program
         os.close(opened)
 
+    def has_ended(self) -> bool:
+        return self._launcher.has_ended(self.pid)
+
     def wait(self) -> Ended:
         ended = self._launcher.wait(self.pid, timeout_s=WITHIN_S)
         self._gate.unlink()
