@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import bytecheckpoint as bcp
 from distributed.workers import Outcome as OfRank
 from distributed.workers import WorkerDied, WorkerPool
-from faults.campaigns import Asked, Broken, Campaign, Outcome
+from faults.campaigns import Asked, Broken, Campaign, Outcome, side_by_side
 from faults.seams import (
     COORDINATOR_PHASES,
     EXCHANGE_PHASES,
@@ -37,7 +37,9 @@ from faults.seams import (
 )
 
 NUM_RANKS = 8
-"""Of all groups together."""
+"""Of all groups of a batch together."""
+NUM_LANES = 3
+"""Batches at a time: most of one is waiting, too."""
 PATIENT_S = 60.0
 LATER_S = 5.0
 """So much longer than its timeout a rank may wait, to hear from the coordinator who is missing."""
@@ -268,16 +270,15 @@ def _wrong_at(path: Path, case: Case, told: list[Seen | None]) -> str | None:
 
 def run(asked: Asked) -> Outcome:
     found = batches()
-    tried: list[Case] = []
-    broken = []
-    workers = WorkerPool()
-    try:
-        for trial in asked.due():
-            cases = found[trial]
-            tried += cases
-            broken += [Broken(trial, what) for what in try_batch(workers, asked.folder / str(trial), cases)]
-    finally:
-        workers.close()
+
+    def try_one(workers: WorkerPool, trial: int) -> tuple[int, list[str]]:
+        return trial, try_batch(workers, asked.folder / str(trial), found[trial])
+
+    with ExitStack() as stack:
+        lanes = [stack.enter_context(closing(WorkerPool())) for _ in range(min(NUM_LANES, len(asked.trials)))]
+        ended = side_by_side(asked, lanes, try_one)
+    tried = [case for trial, _ in ended for case in found[trial]]
+    broken = [Broken(trial, what) for trial, wrong in ended for what in wrong]
     num_phases = len({(case.call, case.phase) for case in tried if case.how != NEVER})
     hows = {how: sum(case.how == how for case in tried) for how in ("killed", "stopped", NEVER)}
     told = ", ".join(f"{count} {how}" for how, count in hows.items())

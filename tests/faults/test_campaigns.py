@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,17 @@ import pytest
 
 import bytecheckpoint as bcp
 from faults import fault_table
-from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome, all_campaigns, nothing_missing
+from faults.campaigns import (
+    EVERY,
+    Asked,
+    Broken,
+    Campaign,
+    Outcome,
+    Tally,
+    all_campaigns,
+    nothing_missing,
+    side_by_side,
+)
 from faults.damage import flipped, load_own, saved
 from faults.launcher import Launcher
 from faults.savers import NARROW, OWN, Training, WrongBytesError
@@ -73,6 +85,35 @@ def test_a_trial_draws_the_same_whatever_was_done_before(tmp_path: Path) -> None
     assert [alone.rng(trial).random() for trial in alone.due()] == [among.rng(7).random()]
     assert Asked(4, range(1), tmp_path).rng(7).random() != among.rng(7).random()
     assert list(Asked(3, range(10), tmp_path, until_s=0.0).due()) == []
+
+
+def test_lanes_try_each_trial_once_and_one_at_a_time_each(tmp_path: Path) -> None:
+    """Two are under way at once, or they would wait for one another in vain."""
+    tally, busy, both = Tally(), {"a": threading.Lock(), "b": threading.Lock()}, threading.Barrier(2, timeout=60)
+
+    def try_one(lane: str, trial: int) -> tuple[str, int]:
+        assert busy[lane].acquire(blocking=False)
+        both.wait()
+        busy[lane].release()
+        return lane, trial
+
+    tried = side_by_side(Asked(1, range(4, 10), tmp_path, tally=tally), ["a", "b"], try_one)
+    assert [trial for _, trial in tried] == [*range(4, 10)]
+    assert {lane for lane, _ in tried} == {"a", "b"}
+    assert tally.num_tried == 6
+
+
+def test_where_one_lane_cannot_go_on_no_other_begins_another_trial(tmp_path: Path) -> None:
+    tally = Tally()
+
+    def try_one(_lane: str, trial: int) -> None:
+        if trial == 3:
+            raise OSError("no room")
+        time.sleep(0.001)
+
+    with pytest.raises(OSError, match="no room"):
+        side_by_side(Asked(1, EVERY, tmp_path, tally=tally), ["a", "b"], try_one)
+    assert tally.num_tried >= 4
 
 
 class TestWhatACampaignLooksFor:
