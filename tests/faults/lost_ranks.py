@@ -148,7 +148,7 @@ def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[
     patient = bcp.SaveOptions(timeout_s=PATIENT_S)
     bcp.save(path, state_of(own_rank, 1.0), step=1, options=patient, process_group=group)
     is_missing = own_rank == case.missing_rank
-    with going_missing(case) if is_missing else nullcontext():
+    with going_missing(case, number) if is_missing else nullcontext():
         never_comes = is_missing and case.how == NEVER
         began_s = time.monotonic()
         error = None if never_comes else seen(_call(case, path, own_rank, group, f"{root}/stage"))
@@ -158,7 +158,7 @@ def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[
     if case.how == "stopped" and not is_missing:
         wait_for_others(number, size - 1)  # who is told late would be told that all went well
         if own_rank == (case.missing_rank + 1) % size:
-            os.kill(pids[case.missing_rank], signal.SIGCONT)
+            wake(number, pids[case.missing_rank])
     dist.barrier(group=group)
     bcp.save(path, state_of(own_rank, 3.0), step=3, options=patient, process_group=group)
     return error, seconds, loads_as(path, own_rank, 3.0, process_group=group)
@@ -166,14 +166,31 @@ def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[
 
 def wait_for_others(number: int, num_others: int) -> None:
     """Returns when all ranks of a group but the one that is stopped have ended their call."""
-    store, key = dist.distributed_c10d._get_default_store(), f"ended/{number}"
+    store, key = _store(), f"ended/{number}"
     store.add(key, 1)
     while store.add(key, 0) < num_others:
         time.sleep(0.01)
 
 
+def wake(number: int, pid: int) -> None:
+    """Returns when the rank of the group that is stopped says that it goes on. Hazard: at the end of a call the others
+    may be done before it has come to where it stops, and to be woken before that is to stay asleep.
+    """
+    while not _store().check([_awake_key(number)]):
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
+
+
+def _awake_key(number: int) -> str:
+    return f"awake/{number}"
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 @contextmanager
-def going_missing(case: Case) -> Iterator[None]:
+def going_missing(case: Case, number: int) -> Iterator[None]:
     if case.how == NEVER:
         yield
         return
@@ -182,7 +199,8 @@ def going_missing(case: Case) -> Iterator[None]:
 
     def action() -> None:
         if left:
-            signal.pthread_kill(get_ident(), left.pop())
+            signal.pthread_kill(get_ident(), left.pop())  # a rank that is stopped goes on from here
+            _store().set(_awake_key(number), "")
 
     with (before if seam.is_before else after)(seam.function, action):
         yield
