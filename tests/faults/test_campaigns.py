@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from faults.campaigns import (
     Broken,
     Campaign,
     Outcome,
+    Row,
     Tally,
     all_campaigns,
     nothing_missing,
@@ -239,7 +242,74 @@ def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_page_says_what_was_kept() -> None:
     """`python tests/faults/fault_table.py --table` writes it anew."""
-    assert fault_table.PAGE.read_text() == fault_table.page(fault_table.kept_rows(CAMPAIGNS))
+    rows = fault_table.kept_rows(CAMPAIGNS)
+    assert fault_table.PAGE.read_text() == fault_table.page(rows, fault_table.whole_run(rows))
+
+
+def keeping_as(rows: list[Row], run_first: list[str], failing: Sequence[str] = ()) -> Callable[..., list[int]]:
+    """Stands for the processes of campaigns: notes their order, and keeps these rows."""
+
+    def each_alone(names: Sequence[str], _jobs: int, _minutes: float) -> list[int]:
+        run_first.extend(names)
+        for row in rows:
+            if row.name not in failing:
+                fault_table.keep(row)
+        return [1 if name in failing else 0 for name in names]
+
+    return each_alone
+
+
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """All campaigns that there are; what was kept of the last one stopped half-way."""
+    campaigns = [replace(toy(), name=name) for name in ("short", "long", "cut")]
+    monkeypatch.setattr(fault_table, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(fault_table, "PAGE", tmp_path / "faults.md")
+    monkeypatch.setattr(fault_table, "all_campaigns", lambda: campaigns)
+    rows = [replace(fault_table.run(each, seed=1, trials=range(3)), seconds=60.0) for each in campaigns]
+    return [rows[0], replace(rows[1], seconds=120.0), replace(rows[2], seconds=90.0, tried=1, is_cut_short=True)]
+
+
+def run_all(jobs: int = 2) -> int:
+    return fault_table.run_many(fault_table.all_campaigns(), jobs=jobs, minutes=1.0)
+
+
+def test_the_campaign_that_may_take_longest_is_begun_first(three: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    first: list[str] = []
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, first))
+    run_all()
+    assert first == ["short", "long", "cut"]  # of none is anything known
+    run_all()
+    assert first[3:] == ["cut", "long", "short"]  # of 90 s for a third of it
+
+
+def test_a_run_of_all_says_how_long_it_took_and_what_was_broken(
+    three: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three[0] = replace(three[0], broken=2, first_broken="it fell off")
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, []))
+    assert run_all() == 0
+    assert capsys.readouterr().out == "3 campaigns in 0.0 minutes: 2 broken\n"
+    assert "All rows are of one run, which took 0 minutes, 2 campaigns at a time." in fault_table.PAGE.read_text()
+
+
+def test_rows_of_several_runs_are_not_passed_off_as_one(three: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, []))
+    run_all()
+    fault_table.keep(replace(three[0], seconds=30.0))
+    fault_table.write_page()
+    assert "of several runs. One after the other they took 4 minutes." in fault_table.PAGE.read_text()
+
+
+def test_a_campaign_that_ends_without_an_outcome_is_named_and_makes_no_whole_run(
+    three: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault_table.keep(three[1])
+    os.utime(fault_table.KEPT / "long.json", (0, 0))
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, [], failing=["long"]))
+    assert run_all() == 1
+    assert "0 broken; of long nothing is known: they ended early" in capsys.readouterr().out
+    assert "of several runs" in fault_table.PAGE.read_text()
 
 
 @pytest.mark.parametrize(
