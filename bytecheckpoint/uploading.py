@@ -14,6 +14,7 @@ import msgspec
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
+from bytecheckpoint.late_ranks import telling_the_rate
 from bytecheckpoint.ranks import COORDINATOR, together
 from bytecheckpoint.reporting import encode_report
 from bytecheckpoint.storage import layout, local_stage
@@ -76,7 +77,9 @@ def _stage(saving: Saving, tier: Tier) -> tuple[_Staged, bytes]:
         report = msgspec.msgpack.encode((encode_report(saving.agreed, written), tier.is_direct))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may keep it, whatever becomes of this rank
-        payloads = [msgspec.msgpack.decode(payload, type=tuple[bytes, bool]) for payload in ranks.gather(report)]
+        with telling_the_rate(ranks, saving.agreed.known.plan, clock.seconds["write"]):
+            gathered = ranks.gather(report)
+        payloads = [msgspec.msgpack.decode(payload, type=tuple[bytes, bool]) for payload in gathered]
         staged, content = b"", b""
         if ranks.rank == COORDINATOR:
             content, facts = encode(saving, [payload for payload, _ in payloads])
@@ -104,7 +107,8 @@ def _upload(saving: Saving, tier: Tier, staged: _Staged, content: bytes) -> Chec
         write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=tier.files)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
-        ranks.gather(b"")
+        with telling_the_rate(ranks, saving.agreed.known.plan, clock.seconds["upload"]):
+            ranks.gather(b"")
         undo.pop_all()
     return commit_together(saving._replace(about=about), content, staged.facts)
 

@@ -30,6 +30,7 @@ from bytecheckpoint.errors import (
     StorageError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
+from bytecheckpoint.late_ranks import telling_the_rate
 from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_manifest
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
@@ -130,7 +131,8 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
         report = encode_report(saving.agreed, written)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
-        reports = ranks.gather(report)
+        with telling_the_rate(ranks, saving.agreed.known.plan, clock.seconds["write"]):
+            reports = ranks.gather(report)
         files = [of_file.file for of_file in written]
         write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=files)
         facts = content = b""

@@ -49,6 +49,8 @@ class SavePlan:
     """By rank: for each offer, whether all of it is written by the rank that offers it."""
     parts: Sequence[Sequence[Write]]
     """By rank: the parts of offers that it writes."""
+    num_bytes: Sequence[int]
+    """By rank: of all values that it writes."""
     tensors: Sequence[PlannedTensor]
     aliases: Mapping[str, str]
     differing_replicas: Sequence[str]
@@ -84,6 +86,7 @@ def plan_save(
     return SavePlan(
         kept=planner.kept(),
         parts=planner.parts,
+        num_bytes=planner.num_bytes(),
         tensors=planner.tensors(tensors),
         aliases=kept_aliases,
         differing_replicas=planner.differing,
@@ -120,6 +123,10 @@ class _Planner:
 
     def kept(self) -> list[NDArray[np.bool_]]:
         return np.split(self._is_kept, self._first_slots[1:-1])
+
+    def num_bytes(self) -> list[int]:
+        loads: list[int] = self._loads.tolist()
+        return loads
 
     def tensors(self, offered: Mapping[str, Offered]) -> list[PlannedTensor]:
         for fqn, chunks in self._chunks.items():

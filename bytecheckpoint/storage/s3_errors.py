@@ -26,6 +26,7 @@ from botocore.parsers import ResponseParserError
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageError
 from bytecheckpoint.storage.os_errors import missing_file
+from bytecheckpoint.storage.pace import Moved, describe_pace
 
 S3_ERRORS = (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, OSError)
 """All that a request raises."""
@@ -57,6 +58,8 @@ class FailedRequestError(Exception):
         self.seconds = seconds
         self.may_arrive = False
         """Whether an earlier attempt may be carried out yet, though the last one was refused."""
+        self.moved: Moved | None = None
+        """Of the whole that the request was a part of, where that is known."""
 
 
 class Service(NamedTuple):
@@ -156,7 +159,8 @@ def to_store_error(
     """
     error, is_write = failed.error, doing == "write"
     times = f"{failed.num_attempts} attempt{'s' if failed.num_attempts > 1 else ''}"
-    what = f"{doing} {shown}: {reason} (after {times} in {failed.seconds:.1f} s)"
+    pace = describe_pace(failed.moved) if failed.moved is not None else ""
+    what = f"{doing} {shown}: {reason} (after {times} in {failed.seconds:.1f} s{'; ' if pace else ''}{pace})"
     if is_write and failed.may_arrive:
         advice = "see to what refused the last one, and look what is there, before you try again"
         what = f"cannot {what}; an earlier attempt got no answer and may be carried out yet: {advice}"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from botocore.exceptions import IncompleteReadError
 
 from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.pace import Moved
 from bytecheckpoint.storage.s3_client import BROKEN_OFF, S3Client
 from bytecheckpoint.storage.s3_errors import (
     S3_ERRORS,
@@ -148,6 +149,7 @@ class S3Requests:
             self.persist(lambda _: self._read_on(key, byte_offset, buffer, progress), patience)
         except FailedRequestError as failed:
             if not is_past_the_end(failed.error):
+                failed.moved = Moved(progress[0], buffer.nbytes, failed.seconds)
                 raise
             found = self.head(key, patience) or {}
             raise EndOfObjectError(int(found.get("ContentLength", 0))) from failed

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import secrets
 import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bytecheckpoint.storage.blocks import entered, take_blocks
+from bytecheckpoint.storage.pace import Moved
 from bytecheckpoint.storage.s3_client import BROKEN_OFF
 from bytecheckpoint.storage.s3_errors import (
     S3_ERRORS,
@@ -197,6 +199,7 @@ class _Parts:
         """Of parts, in the order of time."""
 
     def send(self, parts: Sequence[Block], *, in_flight: int) -> None:
+        started = time.monotonic()
         numbers = {part.byte_offset: number for number, part in enumerate(parts, 1)}
         sent: dict[int, dict[str, object]] = {}
 
@@ -211,6 +214,9 @@ class _Parts:
             _publish(self._requests, self._target, partial(self._complete, MultipartUpload=listed), self._patience)
         except FailedRequestError as failed:
             first = self._failures[0] if self._failures else failed
+            done_bytes = sum(part.byte_length for part in parts if numbers[part.byte_offset] in sent)
+            num_bytes = sum(part.byte_length for part in parts)
+            first.moved = Moved(done_bytes, num_bytes, time.monotonic() - started)
             self._abort(first)
             raise first from first.error
         except BaseException as error:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -35,6 +36,10 @@ _PRELOADED = [
     "torch.nn.parallel",
     "torch.testing",
 ]
+_PROCESSES = threading.Lock()
+"""Pools of several threads share one environment, and the list of children in which multiprocessing looks after each
+of them whenever another one starts. Hazard: of two threads that ask at once how a child has ended, one is told wrong.
+"""
 _STARTUP_S = 120.0
 _DUMP_S = 5.0
 
@@ -208,7 +213,7 @@ class _Worker:
         self._stacks = stacks
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(rank, theirs, str(stacks)), name=f"rank {rank}")
-        with _environment_of_workers():
+        with _PROCESSES, _environment_of_workers():
             self._process.start()
         theirs.close()
 
@@ -217,7 +222,9 @@ class _Worker:
         return int(self._process.pid or 0)
 
     def is_alive(self) -> bool:
-        return self._process.is_alive() and not self.connection.poll()  # readable with nothing asked: it is closed
+        with _PROCESSES:
+            is_running = self._process.is_alive()
+        return is_running and not self.connection.poll()  # readable with nothing asked: it is closed
 
     def wait_until_ready(self) -> None:
         if not self.connection.poll(_STARTUP_S):
@@ -248,11 +255,12 @@ class _Worker:
     def stop(self) -> int | None:
         """Kills the process unless it has ended, and gives its exit code."""
         self.connection.close()
-        self._process.join(0.5)
-        self._process.kill()
-        self._process.join(_DUMP_S)
-        exit_code = self._process.exitcode
-        self._process.close()
+        wait([self._process.sentinel], 0.5)
+        with _PROCESSES:
+            self._process.kill()
+            self._process.join(_DUMP_S)
+            exit_code = self._process.exitcode
+            self._process.close()
         return exit_code
 
     def read_stacks(self) -> str:

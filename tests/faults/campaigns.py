@@ -8,11 +8,13 @@ import importlib
 import math
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 MODULES: tuple[str, ...] = (
     "faults.kill_times",
@@ -53,7 +55,7 @@ class Asked(NamedTuple):
     tally: Tally | None = None
     """Of the trials that were begun."""
 
-    def due(self) -> Iterator[int]:
+    def due(self) -> Generator[int, None, None]:
         """The numbers of the trials, as long as there is time."""
         tally = self.tally or Tally()
         for trial in self.trials:
@@ -66,6 +68,37 @@ class Asked(NamedTuple):
     def rng(self, trial: int) -> random.Random:
         """What a trial draws from: the same whichever trials were done before it."""
         return random.Random(f"{self.seed}/{trial}")
+
+
+Lane = TypeVar("Lane")
+Found = TypeVar("Found")
+
+
+def side_by_side(asked: Asked, lanes: Sequence[Lane], try_one: Callable[[Lane, int], Found]) -> list[Found]:
+    """What `try_one` gives for each trial that is due, in their order. Each lane has one trial at a time: this is for
+    trials that wait most of their time, and meet nothing of one another.
+    """
+    due, turn = asked.due(), threading.Lock()
+    found: dict[int, Found] = {}
+
+    def go_through(lane: Lane) -> None:
+        while True:
+            with turn:
+                trial = next(due, None)
+            if trial is None:
+                return
+            found[trial] = try_one(lane, trial)
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        under_way = [pool.submit(go_through, lane) for lane in lanes]
+        try:
+            wait(under_way, return_when=FIRST_EXCEPTION)
+        finally:
+            with turn:  # where one lane cannot go on, no other begins another trial
+                due.close()
+    for lane_done in under_way:
+        lane_done.result()
+    return [found[trial] for trial in sorted(found)]
 
 
 class Broken(NamedTuple):

@@ -18,8 +18,8 @@ from typing import NamedTuple
 REQUESTS = {
     "any": r"",
     "head": r"^HEAD ",
-    "list": r"^GET /bucket/?\?",
-    "get": r"^GET /bucket/[^?]",
+    "list": r"^GET /[^/?]+/?\?",
+    "get": r"^GET /[^/?]+/[^?]",
     "manifest": r"^PUT /[^?]*/manifest\.bcp",
     "data": r"^PUT /[^?]*/data/",
     "telemetry": r"^PUT /[^?]*/telemetry/",

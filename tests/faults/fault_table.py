@@ -1,7 +1,7 @@
 """Runs campaigns of faults, keeps what came of each as JSON in docs/faults/, and writes docs/faults.md from that. What
 a campaign does is its own business.
 
-    python tests/faults/fault_table.py                             all of them, two at a time
+    python tests/faults/fault_table.py                             all of them, two at a time, the longest first
     python tests/faults/fault_table.py kill-times-copy flip-data   these
     python tests/faults/fault_table.py kill-times-copy --trials 17      one trial again; it keeps nothing
     python tests/faults/fault_table.py --table                     the page alone, from what was kept
@@ -10,6 +10,7 @@ a campaign does is its own business.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
@@ -34,6 +35,8 @@ from faults.campaigns import EVERY, Asked, Campaign, Outcome, Row, Tally, all_ca
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "docs" / "faults"
 PAGE = ROOT / "docs" / "faults.md"
+WHOLE = "whole-run.json"
+"""Beside the rows: the last run of all campaigns."""
 _ROOM_BYTES = 1 << 30
 """More than any campaign takes."""
 SCRIPT = "python tests/faults/fault_table.py"
@@ -129,6 +132,27 @@ def _row(campaign: Campaign, seed: int, **seen: Any) -> Row:
     )
 
 
+class Whole(NamedTuple):
+    """A run of all campaigns."""
+
+    seconds: float
+    jobs: int
+    """At a time."""
+    rows: str
+    """A digest of what was kept of them: rows that have one of their own since then are not of this run."""
+
+
+def whole_run(rows: Sequence[Row]) -> Whole | None:
+    """The run that all these rows are of; None where they are of several."""
+    file = KEPT / WHOLE
+    whole = Whole(**json.loads(file.read_text())) if file.exists() else None
+    return whole if whole is not None and whole.rows == _digest(rows) else None
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    return hashlib.sha256(json.dumps([asdict(row) for row in rows]).encode()).hexdigest()
+
+
 def _write(path: Path, text: str) -> None:
     """In one step: several campaigns end at the same time."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
@@ -161,14 +185,22 @@ before, which `dcp.save` takes by default.
 """
 
 
-def page(rows: Sequence[Row]) -> str:
-    """docs/faults.md."""
+def page(rows: Sequence[Row], whole: Whole | None = None) -> str:
+    """docs/faults.md. `whole` is the run that all rows are of."""
     own = [row for row in rows if not row.is_peer]
     peers = [row for row in rows if row.is_peer]
-    parts = [_INTRODUCTION, _table(own, broken="broken")]
+    parts = [_INTRODUCTION, _how_long(rows, whole), _table(own, broken="broken")]
     if peers:
         parts += [_COMPARISON, _table(peers, broken="lost")]
     return "\n".join(parts)
+
+
+def _how_long(rows: Sequence[Row], whole: Whole | None) -> str:
+    if whole is None:
+        added_up = sum(row.seconds for row in rows) / 60
+        return f"The rows are of several runs. One after the other they took {added_up:,.0f} minutes.\n"
+    at_a_time = f"{whole.jobs} campaigns at a time" if whole.jobs > 1 else "one campaign after the other"
+    return f"All rows are of one run, which took {whole.seconds / 60:,.0f} minutes, {at_a_time}.\n"
 
 
 def _table(rows: Sequence[Row], *, broken: str) -> str:
@@ -194,7 +226,8 @@ def _cell(text: str) -> str:
 
 
 def write_page() -> None:
-    _write(PAGE, page(kept_rows(all_campaigns())))
+    rows = kept_rows(all_campaigns())
+    _write(PAGE, page(rows, whole_run(rows)))
 
 
 def main() -> int:
@@ -209,9 +242,7 @@ def main() -> int:
         write_page()
         return 0
     if len(names) > 1:
-        codes = _each_alone(names, arguments.jobs, arguments.minutes)
-        write_page()
-        return max(codes)
+        return run_many([by_name[name] for name in names], jobs=arguments.jobs, minutes=arguments.minutes)
     campaign = by_name[names[0]]
     seed = campaign.seed if arguments.seed is None else arguments.seed
     trials = campaign.trials if arguments.trials is None else range_of(arguments.trials)
@@ -222,6 +253,35 @@ def main() -> int:
         keep(row)
         write_page()
     return int(row.broken > 0 and not row.is_peer)
+
+
+def run_many(campaigns: Sequence[Campaign], *, jobs: int, minutes: float) -> int:
+    """Each in a process of its own; writes the page, and says how long that took and what was broken."""
+    began, began_s = time.time(), time.monotonic()
+    longest_first = [row.name for row in sorted(kept_rows(campaigns), key=expected_s, reverse=True)]
+    codes = _each_alone(longest_first, jobs, minutes)
+    seconds, rows = time.monotonic() - began_s, kept_rows(campaigns)
+    silent = [row.name for row in rows if not _is_kept_since(row.name, began)]
+    if not silent and [row.name for row in rows] == [campaign.name for campaign in all_campaigns()]:
+        _write(KEPT / WHOLE, json.dumps(Whole(round(seconds, 1), jobs, _digest(rows))._asdict(), indent=1) + "\n")
+    write_page()
+    num_broken = sum(row.broken for row in rows if not row.is_peer and row.name not in silent)
+    ended_early = f"; of {', '.join(silent)} nothing is known: they ended early" if silent else ""
+    sys.stdout.write(f"{len(rows)} campaigns in {seconds / 60:.1f} minutes: {num_broken:,} broken{ended_early}\n")
+    return max(codes)
+
+
+def expected_s(row: Row) -> float:
+    """How long a campaign may take, by what was kept of it; one that was never run may take for ever."""
+    if row.number is None:
+        return math.inf
+    part = row.tried / row.asked if row.is_cut_short and row.tried and row.asked else 1.0
+    return row.seconds / part
+
+
+def _is_kept_since(name: str, began: float) -> bool:
+    file = KEPT / f"{name}.json"
+    return file.exists() and file.stat().st_mtime >= began
 
 
 def _each_alone(names: Sequence[str], jobs: int, minutes: float) -> list[int]:

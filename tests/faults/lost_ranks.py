@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import bytecheckpoint as bcp
 from distributed.workers import Outcome as OfRank
 from distributed.workers import WorkerDied, WorkerPool
-from faults.campaigns import Asked, Broken, Campaign, Outcome
+from faults.campaigns import Asked, Broken, Campaign, Outcome, side_by_side
 from faults.seams import (
     COORDINATOR_PHASES,
     EXCHANGE_PHASES,
@@ -37,7 +37,9 @@ from faults.seams import (
 )
 
 NUM_RANKS = 8
-"""Of all groups together."""
+"""Of all groups of a batch together."""
+NUM_LANES = 3
+"""Batches at a time: most of one is waiting, too."""
 PATIENT_S = 60.0
 LATER_S = 5.0
 """So much longer than its timeout a rank may wait, to hear from the coordinator who is missing."""
@@ -146,7 +148,7 @@ def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[
     patient = bcp.SaveOptions(timeout_s=PATIENT_S)
     bcp.save(path, state_of(own_rank, 1.0), step=1, options=patient, process_group=group)
     is_missing = own_rank == case.missing_rank
-    with going_missing(case) if is_missing else nullcontext():
+    with going_missing(case, number) if is_missing else nullcontext():
         never_comes = is_missing and case.how == NEVER
         began_s = time.monotonic()
         error = None if never_comes else seen(_call(case, path, own_rank, group, f"{root}/stage"))
@@ -156,7 +158,7 @@ def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[
     if case.how == "stopped" and not is_missing:
         wait_for_others(number, size - 1)  # who is told late would be told that all went well
         if own_rank == (case.missing_rank + 1) % size:
-            os.kill(pids[case.missing_rank], signal.SIGCONT)
+            wake(number, pids[case.missing_rank])
     dist.barrier(group=group)
     bcp.save(path, state_of(own_rank, 3.0), step=3, options=patient, process_group=group)
     return error, seconds, loads_as(path, own_rank, 3.0, process_group=group)
@@ -164,14 +166,31 @@ def lose_one(rank: int, world_size: int, root: str, cases: list[Case]) -> tuple[
 
 def wait_for_others(number: int, num_others: int) -> None:
     """Returns when all ranks of a group but the one that is stopped have ended their call."""
-    store, key = dist.distributed_c10d._get_default_store(), f"ended/{number}"
+    store, key = _store(), f"ended/{number}"
     store.add(key, 1)
     while store.add(key, 0) < num_others:
         time.sleep(0.01)
 
 
+def wake(number: int, pid: int) -> None:
+    """Returns when the rank of the group that is stopped says that it goes on. Hazard: at the end of a call the others
+    may be done before it has come to where it stops, and to be woken before that is to stay asleep.
+    """
+    while not _store().check([_awake_key(number)]):
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
+
+
+def _awake_key(number: int) -> str:
+    return f"awake/{number}"
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 @contextmanager
-def going_missing(case: Case) -> Iterator[None]:
+def going_missing(case: Case, number: int) -> Iterator[None]:
     if case.how == NEVER:
         yield
         return
@@ -180,7 +199,8 @@ def going_missing(case: Case) -> Iterator[None]:
 
     def action() -> None:
         if left:
-            signal.pthread_kill(get_ident(), left.pop())
+            signal.pthread_kill(get_ident(), left.pop())  # a rank that is stopped goes on from here
+            _store().set(_awake_key(number), "")
 
     with (before if seam.is_before else after)(seam.function, action):
         yield
@@ -268,16 +288,15 @@ def _wrong_at(path: Path, case: Case, told: list[Seen | None]) -> str | None:
 
 def run(asked: Asked) -> Outcome:
     found = batches()
-    tried: list[Case] = []
-    broken = []
-    workers = WorkerPool()
-    try:
-        for trial in asked.due():
-            cases = found[trial]
-            tried += cases
-            broken += [Broken(trial, what) for what in try_batch(workers, asked.folder / str(trial), cases)]
-    finally:
-        workers.close()
+
+    def try_one(workers: WorkerPool, trial: int) -> tuple[int, list[str]]:
+        return trial, try_batch(workers, asked.folder / str(trial), found[trial])
+
+    with ExitStack() as stack:
+        lanes = [stack.enter_context(closing(WorkerPool())) for _ in range(min(NUM_LANES, len(asked.trials)))]
+        ended = side_by_side(asked, lanes, try_one)
+    tried = [case for trial, _ in ended for case in found[trial]]
+    broken = [Broken(trial, what) for trial, wrong in ended for what in wrong]
     num_phases = len({(case.call, case.phase) for case in tried if case.how != NEVER})
     hows = {how: sum(case.how == how for case in tried) for how in ("killed", "stopped", NEVER)}
     told = ", ".join(f"{count} {how}" for how, count in hows.items())

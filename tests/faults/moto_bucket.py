@@ -24,7 +24,7 @@ _SIGNED = f"AWS4-HMAC-SHA256 Credential=access/20260101/{REGION}/s3/aws4_request
 
 @contextmanager
 def running_moto() -> Iterator[Bucket]:
-    """The bucket on a server of its own. What moto keeps is the whole process', whichever server it came through."""
+    """A bucket on a server of its own. What moto keeps is the whole process', whichever server it came through."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -32,43 +32,53 @@ def running_moto() -> Iterator[Bucket]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
         server.start()
-        bucket = Bucket(server.get_host_and_port()[1])
-        bucket.create()
         try:
-            yield bucket
+            yield Bucket(server.get_host_and_port()[1], "bucket").created()
         finally:
             server.stop()
 
 
 class Bucket:
-    """The bucket named `bucket`."""
+    """A bucket of a server on 127.0.0.1."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, name: str) -> None:
         self.port = port
+        self.name = name
         self.url = f"http://127.0.0.1:{port}"
 
-    def create(self) -> None:
+    def created(self) -> Bucket:
         with suppress(urllib.error.HTTPError):  # it is there
-            self._ask("PUT", "/bucket")
+            self._ask("PUT", f"/{self.name}")
+        return self
+
+    def beside(self, name: str) -> Bucket:
+        """Another one of the same server."""
+        return Bucket(self.port, name).created()
 
     def clear(self, prefix: str) -> None:
         """Removes all objects and uploads below the prefix."""
-        for key in self.objects(prefix):
-            self._ask("DELETE", f"/bucket/{quote(key)}")
+        for key in self._stored(prefix):
+            self._ask("DELETE", f"/{self.name}/{quote(key)}")
         for key, upload_id in self._uploads(prefix):
-            self._ask("DELETE", f"/bucket/{quote(key)}?{urlencode({'uploadId': upload_id})}")
+            self._ask("DELETE", f"/{self.name}/{quote(key)}?{urlencode({'uploadId': upload_id})}")
 
     def objects(self, prefix: str) -> dict[str, bytes]:
-        listing = self._ask("GET", f"/bucket?{urlencode({'list-type': 2, 'prefix': prefix})}").decode()
-        keys = map(unescape, re.findall(r"<Key>(.*?)</Key>", listing))
-        return {key: self._ask("GET", f"/bucket/{quote(key)}") for key in keys}
+        return {key: bytes(stored.value) for key, stored in self._stored(prefix).items()}
+
+    def _stored(self, prefix: str) -> dict[str, Any]:
+        """What moto holds, which is in this process: asking for it through its server takes most of the time."""
+        from moto.core import DEFAULT_ACCOUNT_ID
+        from moto.s3.models import s3_backends
+
+        stored = s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[self.name].keys
+        return {key: found for key, found in stored.items() if key.startswith(prefix)}
 
     def uploads(self, prefix: str) -> list[str]:
         """The keys of uploads that were neither completed nor aborted."""
         return [key for key, _ in self._uploads(prefix)]
 
     def _uploads(self, prefix: str) -> list[tuple[str, str]]:
-        listing = self._ask("GET", "/bucket?uploads").decode()
+        listing = self._ask("GET", f"/{self.name}?uploads").decode()
         found = re.findall(r"<Upload>.*?<Key>(.*?)</Key>.*?<UploadId>(.*?)</UploadId>.*?</Upload>", listing, re.DOTALL)
         return [(unescape(key), upload_id) for key, upload_id in found if unescape(key).startswith(prefix)]
 

@@ -12,7 +12,8 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ if __name__ == "__main__":
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
-from faults.campaigns import Asked, Broken, Campaign
+from faults.campaigns import Asked, Broken, Campaign, side_by_side
 from faults.campaigns import Outcome as Campaigned
 from faults.fault_proxy import FaultProxy, running_proxy
 from faults.fault_schedules import Schedule, draw_schedule
@@ -34,6 +35,8 @@ HUNG_S = 90.0
 """A call that takes that long hangs: its process is killed and says where it was."""
 FAR_APART = 1_000_000
 """Between the schedules of one seed of the campaign and those of the next."""
+NUM_LANES = 6
+"""Schedules at a time: they wait, for what stalls and before they try again, five times as long as they compute."""
 GAVE_UP = re.compile(r"after \d+ attempts? in (?P<seconds>\d+(\.\d+)?) s")
 MAY_BE_COMMITTED = "whether the checkpoint was committed"
 
@@ -148,7 +151,7 @@ class Trial:
 
     def _place(self, step: int | None, *, through_proxy: bool = False) -> Place:
         return Place(
-            url=f"s3://bucket/{self._prefix}run",
+            url=f"s3://{self._bucket.name}/{self._prefix}run",
             step=step,
             endpoint=self._proxy.url if through_proxy else self._bucket.url,
             timeout_s=self._schedule.timeout_s if through_proxy else HUNG_S,
@@ -194,29 +197,56 @@ class Trial:
         return BrokenPromiseError("\n".join([what, *self.story, f"once more: {command}"]))
 
 
+class Lane(NamedTuple):
+    """What one schedule at a time needs for itself."""
+
+    bucket: Bucket
+    proxy: FaultProxy
+    workers: WorkerPool
+
+    def run(self, schedule: Schedule) -> tuple[Trial, Outcome | BrokenPromiseError]:
+        trial = Trial(schedule, self.bucket, self.proxy, self.workers)
+        try:
+            return trial, trial.run()
+        except BrokenPromiseError as error:
+            return trial, error
+        finally:
+            self.bucket.clear(f"seed{schedule.seed}/")
+
+
+@contextmanager
+def running_lanes(num_lanes: int) -> Iterator[list[Lane]]:
+    """Each has a bucket of its own, so that no lane looks through what another one has there."""
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")  # of client libraries, and of saves that go on
+        bucket = stack.enter_context(running_moto())
+        yield [
+            Lane(
+                bucket.beside(f"bucket{number}"),
+                stack.enter_context(running_proxy(bucket.port)),
+                stack.enter_context(closing(WorkerPool())),
+            )
+            for number in range(num_lanes)
+        ]
+
+
 def run(asked: Asked) -> Campaigned:
     """Schedules as a campaign: each trial is one."""
-    outcomes, broken = [], []
-    pool = WorkerPool()
-    try:
-        with warnings.catch_warnings(), running_moto() as bucket, running_proxy(bucket.port) as proxy:
-            warnings.simplefilter("ignore")  # of client libraries, and of saves that go on
-            for trial in asked.due():
-                schedule = draw_schedule((asked.seed - 1) * FAR_APART + trial)
-                try:
-                    outcomes.append(Trial(schedule, bucket, proxy, pool).run())
-                except BrokenPromiseError as error:
-                    broken.append(Broken(trial, str(error)))
-                bucket.clear(f"seed{schedule.seed}/")
-    finally:
-        pool.close()
+
+    def try_one(lane: Lane, number: int) -> tuple[int, Outcome | BrokenPromiseError]:
+        return number, lane.run(draw_schedule((asked.seed - 1) * FAR_APART + number))[1]
+
+    with running_lanes(min(NUM_LANES, len(asked.trials))) as lanes:
+        tried = side_by_side(asked, lanes, try_one)
+    outcomes = [outcome for _, outcome in tried if isinstance(outcome, Outcome)]
+    broken = [Broken(number, str(error)) for number, error in tried if isinstance(error, BrokenPromiseError)]
     saves, loads = (Counter(outcome[index] for outcome in outcomes) for index in (0, 1))
     told = (
         f"{sum(outcome.num_met for outcome in outcomes):,} faults met; of the saves {saves['acknowledged']:,} were "
         f"acknowledged, {saves['failed']:,} failed and {saves['failed, but committed']:,} may have been committed and "
         f"were; {loads['loaded']:,} loads worked and {loads['failed']:,} failed"
     )
-    return Campaigned(len(outcomes) + len(broken), tuple(broken), told)
+    return Campaigned(len(tried), tuple(broken), told)
 
 
 CAMPAIGNS = (
@@ -237,24 +267,19 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the seed of the first schedule")
     parser.add_argument("--count", type=int, default=500, help="how many schedules")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")  # of client libraries, and of saves that go on
-    outcomes, num_broken = [], 0
-    pool = WorkerPool()
-    try:
-        with running_moto() as bucket, running_proxy(bucket.port) as proxy:
-            for seed in range(arguments.first, arguments.first + arguments.count):
-                trial = Trial(draw_schedule(seed), bucket, proxy, pool)
-                try:
-                    outcomes.append(trial.run())
-                    said = [*(trial.story if arguments.count == 1 else ()), str(outcomes[-1])]
-                except BrokenPromiseError as error:
-                    num_broken += 1
-                    said = [str(error)]
-                sys.stdout.write("\n".join([f"{seed}:", *said, ""]))
-                sys.stdout.flush()
-                bucket.clear(f"seed{seed}/")
-    finally:
-        pool.close()
+    asked = Asked(1, range(arguments.first, arguments.first + arguments.count), Path())
+
+    def try_one(lane: Lane, seed: int) -> Outcome | BrokenPromiseError:
+        trial, outcome = lane.run(draw_schedule(seed))
+        story = trial.story if arguments.count == 1 and isinstance(outcome, Outcome) else ()
+        sys.stdout.write("\n".join([f"{seed}:", *story, f"{outcome}", ""]))
+        sys.stdout.flush()
+        return outcome
+
+    with running_lanes(min(NUM_LANES, arguments.count)) as lanes:
+        tried = side_by_side(asked, lanes, try_one)
+    outcomes = [outcome for outcome in tried if isinstance(outcome, Outcome)]
+    num_broken = len(tried) - len(outcomes)
     sys.stdout.write(summary(outcomes, num_broken))
     return 1 if num_broken else 0
 

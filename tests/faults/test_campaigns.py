@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,18 @@ import pytest
 
 import bytecheckpoint as bcp
 from faults import fault_table
-from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome, all_campaigns, nothing_missing
+from faults.campaigns import (
+    EVERY,
+    Asked,
+    Broken,
+    Campaign,
+    Outcome,
+    Row,
+    Tally,
+    all_campaigns,
+    nothing_missing,
+    side_by_side,
+)
 from faults.damage import flipped, load_own, saved
 from faults.kill_times import left_alive
 from faults.launcher import Launcher
@@ -115,6 +128,35 @@ def test_a_trial_draws_the_same_whatever_was_done_before(tmp_path: Path) -> None
     assert [alone.rng(trial).random() for trial in alone.due()] == [among.rng(7).random()]
     assert Asked(4, range(1), tmp_path).rng(7).random() != among.rng(7).random()
     assert list(Asked(3, range(10), tmp_path, until_s=0.0).due()) == []
+
+
+def test_lanes_try_each_trial_once_and_one_at_a_time_each(tmp_path: Path) -> None:
+    """Two are under way at once, or they would wait for one another in vain."""
+    tally, busy, both = Tally(), {"a": threading.Lock(), "b": threading.Lock()}, threading.Barrier(2, timeout=60)
+
+    def try_one(lane: str, trial: int) -> tuple[str, int]:
+        assert busy[lane].acquire(blocking=False)
+        both.wait()
+        busy[lane].release()
+        return lane, trial
+
+    tried = side_by_side(Asked(1, range(4, 10), tmp_path, tally=tally), ["a", "b"], try_one)
+    assert [trial for _, trial in tried] == [*range(4, 10)]
+    assert {lane for lane, _ in tried} == {"a", "b"}
+    assert tally.num_tried == 6
+
+
+def test_where_one_lane_cannot_go_on_no_other_begins_another_trial(tmp_path: Path) -> None:
+    tally = Tally()
+
+    def try_one(_lane: str, trial: int) -> None:
+        if trial == 3:
+            raise OSError("no room")
+        time.sleep(0.001)
+
+    with pytest.raises(OSError, match="no room"):
+        side_by_side(Asked(1, EVERY, tmp_path, tally=tally), ["a", "b"], try_one)
+    assert tally.num_tried >= 4
 
 
 class TestWhatACampaignLooksFor:
@@ -240,7 +282,74 @@ def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_page_says_what_was_kept() -> None:
     """`python tests/faults/fault_table.py --table` writes it anew."""
-    assert fault_table.PAGE.read_text() == fault_table.page(fault_table.kept_rows(CAMPAIGNS))
+    rows = fault_table.kept_rows(CAMPAIGNS)
+    assert fault_table.PAGE.read_text() == fault_table.page(rows, fault_table.whole_run(rows))
+
+
+def keeping_as(rows: list[Row], run_first: list[str], failing: Sequence[str] = ()) -> Callable[..., list[int]]:
+    """Stands for the processes of campaigns: notes their order, and keeps these rows."""
+
+    def each_alone(names: Sequence[str], _jobs: int, _minutes: float) -> list[int]:
+        run_first.extend(names)
+        for row in rows:
+            if row.name not in failing:
+                fault_table.keep(row)
+        return [1 if name in failing else 0 for name in names]
+
+    return each_alone
+
+
+@pytest.fixture
+def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+    """All campaigns that there are; what was kept of the last one stopped half-way."""
+    campaigns = [replace(toy(), name=name) for name in ("short", "long", "cut")]
+    monkeypatch.setattr(fault_table, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(fault_table, "PAGE", tmp_path / "faults.md")
+    monkeypatch.setattr(fault_table, "all_campaigns", lambda: campaigns)
+    rows = [replace(fault_table.run(each, seed=1, trials=range(3)), seconds=60.0) for each in campaigns]
+    return [rows[0], replace(rows[1], seconds=120.0), replace(rows[2], seconds=90.0, tried=1, is_cut_short=True)]
+
+
+def run_all(jobs: int = 2) -> int:
+    return fault_table.run_many(fault_table.all_campaigns(), jobs=jobs, minutes=1.0)
+
+
+def test_the_campaign_that_may_take_longest_is_begun_first(three: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    first: list[str] = []
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, first))
+    run_all()
+    assert first == ["short", "long", "cut"]  # of none is anything known
+    run_all()
+    assert first[3:] == ["cut", "long", "short"]  # of 90 s for a third of it
+
+
+def test_a_run_of_all_says_how_long_it_took_and_what_was_broken(
+    three: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    three[0] = replace(three[0], broken=2, first_broken="it fell off")
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, []))
+    assert run_all() == 0
+    assert capsys.readouterr().out == "3 campaigns in 0.0 minutes: 2 broken\n"
+    assert "All rows are of one run, which took 0 minutes, 2 campaigns at a time." in fault_table.PAGE.read_text()
+
+
+def test_rows_of_several_runs_are_not_passed_off_as_one(three: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, []))
+    run_all()
+    fault_table.keep(replace(three[0], seconds=30.0))
+    fault_table.write_page()
+    assert "of several runs. One after the other they took 4 minutes." in fault_table.PAGE.read_text()
+
+
+def test_a_campaign_that_ends_without_an_outcome_is_named_and_makes_no_whole_run(
+    three: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault_table.keep(three[1])
+    os.utime(fault_table.KEPT / "long.json", (0, 0))
+    monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, [], failing=["long"]))
+    assert run_all() == 1
+    assert "0 broken; of long nothing is known: they ended early" in capsys.readouterr().out
+    assert "of several runs" in fault_table.PAGE.read_text()
 
 
 @pytest.mark.parametrize(

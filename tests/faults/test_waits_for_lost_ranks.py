@@ -1,14 +1,16 @@
-"""What the campaign `lost-ranks` says of a rank that waits too long for one that is lost."""
+"""The campaign `lost-ranks` itself: what it says of a rank that waits too long, and that it wakes whom it stopped."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from distributed.workers import Outcome
-from faults.lost_ranks import LATER_S, NEVER, Case, what_is_wrong
-from faults.seams import Seen
+from distributed.workers import Outcome, WorkerPool
+from faults.lost_ranks import LATER_S, NEVER, Case, lose_one, what_is_wrong
+from faults.seams import Seen, before
 
 
 def wrong_after(seconds: float, path: Path, *, missing_seconds: float = 0.0) -> str | None:
@@ -26,3 +28,14 @@ def test_a_rank_that_waits_far_longer_than_its_timeout_breaks_the_promise(
     assert wrong_after(1.5 + LATER_S, tmp_path) is None
     assert wrong_after(1.5 + LATER_S, tmp_path, missing_seconds=50.0) is None
     assert "rank 1 took 40.0 s, and 21.5 s is the most" in (wrong_after(40.0, tmp_path) or "")
+
+
+def lose_one_late(rank: int, world_size: int, root: str, cases: list[Case]) -> Any:
+    with before("signal.pthread_kill", lambda: time.sleep(1.0)):
+        return lose_one(rank, world_size, root, cases)
+
+
+def test_a_rank_that_stops_when_the_others_are_done_is_woken_all_the_same(workers: WorkerPool, tmp_path: Path) -> None:
+    case = Case("save", "leaving", "stopped", missing_rank=0, group_size=2)
+    outcomes = workers.run_each(lose_one_late, str(tmp_path), [case], world_size=2, timeout_s=30)
+    assert what_is_wrong(case, outcomes, 0, tmp_path / "0") is None

@@ -63,7 +63,9 @@ def plan(offers: Sequence[Sequence[Offer]], aliases: Sequence[dict[str, str]] | 
         (rank, write) for rank, of_rank in enumerate(writes) for write in of_rank
     )
     assert all(write.region == region and offers[rank][write.offer].fqn == fqn for rank, write, fqn, region in written)
-    return Planned(found, writes)
+    planned = Planned(found, writes)
+    assert found.num_bytes == bytes_by_rank(planned, offers)
+    return planned
 
 
 def regions_of(tensor: PlannedTensor) -> list[Region]:

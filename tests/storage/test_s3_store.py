@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import threading
 import traceback
 from contextlib import contextmanager, nullcontext
@@ -311,6 +312,37 @@ def test_what_is_given_up_says_how_often_and_how_long_it_was_tried_and_leaves_no
     s3_faults.reset()
     assert s3.objects(s3_prefix) == []
     assert s3.uploads(s3_prefix) == []
+
+
+@pytest.mark.usefixtures("hasty", "small_parts")
+def test_an_upload_that_is_given_up_half_way_says_at_what_rate_it_went_and_what_is_left(s3, s3_prefix, s3_faults):
+    store = s3.store(s3_prefix, timeout_s=0.4)
+    all_parts = always("partNumber", Refuse(503, "SlowDown"))
+    s3_faults.choose = lambda line, environ: (
+        all_parts(line, environ) if "partNumber=3" in environ["QUERY_STRING"] else None
+    )
+    with pytest.raises(StorageError) as caught:
+        store.write("x", blocks_of(pattern(300_000), block_bytes=100_000), replace=False)
+    assert re.search(
+        r"after \d+ attempts in \d\.\d s; 0\.2 of 0\.3 MB were there after \d\.\d s, [\d.,e-]+ MB/s, at which the rest "
+        r"takes \d\.\d s\)",
+        caught.value.message,
+    )
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_read_that_is_given_up_half_way_says_at_what_rate_it_went_and_what_is_left(s3, s3_prefix, s3_faults):
+    store = s3.store(s3_prefix, timeout_s=0.4)
+    put(store, "x", pattern(4 * MiB))
+    half, then_none = FirstFew("GET", Cut(2 * MiB)), always("GET", Refuse(503, "SlowDown"))
+    s3_faults.choose = lambda *request: half(*request) or then_none(*request)
+    with pytest.raises(StorageError) as caught:
+        get(store, "x", 4 * MiB)
+    assert re.search(
+        r"after \d+ attempts in \d\.\d s; 2\.1 of 4\.2 MB were there after \d\.\d s, [\d.,e-]+ MB/s, at which the rest "
+        r"takes \d\.\d s\)",
+        caught.value.message,
+    )
 
 
 @pytest.mark.usefixtures("hasty", "small_parts")

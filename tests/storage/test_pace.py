@@ -1,0 +1,22 @@
+"""How fast bytes went, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from bytecheckpoint.storage.pace import Moved, describe_pace
+
+
+@pytest.mark.parametrize(
+    ("moved", "expected"),
+    [
+        (
+            Moved(64_000_000, 1_500_000_000, 310.0),
+            "64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,955.6 s",
+        ),
+        (Moved(0, 1_500_000_000, 310.0), "none of 1,500.0 MB was there after 310.0 s"),
+        (Moved(1_500_000_000, 1_500_000_000, 310.0), ""),
+    ],
+)
+def test_what_was_given_up_on_half_way_has_a_rate_and_a_time_that_is_left(moved: Moved, expected: str) -> None:
+    assert describe_pace(moved) == expected
