@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any, NamedTuple, TypeVar
 
 import click
@@ -62,6 +63,13 @@ def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Comman
         metavar="ROWS",
         help=f"{about} --json has always all.",
     )
+
+
+def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """For options that take a number: click lets NaN through every range."""
+    if value is not None and not isfinite(value):
+        raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
+    return value
 
 
 def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import inf, isfinite
 from typing import Any
 
 import click
@@ -34,4 +35,5 @@ def parse_bytes(text: str) -> int | None:
     """None where it is no size."""
     found = _SIZE.match(str(text))
     unit = _UNITS.get(found.group(2).upper()) if found else None
-    return round(float(found.group(1)) * unit) if found and unit else None
+    num_bytes = float(found.group(1)) * unit if found and unit else inf
+    return round(num_bytes) if isfinite(num_bytes) else None

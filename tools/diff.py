@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import isfinite
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from . import exit_codes
 from .arguments import (
     Opened,
     files_opened,
+    finite,
     open_manifest,
     options_for,
     with_limit_option,
@@ -35,12 +35,6 @@ Example:
 """
 
 
-def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not isfinite(value):
-        raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
-    return value
-
-
 @click.command(short_help="What differs between two checkpoints.", epilog=_EXAMPLE)
 @click.argument("a")
 @click.argument("b")
@@ -53,11 +47,11 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
-    callback=_finite,
+    callback=finite,
     metavar="X",
     help="Numbers are the same where |a - b| <= atol + rtol * max(|a|, |b|). 0 where only --rtol is given.",
 )
-@click.option("--rtol", type=click.FloatRange(min=0), callback=_finite, metavar="X", help="See --atol.")
+@click.option("--rtol", type=click.FloatRange(min=0), callback=finite, metavar="X", help="See --atol.")
 @click.option("--ignore-dtype", is_flag=True, help="Another dtype is no difference; values are compared as numbers.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Only names that match; may be repeated.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No names that match; may be repeated.")

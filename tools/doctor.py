@@ -21,7 +21,7 @@ from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .advice import Advice, Compression, advise, measure_compression
-from .arguments import with_output_options
+from .arguments import finite, with_output_options
 from .screen import Column, Screen, print_json
 from .wording import size_text
 
@@ -66,6 +66,7 @@ class Diagnosis:
 @click.option(
     "--seconds",
     type=click.FloatRange(0, 600),
+    callback=finite,
     default=1.0,
     show_default=True,
     metavar="S",

@@ -14,7 +14,15 @@ from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify_checkpoint
 
 from . import exit_codes
-from .arguments import Opened, files_opened, open_manifest, with_link_option, with_output_options, with_step_option
+from .arguments import (
+    Opened,
+    files_opened,
+    finite,
+    open_manifest,
+    with_link_option,
+    with_output_options,
+    with_step_option,
+)
 from .progress import byte_progress
 from .screen import Column, Screen, print_json
 from .wording import count_text, size_text, some_of
@@ -37,6 +45,7 @@ Example:
     "--sample",
     "sample_percent",
     type=click.FloatRange(0, 100, min_open=True),
+    callback=finite,
     default=100,
     metavar="PCT",
     help="Read only this percentage of each file, in pieces chosen at random, at least one a file.",

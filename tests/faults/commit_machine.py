@@ -352,7 +352,7 @@ def run(asked: Asked) -> Outcome:
     tally: dict[str, int] = {}
     shrinks = len(asked.trials) == 1
     broken = []
-    crew = Crew(shared_launcher("faults.kill_times"))
+    crew = Crew(shared_launcher("faults.commit_job"))
     try:
         for trial in asked.due():
             try:
@@ -391,7 +391,7 @@ CAMPAIGNS = (
         how="a state machine of hypothesis over processes, whose every store operation the test answers",
         unit="runs of 50 steps in which a save was acknowledged",
         run=run,
-        trials=range(50),
+        trials=range(64),
         quick=range(0),  # test_commit_machine.py
     ),
 )

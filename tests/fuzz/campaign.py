@@ -30,16 +30,16 @@ from faults.campaigns import Asked, Broken, Campaign, Outcome
 SHARES: Mapping[str, Mapping[str, int]] = {
     "fuzz-manifests": {"manifest": 11, "manifest-file": 2, "header": 5, "plain-data": 4, "frame": 2},
     "fuzz-foreign": {
-        "pickle": 10,
+        "pickle": 8,
         "distcp-metadata": 4,
-        "torch-file": 3,
+        "torch-file": 4,
         "safetensors": 4,
-        "distcp": 2,
-        "deepspeed": 1,
-        "megatron": 1,
+        "distcp": 3,
+        "deepspeed": 3,
+        "megatron": 3,
         "rank-files": 2,
-        "folder-groups": 1,
-        "sharded-values": 3,
+        "folder-groups": 2,
+        "sharded-values": 4,
     },
     "fuzz-commands": {"command": 1},
 }
@@ -179,11 +179,12 @@ CAMPAIGNS = (
     ),
     Campaign(
         name="fuzz-foreign",
-        fault="a pickle, archive, safetensors file or folder of torch or DeepSpeed that nobody wrote like that",
+        fault="a pickle, archive, safetensors file or folder of torch, DeepSpeed, Megatron or the open-source "
+        "ByteCheckpoint that nobody wrote like that",
         how="as above",
         unit="inputs",
         run=partial(run, "fuzz-foreign"),
-        trials=range(200_000),
+        trials=range(400_000),
         quick=range(500),
     ),
     Campaign(
@@ -192,8 +193,8 @@ CAMPAIGNS = (
         how="as above, through the program's own entry point, on files",
         unit="inputs",
         run=partial(run, "fuzz-commands"),
-        trials=range(10_000),
-        quick=range(0),
+        trials=range(60_000),
+        quick=range(0),  # fuzz/test_readers.py
     ),
 )
 

@@ -14,8 +14,11 @@ import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
@@ -167,6 +170,37 @@ def distcp_folders(folder: Path) -> Iterator[Path]:
     metadata.mcore_data = {"flat": {"nd_reformulated_orig_global_shape": (4, 2)}}
     path.write_bytes(pickle.dumps(metadata))
     yield folder / "stacked"
+    yield from megatron_dist_folders(folder)
+
+
+class Listed:
+    """An object that is saved as a list of itself, as Megatron does."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([self._value],)
+
+
+def megatron_dist_folders(folder: Path) -> Iterator[Path]:
+    """With the common state in either of its places, and a setting of one of Megatron's own classes."""
+    module = ModuleType("megatron.core.transformer.enums")
+    backend = Enum("AttnBackend", {"flash": 1}, module=module.__name__)
+    vars(module)["AttnBackend"] = backend
+    names = ("megatron", "megatron.core", "megatron.core.transformer")
+    common = {"args": Namespace(num_layers=2, attention_backend=backend.flash), "iteration": 3}
+    state = {"w": torch.ones(2, 2), "rng_state/shard_0_1": Listed([{"r": torch.ones(1)}])}
+    with warnings.catch_warnings(), mock.patch.dict(sys.modules, {name: ModuleType(name) for name in names}):
+        warnings.simplefilter("ignore")  # that there is one process only
+        sys.modules[module.__name__] = module
+        dcp.save(state, checkpoint_id=folder / "common", no_dist=True)
+        torch.save(common, folder / "common" / "common.pt")
+        state["common_state/shard_0_1"] = Listed(common)
+        dcp.save(state, checkpoint_id=folder / "within", no_dist=True)
+    for name in ("common", "within"):
+        (folder / name / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        yield folder / name
 
 
 def safetensors_folders() -> Iterator[Files]:
@@ -325,7 +359,7 @@ def all_seeds(folder: Path) -> dict[str, list[bytes]]:
         "plain-data": [encode_plain(value, "x", keep_in_tree) for value in plain_values()],
         "frame": list(frames()),
         "pickle": [pickle_of(content) for content in files],
-        "distcp-metadata": [(path / ".metadata").read_bytes() for path in distcp],
+        "distcp-metadata": [(path / ".metadata").read_bytes() for path in distcp[:2]],
         "torch-file": files,
         "safetensors": [pack(files) for files in safetensors_folders()],
         "distcp": [pack(folder_files(path)) for path in distcp],

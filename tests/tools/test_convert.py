@@ -244,6 +244,7 @@ def test_what_ties_are_to_stays_when_one_name_is_excluded(call, trained, tmp_pat
         (("--to", "hf", "--rename", "x"), "OLD=NEW"),
         (("--to", "hf", "--memory", "1MB"), "less than 64MiB"),
         (("--to", "hf", "--memory", "much"), "no size"),
+        (("--to", "hf", "--memory", "9" * 400), "no size"),
         (("--to", "zip"), "zip"),
         ((), "--to"),
     ],
