@@ -44,7 +44,7 @@ RATIOS: tuple[tuple[tuple[str, ...], str, tuple[str, ...], Against, float], ...]
     (BIG, "lost", MODES, DCP_ASYNC, 0.10),
     (BIG, "lost", MODES, DCP_BEST, 0.4),
     (SMALL, "lost", MODES, DCP_ASYNC, 0.05),
-    ((*BIG, *SMALL), "durable", MODES, DCP_BEST, 0.5),
+    ((*BIG, *SMALL, "W4"), "durable", MODES, DCP_BEST, 0.5),
 )
 """Workloads, what is measured, of whom, against what, and how much of that it may be."""
 

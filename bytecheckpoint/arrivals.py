@@ -56,7 +56,8 @@ class Arrivals:
                 kind="rank_failed",
             )
         scratch_bytes = sum(length for length, into in zip(lengths, memory, strict=True) if into is None)
-        with self._scratch.taken(scratch_bytes):
+        decoding_bytes = max(map(_decoding_bytes, arrival.items), default=0)
+        with self._scratch.taken(scratch_bytes + decoding_bytes):
             scratch = np.empty(scratch_bytes, np.uint8).data
             buffers = list(_buffers(memory, lengths, scratch))
             is_direct = any(into is not None for into in memory)
@@ -94,6 +95,11 @@ class Arrivals:
     def _names(self, arrival: Arrival) -> str:
         parts = [part for item in arrival.items for part in (item.parts if isinstance(item, Frame) else (item,))]
         return ", ".join(sorted({self._stored_fqns[part.want] for part in parts})[:3])
+
+
+def _decoding_bytes(item: Part | Frame) -> int:
+    """A frame is there twice while it is undone: as the codec gives it, and in its order."""
+    return 2 * item.raw_bytes if isinstance(item, Frame) else 0
 
 
 def _buffers(memory: Sequence[memoryview | None], lengths: Sequence[int], scratch: memoryview) -> Iterator[memoryview]:

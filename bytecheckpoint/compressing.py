@@ -96,9 +96,10 @@ def compress_file(
     *,
     threads: int,
     on_compressed: Callable[[float], None],
+    on_checksum: Callable[[float], None],
 ) -> CompressedFile:
     """Compresses a file that was planned with codecs into this memory, which must stay as it is until the file is
-    written. `on_compressed` is told, from any thread, how many seconds it worked.
+    written. `on_compressed` and `on_checksum` are told, from any thread, how many seconds it worked at which.
 
     Raises what `content` raises.
     """
@@ -112,8 +113,9 @@ def compress_file(
         encoder = encoders.get()
         try:
             started = time.perf_counter()
-            chunk.add(number, raw, encoder)
-            on_compressed(time.perf_counter() - started)
+            checksum_s = chunk.add(number, raw, encoder)
+            on_checksum(checksum_s)
+            on_compressed(time.perf_counter() - started - checksum_s)
         finally:
             encoders.put(encoder)
 
@@ -196,14 +198,16 @@ class _Chunk:
     def frame_bytes(self, number: int) -> int:
         return frame_bytes(self.placed.byte_length, number)
 
-    def add(self, number: int, raw: memoryview, encoder: FrameEncoder) -> None:
-        """Takes one frame, on any thread. Where the first one gets no smaller, those that come later are left raw."""
+    def add(self, number: int, raw: memoryview, encoder: FrameEncoder) -> float:
+        """Takes one frame, on any thread. Where the first one gets no smaller, those that come later are left raw.
+        Returns how many seconds its checksum took.
+        """
         codec = self.codec
         frame = raw if codec == "none" else encoder.encode(codec, raw, self._item_bytes)
         if number == 0 and len(frame) >= raw.nbytes:
             self.codec, codec, frame = "none", "none", raw
-        self._keep(number, frame)
         self._frame_codecs[number] = codec
+        return self._keep(number, frame)
 
     def settle(self) -> None:
         """Goes back to raw bytes where the first frame did not get smaller, or all of them together did not."""
@@ -216,11 +220,13 @@ class _Chunk:
                 self._keep(number, raw)
         self.codec = "none"
 
-    def _keep(self, number: int, frame: bytes | bytearray | memoryview) -> None:
+    def _keep(self, number: int, frame: bytes | bytearray | memoryview) -> float:
         start = number * MAX_ENCODED_BYTES
         self.frames[number] = self._memory[start : start + len(frame)]
         _copy(frame, self.frames[number])
+        started = time.perf_counter()
         self.digests[number] = xxhash.xxh3_64_intdigest(self.frames[number])
+        return time.perf_counter() - started
 
 
 def _jobs(frames: Iterator[tuple[_Chunk, int]], memory: memoryview) -> Iterator[tuple[_Chunk, int, memoryview]]:

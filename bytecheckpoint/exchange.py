@@ -22,6 +22,7 @@ import numpy as np
 from bytecheckpoint.arrivals import Arrivals
 from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.greetings import Address, Listener, connect
 from bytecheckpoint.matching import Match
 from bytecheckpoint.outboxes import Activity, Outbox
@@ -145,6 +146,14 @@ def _agree(ranks: Ranks, wish: _Wish, extents: Extents) -> _Deal:
     return msgspec.msgpack.decode(ranks.scatter([msgspec.msgpack.encode(deal) for deal in deals]), type=_Deal)
 
 
+def _halved_again(num_bytes: int) -> tuple[int, int]:
+    """Memory for what goes out and for what comes in: the same, unless a frame that comes in would not fit, which is
+    decompressed beside itself.
+    """
+    incoming_bytes = max(num_bytes // 2, min(3 * FRAME_BYTES, 3 * num_bytes // 4))
+    return num_bytes - incoming_bytes, incoming_bytes
+
+
 class _Exchange:
     """The connections, threads and memory of one load on one rank."""
 
@@ -164,12 +173,13 @@ class _Exchange:
         self._targets = targets
         self._stored_fqns = stored_fqns
         self._beat_s = beat_s
-        # A quarter for each direction: the other half is for reading.
-        self._outgoing = Budget(source.options.scratch_bytes // 4)
+        # The other half is for reading.
+        outgoing_bytes, incoming_bytes = _halved_again(source.options.scratch_bytes // 2)
+        self._outgoing = Budget(outgoing_bytes)
         self._arrivals = Arrivals(
             targets,
             stored_fqns,
-            scratch_bytes=source.options.scratch_bytes // 4,
+            scratch_bytes=incoming_bytes,
             verify=source.options.verify,
             changes=source.changes,
         )

@@ -63,7 +63,7 @@ class Source:
     @property
     def unit_bytes(self) -> int:
         """The most that is read at once of what others want too, unless an extent is longer."""
-        return max(self._max_fetch_bytes - FRAME_BYTES, 1)  # a frame of it may be decompressed beside it
+        return max(self._max_fetch_bytes - 2 * FRAME_BYTES, 1)  # a frame of it may be decompressed beside it
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.

@@ -204,6 +204,7 @@ def _compress(saving: Saving, number: int, memory: memoryview) -> CompressedFile
         memory,
         threads=saving.options.writer_threads,
         on_compressed=partial(saving.clock.add, "compress"),
+        on_checksum=partial(saving.clock.add, "checksum"),
     )
 
 

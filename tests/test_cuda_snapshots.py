@@ -108,8 +108,11 @@ def test_a_save_whose_thread_cannot_start_has_the_values_too(tmp_path: Path, mon
         raise RuntimeError("can't start new thread")
 
     state = on_device()
-    monkeypatch.setattr("bytecheckpoint.handle.threading.Thread.start", no_more)
-    bcp.save(tmp_path, state, async_save=True, options=OPTIONS["copy"]).result(0)
+    monkeypatch.setattr("threading.Thread.start", no_more)
+    monkeypatch.setattr("bytecheckpoint.spare_threads.SpareThreads.begin", no_more)  # one may be waiting already
+    handle = bcp.save(tmp_path, state, async_save=True, options=OPTIONS["copy"])
+    assert handle.done()
+    handle.result(0)
     monkeypatch.undo()
     check(tmp_path, {name: tensor.cpu() for name, tensor in state.items()})
 

@@ -27,6 +27,8 @@ from snapshot_cases import (
 )
 
 import bytecheckpoint as bcp
+from bytecheckpoint import draft
+from bytecheckpoint.snapshot import Snapshot, StagedState
 from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.staging import LiveFile
 
@@ -42,6 +44,40 @@ def test_saved_values_are_those_of_the_call_for_every_kind_of_memory(tmp_path: P
         with mutating(state):
             handle.result(60)
     assert differing(saved_bits(tmp_path / "ckpt"), expected) == []
+
+
+@pytest.mark.parametrize("options", [bcp.SaveOptions(snapshot="auto"), bcp.SaveOptions()], ids=["auto", "default"])
+def test_auto_is_a_copy_after_which_the_state_may_change_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: bcp.SaveOptions
+) -> None:
+    """A buffer that a forward pass changes is in the state, and nobody calls `staged`: lazy would be wrong here. No
+    process is forked, which other threads could make dangerous.
+    """
+    monkeypatch.setattr("bytecheckpoint.forking._fork", lambda: pytest.fail("forked"))
+    state: dict[str, Any] = every_memory(tmp_path)
+    state["module"] = torch.nn.BatchNorm1d(64)
+    tensors = {name: value for name, value in state.items() if name != "module"}
+    expected = bits_of_all(tensors)
+    running_mean = bits_of(state["module"].running_mean)
+    made: list[type] = []
+    take_snapshot = draft.take_snapshot
+
+    def take(*args: Any, **kwargs: Any) -> Snapshot:
+        snapshot = take_snapshot(*args, **kwargs)
+        made.append(type(snapshot))
+        return snapshot
+
+    monkeypatch.setattr(draft, "take_snapshot", take)
+    with paused() as go:
+        handle = bcp.save(tmp_path / "ckpt", state, async_save=True, options=options)
+        with mutating(tensors):
+            state["module"](torch.randn(8, 64))
+            go.set()
+            handle.result(60)
+    saved = saved_bits(tmp_path / "ckpt")
+    assert saved.pop("module.running_mean") == running_mean
+    assert differing({name: bits for name, bits in saved.items() if not name.startswith("module.")}, expected) == []
+    assert made == [StagedState]
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

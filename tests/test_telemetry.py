@@ -73,6 +73,31 @@ def test_the_caller_is_told_the_seconds_of_every_phase_whether_a_plan_was_known_
         assert info.seconds["wait"] + info.seconds["plan"] <= info.seconds["stall"]
 
 
+def test_the_caller_is_told_what_compressing_took(tmp_path: Path) -> None:
+    started = time.perf_counter()
+    info = bcp.save(tmp_path, state_of(0, 1.0), options=bcp.SaveOptions(codec="zstd", writer_threads=1)).result()
+    took = time.perf_counter() - started
+    assert info.seconds.keys() == PHASES | {"compress"}
+    assert 0 < info.seconds["checksum"] < took
+    assert 0 < info.seconds["compress"] < took  # one thread compresses
+    assert set(told(tmp_path)[0]["seconds"]) >= TOLD_PHASES | {"compress"}
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_bandwidth_is_that_of_all_files_from_the_call_to_the_commit(
+    tmp_path: Path, codec: str, is_async: bool
+) -> None:
+    started = time.perf_counter()
+    info = bcp.save(tmp_path, state_of(0, 1.0), async_save=is_async, options=bcp.SaveOptions(codec=codec)).result()
+    took = time.perf_counter() - started
+    num_bytes = sum(data_bytes(tmp_path, info.save_id, 0))
+    assert info.bytes_per_s is not None
+    assert info.bytes_per_s == pytest.approx(num_bytes / info.seconds["total"])
+    assert info.bytes_per_s >= num_bytes / took
+    assert bcp.open(tmp_path).info.bytes_per_s is None
+
+
 def test_a_checkpoint_that_is_opened_knows_no_seconds(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(0, 1.0))
     assert bcp.open(tmp_path).info.seconds == {}

@@ -129,8 +129,8 @@ def coalesce(
     """The reads of one file that serve all parts and frames.
 
     Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
-    share; the rest is merged where gaps are small. A fetch, with the memory that it decompresses one frame after the
-    other into, takes more than `max_fetch_bytes` only where one extent, one small part with its extents or one frame
+    share; the rest is merged where gaps are small. A fetch, with the memory in which it decompresses one frame after
+    the other, takes more than `max_fetch_bytes` only where one extent, one small part with its extents or one frame
     does.
     """
     fetches: list[Fetch] = []
@@ -207,7 +207,10 @@ def _runs(items: Sequence[Part | Frame], extents: ExtentIndex) -> Iterator[tuple
 
 
 def _scratch_bytes(item: Part | Frame) -> int:
-    return item.raw_bytes if isinstance(item, Frame) and not item.is_direct else 0
+    """A codec takes as much as a frame is long before it can put that anywhere."""
+    if not isinstance(item, Frame):
+        return 0
+    return item.raw_bytes if item.is_direct else 2 * item.raw_bytes
 
 
 def _fetch(file: int, start: int, end: int, items: Sequence[Part | Frame]) -> Fetch:

@@ -95,12 +95,12 @@ def run_reads(
     """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
 
     Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
-    More than that is taken only for one read that is longer, with the frame that it decompresses.
+    More than that is taken only for one read that is longer, with the frame that it decompresses, which is there twice.
     """
     read_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
     raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
     # Two for each thread: what it gave back may still be on its way to a device.
-    taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes)
+    taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
     room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
     num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
     scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
@@ -188,6 +188,11 @@ def _run(store: Store, read: Read, target: AbstractContextManager[memoryview], c
 def _raw_bytes(read: Read) -> int:
     """The scratch memory that its frames need, one after the other."""
     return max((frame.raw_bytes for frame in read.frames if frame.target is None), default=0)
+
+
+def _decoding_bytes(reads: Sequence[Read]) -> int:
+    """What undoing one frame takes beside the memory that it goes to, which the codec allocates."""
+    return max((frame.raw_bytes for read in reads for frame in read.frames), default=0)
 
 
 def _decode_all(read: Read, content: memoryview, scratch: Buffers) -> None:

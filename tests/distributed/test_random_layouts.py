@@ -27,7 +27,7 @@ from distributed.workers import WorkerPool
 
 MESHES = [(1,), (2,), (3,), (4,), (1, 2), (2, 2), (3, 1), (2, 3), (2, 1, 2), (1, 3, 2), (2, 2, 2)]
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex128]
-NUM_EXAMPLES = 8
+NUM_EXAMPLES, NUM_LONG_EXAMPLES = 8, 400
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths."""
 
@@ -162,16 +162,32 @@ GAPS = st.sampled_from([0, 40, 1 << 20, None])
 SCRATCHES = st.sampled_from([100, 1000, 8 << 20])
 
 
+def so_often(num_examples: int) -> settings:
+    suppressed = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=num_examples, deadline=None, database=None, suppress_health_check=suppressed)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @given(st.data())
-@settings(
-    max_examples=NUM_EXAMPLES,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@so_often(NUM_EXAMPLES)
 def test_any_layout_loads_what_any_other_saved(workers: WorkerPool, tmp_path: Path, data: st.DataObject) -> None:
+    save_and_load_spread(workers, tmp_path, data)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@given(st.data())
+@so_often(NUM_LONG_EXAMPLES)
+def test_hundreds_of_layouts_load_what_any_other_saved(
+    workers: WorkerPool, tmp_path: Path, data: st.DataObject
+) -> None:
+    save_and_load_spread(workers, tmp_path, data)
+
+
+def save_and_load_spread(workers: WorkerPool, tmp_path: Path, data: st.DataObject) -> None:
     source, target = data.draw(st.sampled_from(MESHES)), data.draw(st.sampled_from(MESHES))
     drawn = data.draw(st.lists(cases(source, target), min_size=6, max_size=10))
     extent_bytes, codec = (

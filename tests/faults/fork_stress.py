@@ -2,6 +2,9 @@
 of torch, numpy and Python, that log, import and multiply, and collectives of other ranks. Whoever hangs is named with
 the stacks of its threads.
 
+The threads are in the middle of their work at every fork. Before and after most forks they pause: what a child could
+hang of it has from the moment of the fork, and the time is better spent on more of them.
+
     python tests/faults/fork_stress.py --forks 2000 --ranks 2
 """
 
@@ -12,14 +15,17 @@ import importlib
 import io
 import json
 import logging
+import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -28,15 +34,22 @@ if __name__ == "__main__":
 
 from snapshot_cases import running
 
+from bytecheckpoint import forking
 from bytecheckpoint.adapters.tensors import LocalShards
-from bytecheckpoint.forking import ForkedState
+from bytecheckpoint.forking import ForkedState, can_fork
 from bytecheckpoint.planner.offers import Offer, Write
 from bytecheckpoint.staging import LiveFile, plan_files
 from bytecheckpoint.storage.scratch import Scratch
-from distributed.workers import WorkerPool
+from distributed.workers import Outcome as OfRank
+from distributed.workers import WorkerPool, describe
+from faults.campaigns import Asked, Broken, Campaign, Outcome
 
 SWITCH_INTERVAL_S = 1e-4
 """Threads take turns that often, so that forks come at more different moments, and sooner."""
+RESTLESS = 20
+"""Of so many forks one is prepared and read back while the threads work on."""
+LATEST_S = 0.002
+"""How long after the threads have gone on a fork may wait, so that it meets them anywhere in their work."""
 
 
 class Stressed(NamedTuple):
@@ -49,7 +62,48 @@ class Stressed(NamedTuple):
     total_s: float
     rounds: dict[str, int]
     """How often each loop went round meanwhile."""
+    met: dict[str, int]
+    """How many forks came while it was in the middle of a round."""
     num_wrong: int
+
+
+class Load:
+    """Threads that work, and pause between two rounds while they are told to."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._goes = threading.Event()
+        self._goes.set()
+        self._rounds = dict.fromkeys(names, 0)
+        self._inside = dict.fromkeys(self._rounds, False)
+        self._met = dict.fromkeys(self._rounds, 0)
+
+    def round(self, name: str, work: Callable[[], object]) -> None:
+        self._goes.wait()
+        self._inside[name] = True
+        work()
+        self._inside[name] = False
+        self._rounds[name] += 1
+
+    def go_on(self) -> None:
+        """Returns when every thread is at work."""
+        self._goes.set()
+        while not all(self._inside.values()):
+            time.sleep(0)  # those that wait for a turn have theirs
+
+    def pause(self) -> None:
+        self._goes.clear()
+
+    def count_met(self) -> None:
+        for name, is_inside in self._inside.items():
+            self._met[name] += is_inside
+
+    @property
+    def rounds(self) -> dict[str, int]:
+        return dict(self._rounds)
+
+    @property
+    def met(self) -> dict[str, int]:
+        return dict(self._met)
 
 
 def busy_loops(stop: threading.Event) -> dict[str, Callable[[], object]]:
@@ -79,7 +133,7 @@ def _start_and_join() -> None:
     thread.join()
 
 
-def fork_under_load(rank: int, world_size: int, num_forks: int, blas_threads: int) -> Stressed:
+def fork_under_load(rank: int, world_size: int, num_forks: int, blas_threads: int, seed: int = 0) -> Stressed:
     """Forks that often, and reads each snapshot back after its memory was changed."""
     torch.set_num_threads(blas_threads)
     stop = threading.Event()
@@ -94,13 +148,12 @@ def fork_under_load(rank: int, world_size: int, num_forks: int, blas_threads: in
             dist.all_reduce(enough, group=group)  # all ranks leave after the same one
 
         loops["collectives"] = collect
-    rounds = dict.fromkeys(loops, 0)
+    load = Load(loops)
 
     def turn(name: str) -> Callable[[], None]:
         def loop() -> None:
             while not stop.is_set() if name != "collectives" else enough.item() < world_size:
-                loops[name]()
-                rounds[name] += 1
+                load.round(name, loops[name])
 
         return loop
 
@@ -108,31 +161,57 @@ def fork_under_load(rank: int, world_size: int, num_forks: int, blas_threads: in
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with running([turn(name) for name in loops], stop):
-            longest_s, num_wrong = fork_and_read(num_forks, seed=rank)
+            longest_s, num_wrong = fork_and_read(num_forks, load, seed=seed + rank)
     finally:
         sys.setswitchinterval(interval_s)
-    return Stressed(num_forks, len(loops), longest_s, time.monotonic() - started, rounds, num_wrong)
+    total_s = time.monotonic() - started
+    return Stressed(num_forks, len(loops), longest_s, total_s, load.rounds, load.met, num_wrong)
 
 
-def fork_and_read(num_forks: int, seed: int) -> tuple[float, int]:
+def fork_and_read(num_forks: int, load: Load, seed: int) -> tuple[float, int]:
     """The longest time that a fork took, and how many snapshots were not as they were at their fork."""
-    generator = torch.Generator().manual_seed(seed)
+    drawn = random.Random(seed)
     state = {"flat": torch.zeros(30_000), "strided": torch.zeros(300, 40)[:, ::3], "scalar": torch.tensor(0.0)}
     shared = Scratch(1 << 20, 2, is_shared=True)
     longest_s, num_wrong = 0.0, 0
-    for _ in range(num_forks):
-        value = float(torch.randint(1, 1000, (), generator=generator))
-        for tensor in state.values():
-            tensor.fill_(value)
-        started = time.monotonic()
-        files = files_of(state)
-        forked = ForkedState(files, shared)
-        for tensor in state.values():
-            tensor.fill_(-1)
-        num_wrong += not is_filled_with(forked, files[0], value)
-        forked.close()
-        longest_s = max(longest_s, time.monotonic() - started)
+    try:
+        for number in range(num_forks):
+            value = float(drawn.randrange(1, 1000))
+            for tensor in state.values():
+                tensor.fill_(value)
+            files = files_of(state)
+            started = time.monotonic()
+            with forks_meeting(load, drawn.uniform(0, LATEST_S), is_restless=number % RESTLESS == 0):
+                forked = ForkedState(files, shared)
+            for tensor in state.values():
+                tensor.fill_(-1)
+            num_wrong += not is_filled_with(forked, files[0], value)
+            forked.close()
+            longest_s = max(longest_s, time.monotonic() - started)
+    finally:
+        load.go_on()  # or nobody sees that this is over
     return longest_s, num_wrong
+
+
+@contextmanager
+def forks_meeting(load: Load, later_s: float, *, is_restless: bool) -> Iterator[None]:
+    """Within the block, a fork finds every thread at work, so many seconds after all have begun."""
+    fork = forking._fork
+
+    def fork_at_work() -> int:
+        load.go_on()
+        time.sleep(later_s)
+        load.count_met()
+        pid = fork()
+        if pid and not is_restless:  # in the child, whoever held the lock of an event at the fork holds it for ever
+            load.pause()
+        return pid
+
+    if is_restless:
+        load.go_on()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forking, "_fork", fork_at_work)
+        yield
 
 
 def files_of(state: dict[str, torch.Tensor]) -> list[LiveFile]:
@@ -151,6 +230,65 @@ def is_filled_with(forked: ForkedState, file: LiveFile, value: float) -> bool:
     with forked.content(0, *block) as content:
         values = np.frombuffer(bytes(content[len(file.planned.header) :]), np.float32)
     return bool(len(values)) and bool((values == value).all())
+
+
+FORKS_OF_A_RANK = 100
+NUM_RANKS = 2
+HUNG_S = 120.0
+"""A trial takes some seconds, on a busy machine some tens of them."""
+
+
+def run(asked: Asked) -> Outcome:
+    """Each trial is so many forks of each of two ranks, whose threads and collectives go on."""
+    done: list[Stressed] = []
+    broken = []
+    workers = WorkerPool()
+    try:
+        for trial in asked.due():
+            seed = asked.rng(trial).randrange(1 << 30)
+            arguments = (FORKS_OF_A_RANK, 1, seed)
+            outcomes = workers.run_each(fork_under_load, *arguments, world_size=NUM_RANKS, timeout_s=HUNG_S)
+            for rank, outcome in enumerate(outcomes):
+                what = what_is_wrong(outcome)
+                broken += [] if what is None else [Broken(trial, f"rank {rank}: {what}")]
+            done += [outcome.value for outcome in outcomes if outcome.error is None]
+    finally:
+        workers.close()
+    num_forks = sum(stressed.num_forks for stressed in done)
+    num_threads = max((stressed.num_threads for stressed in done), default=0)
+    num_met = sum(sum(stressed.met.values()) for stressed in done)
+    told = f"beside {num_threads} threads, of which a fork met {num_met / max(num_forks, 1):.1f} at work; the longest "
+    told += f"took {max((stressed.longest_s for stressed in done), default=0.0):.1f} s"
+    return Outcome(num_forks, tuple(broken), told)
+
+
+def what_is_wrong(outcome: OfRank) -> str | None:
+    """With what one rank did: a hang comes as an error, with the stacks of its threads."""
+    if outcome.error is not None:
+        return describe(outcome.error)
+    stressed: Stressed = outcome.value
+    if stressed.num_wrong:
+        return f"{stressed.num_wrong} of {stressed.num_forks} snapshots were not as at the fork"
+    idle = [name for name, met in stressed.met.items() if 2 * met < stressed.num_forks]
+    return f"most forks came while nothing was done: {idle}" if idle else None
+
+
+def what_is_missing() -> str | None:
+    return None if can_fork() else "Linux"
+
+
+CAMPAIGNS = (
+    Campaign(
+        name="forks",
+        fault="a snapshot is forked under busy threads: torch, numpy and Python memory, logs, imports, collectives",
+        how="threads that take turns every 0.1 ms, on 2 ranks over gloo; every snapshot is read back",
+        unit="forks",
+        run=run,
+        trials=range(10),
+        quick=range(0),  # test_fork_stress.py
+        missing=what_is_missing,
+    ),
+)
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from distributed.workers import WorkerPool
-from faults.fork_stress import fork_under_load
+from distributed.workers import Outcome, WorkerPool
+from faults.fork_stress import fork_under_load, what_is_wrong
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked snapshots are for Linux")
 
@@ -23,3 +23,4 @@ def test_forks_under_load_never_hang_and_are_never_wrong(workers: WorkerPool, wo
         assert stressed.num_wrong == 0
         assert stressed.longest_s < LIMIT_S
         assert all(stressed.rounds.values()), stressed.rounds
+        assert what_is_wrong(Outcome(stressed)) is None
