@@ -358,8 +358,10 @@ def _archive_of(members: list[tuple[str, bytes]], rng: Random) -> bytes:
     stream = io.BytesIO()
     how = zipfile.ZIP_STORED if rng.random() < 0.97 else zipfile.ZIP_DEFLATED
     with zipfile.ZipFile(stream, "w", how) as archive:
-        for name, content in dict(members).items():  # the module warns of names that are there twice
-            archive.writestr(zipfile.ZipInfo(name.encode("utf-8", "replace").decode().replace("\0", "_")), content)
+        # The module warns of names that are there twice, as some are once they can be written.
+        named = {name.encode("utf-8", "replace").decode().replace("\0", "_"): content for name, content in members}
+        for name, content in named.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
     return stream.getvalue()
 
 
