@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from bytecheckpoint.device_copies import DeviceCopies, mark_streams
+from bytecheckpoint.device_copies import DeviceCopies, DeviceParts
 from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.staging import LiveFile, PlannedFile
 from bytecheckpoint.storage.scratch import Scratch
@@ -51,9 +51,7 @@ class LiveState:
     def __init__(self, files: Sequence[LiveFile], scratch: Scratch) -> None:
         self._files = files
         self._scratch = scratch
-        # Threads gather, and their current streams are not the caller's.
-        for event in mark_streams(device for file in files for device in file.devices).values():
-            event.synchronize()
+        self._on_device = DeviceParts(file.leave_out_devices() for file in files)
 
     def stage(self) -> None:
         """Nothing is staged."""
@@ -68,10 +66,12 @@ class LiveState:
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
         with self._scratch.lend() as block:
             self._files[file].gather(byte_offset, block[:byte_length])
+            self._on_device.gather(file, byte_offset, block[:byte_length])
             yield block[:byte_length]
 
     def close(self) -> None:
         self._files = ()  # an error that is kept must not keep the state
+        self._on_device.close()
 
 
 def staged_bytes(planned: Sequence[PlannedFile]) -> int:
@@ -229,7 +229,7 @@ class StateInWaves:
 
     def __init__(self, files: Sequence[LiveFile], memory: memoryview) -> None:
         self._files = files
-        self._ready = mark_streams(device for file in files for device in file.devices)
+        self._on_device = DeviceParts(file.leave_out_devices() for file in files)
         starts = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
         self._free = deque(memory[start : start + BLOCK_BYTES] for start in starts)
         self._staged: dict[tuple[int, int], memoryview] = {}
@@ -240,8 +240,6 @@ class StateInWaves:
         self._changed = threading.Condition()
 
     def stage(self) -> None:
-        for event in self._ready.values():
-            event.synchronize()
         for file, byte_offset, byte_length in _ranges_of(self._files):
             with self._changed:
                 self._changed.wait_for(lambda: self._free or self._is_closed)
@@ -251,6 +249,7 @@ class StateInWaves:
                 self._is_gathering = True
             try:
                 self._files[file].gather(byte_offset, block[:byte_length])
+                self._on_device.gather(file, byte_offset, block[:byte_length])
             finally:
                 with self._changed:
                     self._is_gathering = False

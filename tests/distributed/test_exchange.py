@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from faults.lost_ranks import LATER_S, NOISE_S
 from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
@@ -219,6 +220,7 @@ def test_a_rank_that_is_gone_or_stuck_ends_the_load_on_all_others(
             assert outcome.error is None, outcome.error
             assert outcome.value.kind == "rank_missing"
             assert missing_rank in outcome.value.ranks
+            assert outcome.value.seconds <= IMPATIENT.timeout_s + LATER_S + NOISE_S
 
 
 def load_again_and_again(rank: int, world_size: int, path: str) -> list[tuple[int, int, int]]:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from faults.lost_ranks import LATER_S, NOISE_S
 from faults.seams import (
     COORDINATOR_PHASES,
     LOAD_PHASES,
@@ -344,10 +345,12 @@ def test_a_rank_that_does_not_come_is_named_by_all_others(
         of_case = outcomes[number * size : (number + 1) * size]
         if case.how == "killed":
             assert isinstance(of_case.pop(case.missing_rank).error, WorkerDied)
-        for outcome in of_case:
+        for rank, outcome in enumerate(of_case):
             assert outcome.error is None, (case, outcome.error)
             error, next_loads = outcome.value
             assert error is not None, case
+            if case.how == "killed" or rank != case.missing_rank:  # a rank that is stopped is so for longer
+                assert error.seconds <= IMPATIENT_S + LATER_S + NOISE_S, case
             assert next_loads, case
             name = number * size + case.missing_rank
             assert (error.kind, error.ranks) == ("rank_missing", (name,)), case

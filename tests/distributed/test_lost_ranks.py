@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from faults.lost_ranks import LATER_S, NOISE_S
 from faults.seams import EXCHANGE_PHASES as PHASES
 from faults.seams import Seen, before, loads_as, raising, seen, state_of
 
@@ -22,6 +23,7 @@ from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerDied, WorkerPool
 
 GROUP_SIZE, NUM_GROUPS = 2, 4
+TIMEOUT_S = 1.5
 
 
 class Case(NamedTuple):
@@ -56,7 +58,7 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     pids: list[int] = [0] * GROUP_SIZE
     dist.all_gather_object(pids, os.getpid(), group=group)
     bcp.save(path, state_of(own_rank, 1.0), process_group=group)
-    options = bcp.LoadOptions(exchange="on", timeout_s=1.5)
+    options = bcp.LoadOptions(exchange="on", timeout_s=TIMEOUT_S)
     with going_missing(case) if own_rank == case.missing_rank else nullcontext():
         error = seen(lambda: bcp.load(path, state_of(own_rank, 9.0), options=options, process_group=group))
     if case.how == "killed":
@@ -85,6 +87,7 @@ def test_a_rank_that_is_lost_in_any_phase_is_named(workers: WorkerPool, tmp_path
             error, next_loads = outcome.value
             assert error is not None, case
             assert (error.kind, error.ranks) == ("rank_missing", (number * GROUP_SIZE + case.missing_rank,)), case
+            assert error.seconds <= TIMEOUT_S + LATER_S + NOISE_S, case
             assert next_loads, case
 
 
@@ -117,7 +120,6 @@ def test_what_fails_in_any_phase_fails_all(workers: WorkerPool, tmp_path: Path, 
     assert all(next_loads for _, next_loads in outcomes)
 
 
-TIMEOUT_S = 1.5
 NUM_SLOW_READS, SLOW_READ_S = 16, 0.3
 EXTENT_BYTES = 8192
 VALUES = {name: torch.arange(2 * NUM_SLOW_READS * EXTENT_BYTES // 4, dtype=torch.int32) for name in ("first", "second")}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import pkgutil
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,16 +140,20 @@ class Seen:
     message: str
     own: str = field(compare=False)
     """What comes behind the message: what this rank says of its own state."""
+    seconds: float = field(default=0.0, compare=False)
+    """From the call on."""
 
 
 def seen(call: Callable[[], object]) -> Seen | None:
     """The CheckpointError that the call raises, in a form that travels; None where it raises none."""
+    began_s = time.monotonic()
     try:
         call()
     except bcp.CheckpointError as error:
+        seconds = time.monotonic() - began_s
         found = _OWN.search(str(error))
         message, own = (str(error), "") if found is None else (str(error)[: found.start()], found.group())
-        return Seen(type(error).__name__, error.kind, error.ranks, message, own)
+        return Seen(type(error).__name__, error.kind, error.ranks, message, own, seconds)
     return None
 
 
