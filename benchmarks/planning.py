@@ -142,7 +142,7 @@ class Helper:
     """A process of its own for one part, because a process remembers its peak memory for ever."""
 
     def __init__(self, work: object, setting: Setting) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=work, args=(theirs, setting))
         self._theirs = theirs
