@@ -72,7 +72,7 @@ def state(gb: float) -> dict[str, torch.Tensor]:
 
 def write_sharded(folder: Path, gb: float) -> None:
     """As ranks of FSDP write it with HuggingFaceStorageWriter: files of parts of tensors, cut by rows."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=write_shard, args=(folder, gb, rank)) for rank in range(NUM_SHARDS)]
     for process in ranks:
         process.start()
@@ -168,7 +168,7 @@ def timed(contestant: Callable[[Path], None], folder: Path) -> tuple[float, floa
             shutil.rmtree(target)
         target.unlink(missing_ok=True)
     os.sync()
-    results: multiprocessing.Queue[tuple[float, float]] = multiprocessing.get_context("spawn").Queue()
+    results: multiprocessing.Queue[tuple[float, float]] = multiprocessing.get_context("forkserver").Queue()
     in_a_process(measure, contestant, folder, results)
     return results.get()
 
@@ -218,7 +218,7 @@ def compare_loads(folder: Path, rounds: int) -> None:
     seconds: dict[str, list[float]] = {"link": [], "own": []}
     for round_number in range(rounds + 1):
         for name, of_name in seconds.items():
-            results: multiprocessing.Queue[float] = multiprocessing.get_context("spawn").Queue()
+            results: multiprocessing.Queue[float] = multiprocessing.get_context("forkserver").Queue()
             in_a_process(load_once, folder / name, results)
             if round_number:
                 of_name.append(results.get())
@@ -238,7 +238,7 @@ def load_once(path: Path, results: multiprocessing.Queue[float]) -> None:
 
 
 def in_a_process(function: Callable[..., None], *args: object) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
     process.start()
     process.join()
     if process.exitcode:

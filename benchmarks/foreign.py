@@ -122,7 +122,7 @@ WRITERS: dict[str, Callable[[Path, float], None]] = {
 
 
 def in_a_process(function: Callable[..., None], *args: object) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
     process.start()
     process.join()
     if process.exitcode:
@@ -130,7 +130,7 @@ def in_a_process(function: Callable[..., None], *args: object) -> None:
 
 
 def measure(name: str, path: Path) -> None:
-    results: multiprocessing.Queue[tuple[int, float, float, float]] = multiprocessing.get_context("spawn").Queue()
+    results: multiprocessing.Queue[tuple[int, float, float, float]] = multiprocessing.get_context("forkserver").Queue()
     found = []
     for _ in range(ROUNDS):
         in_a_process(open_once, path, results)

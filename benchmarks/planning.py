@@ -1,5 +1,6 @@
 """What planning costs when many ranks save: the coordinator's work and memory, the manifest, and what a rank that loads
-its part spends before it reads. Thousands of ranks are played by one process; their messages are real.
+its part spends before it reads. Thousands of ranks are played by one process; their messages are real, and travel
+through a store as those of a process group do. The coordinator does all that it does in a save but for its own data.
 
     python benchmarks/planning.py                                       500 tensors on 64 to 1,024 ranks, beside DCP
     python benchmarks/planning.py --adam --ranks 1024 2048 4096 8192    with two Adam states: up to 12 million chunks
@@ -15,21 +16,12 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import time
-from collections.abc import Iterable
-from multiprocessing.connection import Connection
+import tempfile
 from pathlib import Path
 from typing import Self
 
-from planning_dcp import measure_dcp
-from planning_ranks import ManyRanks, Tensor, model, offers_of, reports, requests, wish_of_rank
-
-from bytecheckpoint.agreement import agree
-from bytecheckpoint.collector import collector_paused
-from bytecheckpoint.manifest import decode_manifest, encode_manifest, open_manifest
-from bytecheckpoint.plan_cache import PlanCache
-from bytecheckpoint.planner.load_plan import Want, plan_load
-from bytecheckpoint.reporting import build_manifest
+from planning_parts import Cost, coordinate, load
+from planning_ranks import PlayedRanks, Setting, Tensor, model
 
 TITLES = {
     "ranks": "{:,}",
@@ -37,6 +29,7 @@ TITLES = {
     "request_kb": "{:.1f}",
     "plan_s": "{:.2f}",
     "manifest_s": "{:.2f}",
+    "commit_s": "{:.2f}",
     "coordinator_mb": "{:.0f}",
     "manifest_mb": "{:.2f}",
     "load_s": "{:.2f}",
@@ -58,14 +51,16 @@ class Row:
     request_kb: float
     """What a rank sends to offer its shards, on average."""
     plan_s: float
-    """On the coordinator, from the requests to the orders."""
+    """On the coordinator, from its state and the others' requests to the orders, and to its own files."""
     manifest_s: float
     """There, from the reports to the manifest's bytes, which are decoded and checked once more."""
+    commit_s: float
+    """There, until the manifest is in its place, all files were seen and the others have said goodbye."""
     coordinator_mb: float
     """Its peak memory, all messages included, beyond what it had before."""
     manifest_mb: float
     load_s: float
-    """From the manifest's bytes to a plan of all reads of one rank with the same layout."""
+    """From the manifest's bytes to a plan of all reads of one rank with the same layout, its files looked at."""
     load_mb: float
     us_a_chunk: float
     """The coordinator's microseconds in all, by chunks: what grows no worse than linearly does not rise."""
@@ -109,123 +104,60 @@ def table_line(row: Row) -> str:
 
 
 def measure(tensors: list[Tensor], num_ranks: int, *, with_dcp: bool) -> Row:
-    ranks = ManyRanks(num_ranks)
-    with Helper(coordinate, tensors, num_ranks) as coordinator:
-        payloads = list(requests(tensors, ranks))
-        coordinator.send(payloads)
-        orders = coordinator.receive()
-        plan_s, *_ = coordinator.connection.recv()
-        coordinator.send(reports(tensors, iter(orders), num_ranks))
-        (manifest,) = coordinator.receive()
-        manifest_s, num_chunks, coordinator_mb = coordinator.connection.recv()
-    with Helper(load, tensors, num_ranks) as loader:
-        loader.send([manifest])
-        load_s, load_mb = loader.connection.recv()
+    with tempfile.TemporaryDirectory() as root:
+        setting = Setting(tensors, num_ranks, Path(root))
+        with Helper(coordinate, setting) as coordinator:
+            ranks = PlayedRanks(setting, port=coordinator.connection.recv())
+            ranks.ask()
+            coordinator.go_on()
+            coordinator.connection.recv()
+            ranks.write()
+            coordinator.go_on()
+            cost: Cost = coordinator.connection.recv()
+        with Helper(load, setting) as loader:
+            load_s, load_mb = loader.connection.recv()
     row = Row(
         ranks=num_ranks,
-        chunks=num_chunks,
-        request_kb=sum(map(len, payloads)) / len(payloads) / 1e3,
-        plan_s=plan_s,
-        manifest_s=manifest_s,
-        coordinator_mb=coordinator_mb,
-        manifest_mb=len(manifest) / 1e6,
+        chunks=cost.num_chunks,
+        request_kb=ranks.request_bytes / max(num_ranks - 1, 1) / 1e3,
+        plan_s=cost.plan_s,
+        manifest_s=cost.manifest_s,
+        commit_s=cost.commit_s,
+        coordinator_mb=cost.peak_mb,
+        manifest_mb=cost.manifest_bytes / 1e6,
         load_s=load_s,
         load_mb=load_mb,
-        us_a_chunk=(plan_s + manifest_s) / num_chunks * 1e6,
+        us_a_chunk=(cost.plan_s + cost.manifest_s + cost.commit_s) / cost.num_chunks * 1e6,
     )
     if with_dcp:
+        from planning_dcp import measure_dcp  # noqa: PLC0415  the helpers import this script too: DCP takes seconds
+
         seconds, num_bytes = measure_dcp(tensors, num_ranks)
         row.dcp_plan_s, row.dcp_metadata_mb = seconds, num_bytes / 1e6
-        row.plan_ratio, row.manifest_ratio = seconds / plan_s, num_bytes / len(manifest)
+        row.plan_ratio, row.manifest_ratio = seconds / cost.plan_s, num_bytes / cost.manifest_bytes
     return row
 
 
 class Helper:
     """A process of its own for one part, because a process remembers its peak memory for ever."""
 
-    def __init__(self, work: object, tensors: list[Tensor], num_ranks: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, work: object, setting: Setting) -> None:
+        context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs, tensors, num_ranks))
+        self._process = context.Process(target=work, args=(theirs, setting))
+        self._theirs = theirs
 
     def __enter__(self) -> Self:
         self._process.start()
+        self._theirs.close()  # else nobody would hear that the process has failed
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.connection.close()
         self._process.join()
 
-    def send(self, payloads: Iterable[bytes]) -> None:
-        send_all(self.connection, payloads)
-
-    def receive(self) -> list[bytes]:
-        return receive_all(self.connection)
-
-
-def send_all(connection: Connection, payloads: Iterable[bytes]) -> None:
-    for payload in payloads:
-        connection.send_bytes(payload)
-    connection.send_bytes(b"")
-
-
-def receive_all(connection: Connection) -> list[bytes]:
-    payloads = []
-    while payload := connection.recv_bytes():
-        payloads.append(payload)
-    return payloads
-
-
-def coordinate(connection: Connection, tensors: list[Tensor], num_ranks: int) -> None:
-    """The coordinator of a save."""
-    before = memory_mb()
-    ranks = ManyRanks(num_ranks)
-    wish = wish_of_rank(offers_of(tensors, 0, num_ranks))
-    ranks.payloads = receive_all(connection)
-    started = time.process_time()
-    with collector_paused():
-        agreed = agree(ranks, wish, PlanCache())
-    plan_s = time.process_time() - started
-    ranks.payloads = []
-    send_all(connection, ranks.scattered)
-    ranks.scattered = []
-    connection.send((plan_s,))
-    payloads = receive_all(connection)
-    started = time.process_time()
-    with collector_paused():
-        content = encode_manifest(build_manifest(agreed, payloads, names=range(len(payloads)), step=1000, metadata={}))
-        decoded = decode_manifest(content)
-    manifest_s = time.process_time() - started
-    num_chunks = int(decoded.tensors.columns.num_chunks.sum())
-    send_all(connection, [content])
-    connection.send((manifest_s, num_chunks, peak_mb() - before))
-
-
-def load(connection: Connection, tensors: list[Tensor], num_ranks: int) -> None:
-    """A rank that loads what the middle one of as many saved."""
-    before = memory_mb()
-    offers = offers_of(tensors, num_ranks // 2, num_ranks)
-    (content,) = receive_all(connection)
-    started = time.process_time()
-    with collector_paused():
-        manifest = open_manifest(content)
-        wants = [Want(offer.fqn, offer.region, is_flat=True) for offer in offers]
-        plan_load(manifest, wants, verify=True, max_gap_bytes=1 << 16, max_fetch_bytes=1 << 24)
-    connection.send((time.process_time() - started, peak_mb() - before))
-
-
-def memory_mb() -> float:
-    """Resident memory now."""
-    return _status_mb("VmRSS")
-
-
-def peak_mb() -> float:
-    """The most there was. Not what getrusage says, which counts the parent's memory before a process was its own."""
-    return _status_mb("VmHWM")
-
-
-def _status_mb(field: str) -> float:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024 / 1e6
+    def go_on(self) -> None:
+        self.connection.send(None)
 
 
 if __name__ == "__main__":

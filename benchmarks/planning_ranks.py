@@ -1,26 +1,33 @@
-"""Ranks that are only played: what each of thousands would offer to write, and would report to have written."""
+"""Ranks that are only played: what each of thousands would offer to write, and would report to have written. Their
+messages and files are real, and travel as those of a process group do.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import torch.distributed as dist
 import zstandard
 
 from bytecheckpoint import agreement
 from bytecheckpoint.agreement import Agreed, Target, Wish
+from bytecheckpoint.group_ranks import COORDINATOR, GroupRanks
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.plan_cache import KnownPlan
 from bytecheckpoint.planner.offers import Offer, pack_offers
+from bytecheckpoint.ranks import BLOCK_RANKS
 from bytecheckpoint.reporting import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
-TARGET = Target("/benchmarks/planning", 1000, overwrite=False)
+STEP = 1000
 WIDTH, VOCABULARY = 8192, 128_256
+_TIMEOUT_S = 600.0
 
 
 class Tensor(NamedTuple):
@@ -30,26 +37,53 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class ManyRanks:
-    """The ranks of a group, as the coordinator sees them; what it gathers was put there before."""
+class Setting(NamedTuple):
+    """What one line of the table is about."""
 
-    rank = 0
+    tensors: Sequence[Tensor]
+    num_ranks: int
+    root: Path
+    """Where the checkpoint goes."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.names = range(num_ranks)
-        self.payloads: list[bytes] = []
-        self.scattered: list[bytes] = []
+    @property
+    def target(self) -> Target:
+        return Target(str(self.folder), STEP, overwrite=False)
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        return [payload, *self.payloads]
+    @property
+    def folder(self) -> Path:
+        return self.root / layout.step_folder(STEP)
 
-    def scatter(self, payloads: list[bytes]) -> bytes:
-        self.scattered = payloads
-        return payloads[0]
 
-    def broadcast(self, payload: bytes) -> bytes:
-        return payload
+def member(store: dist.Store, rank: int, num_ranks: int) -> GroupRanks:
+    """A rank of a group of so many, as it meets the others in this store."""
+    return GroupRanks(lambda: store, rank, range(num_ranks), _TIMEOUT_S, block_ranks=BLOCK_RANKS)
+
+
+class PlayedRanks:
+    """All ranks but the coordinator."""
+
+    def __init__(self, setting: Setting, port: int) -> None:
+        self._setting = setting
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self._ranks = [member(store, rank, setting.num_ranks) for rank in range(1, setting.num_ranks)]
+        self.request_bytes = 0
+        """Of all of them."""
+
+    def ask(self) -> None:
+        """Each offers what it holds."""
+        self._send(list(requests(self._setting)))
+
+    def write(self) -> None:
+        """Each hears what it is to write, has written it, and says so and goodbye."""
+        self._send(list(reports(self._setting, [rank.broadcast(b"") for rank in self._ranks])))
+        for rank in self._ranks:
+            rank.farewell()
+
+    def _send(self, payloads: Sequence[bytes]) -> None:
+        self.request_bytes = self.request_bytes or sum(map(len, payloads))
+        # The leader of a block comes last: it passes on what the others have said.
+        for rank, payload in zip(reversed(self._ranks), reversed(payloads), strict=True):
+            rank.gather(payload)
 
 
 def model(num_tensors: int, *, with_adam: bool) -> list[Tensor]:
@@ -70,7 +104,7 @@ def model(num_tensors: int, *, with_adam: bool) -> list[Tensor]:
     return tensors + states
 
 
-def offers_of(tensors: list[Tensor], rank: int, num_ranks: int) -> list[Offer]:
+def offers_of(tensors: Sequence[Tensor], rank: int, num_ranks: int) -> list[Offer]:
     """What a rank of FSDP2 holds: rows, as torch.chunk cuts them."""
     offers = []
     for fqn, shape in tensors:
@@ -82,12 +116,12 @@ def offers_of(tensors: list[Tensor], rank: int, num_ranks: int) -> list[Offer]:
     return offers
 
 
-def wish_of_rank(offers: list[Offer]) -> Wish:
+def wish_of_rank(setting: Setting, offers: list[Offer]) -> Wish:
     options = SaveOptions()
-    return Wish(TARGET, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec)
+    return Wish(setting.target, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec, {})
 
 
-def rows_of(tensors: list[Tensor], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(tensors: Sequence[Tensor], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """First row and number of rows of each tensor (column) on each rank (row)."""
     lengths = np.array([shape[0] for _, shape in tensors])
     parts = -(-lengths // num_ranks)
@@ -95,50 +129,54 @@ def rows_of(tensors: list[Tensor], num_ranks: int) -> tuple[np.ndarray, np.ndarr
     return firsts, np.minimum(parts, lengths - firsts)
 
 
-def requests(tensors: list[Tensor], ranks: ManyRanks) -> Iterator[bytes]:
+def requests(setting: Setting) -> Iterator[bytes]:
     """What every rank but the coordinator sends it: made of what the first one sends, which is fast."""
-    offers = offers_of(tensors, 0, ranks.num_ranks)
-    request = agreement._whole_request(wish_of_rank(offers), ranks)
+    tensors, num_ranks, _ = setting
+    offers = offers_of(tensors, COORDINATOR, num_ranks)
+    request = agreement._whole_request(wish_of_rank(setting, offers), member(dist.HashStore(), COORDINATOR, num_ranks))
     numbers = np.array([number for offer in offers for number in (*offer.offsets, *offer.lengths)], "<i8")
     num_dims = np.array([len(shape) for _, shape in tensors])
     at = np.cumsum(2 * num_dims) - 2 * num_dims
-    firsts, counts = rows_of(tensors, ranks.num_ranks)
-    for rank in range(ranks.num_ranks):
+    firsts, counts = rows_of(tensors, num_ranks)
+    for rank in range(num_ranks):
         numbers[at], numbers[at + num_dims] = firsts[rank], counts[rank]
         packed = msgspec.structs.replace(request.offers, coordinates=zstandard.compress(numbers.tobytes(), 1))
-        if rank in {0, ranks.num_ranks // 2} and packed != pack_offers(offers_of(tensors, rank, ranks.num_ranks)):
+        if rank in {COORDINATOR, num_ranks // 2} and packed != pack_offers(offers_of(tensors, rank, num_ranks)):
             raise ValueError("a rank is not played as it would be")
-        if rank:
+        if rank != COORDINATOR:
             yield msgspec.msgpack.encode(msgspec.structs.replace(request, offers=packed))
 
 
-def reports(tensors: list[Tensor], orders: Iterator[bytes], num_ranks: int) -> Iterator[bytes]:
-    """What every rank sends after it has written. Ranks whose files are as long plan and describe them once."""
+def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
+    """What every rank but the coordinator sends after it has written. Those whose files are as long plan and describe
+    them once.
+    """
+    tensors, num_ranks, _ = setting
     known: dict[tuple[bytes, bytes], tuple[KnownPlan, list[object]]] = {}
-    rng = random.Random(0)
     firsts, counts = rows_of(tensors, num_ranks)
-    for rank, payload in enumerate(orders):
+    for rank, payload in enumerate(orders, 1):
         digits = [np.char.str_len(numbers.astype(str)) for numbers in (firsts[rank], firsts[rank] + counts[rank])]
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
             order = msgspec.msgpack.decode(payload, type=agreement._Order)
-            plan = agreement._planned(order, wish_of_rank(offers_of(tensors, rank, num_ranks)))
-            report = encode_report(Agreed(order.save_id, plan, True, False, {}, {}), written(plan, rank, rng))
+            plan = agreement._planned(order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), ())
+            report = encode_report(Agreed(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank))
             known[key] = plan, msgspec.msgpack.decode(report)[1:]
-        plan, rest = known[key]
-        yield msgspec.msgpack.encode([[each.file for each in written(plan, rank, rng)], *rest])
+            yield report
+        else:
+            plan, rest = known[key]
+            yield msgspec.msgpack.encode([[each.file for each in write_files(setting, plan, rank)], *rest])
 
 
-def written(known: KnownPlan, rank: int, rng: random.Random) -> list[WrittenFile]:
-    return [
-        WrittenFile(
-            DataFile(
-                layout.data_file_name(known.plan_id, rank, number),
-                planned.byte_length,
-                planned.extent_lengths,
-                [rng.getrandbits(64) for _ in planned.extent_lengths],
-            ),
-            None,
-        )
-        for number, planned in enumerate(known.files)
-    ]
+def write_files(setting: Setting, known: KnownPlan, rank: int) -> list[WrittenFile]:
+    """Files of the right lengths that take no room, with checksums as they come."""
+    rng = random.Random(rank)
+    (setting.folder / layout.DATA_FOLDER).mkdir(parents=True, exist_ok=True)
+    files = []
+    for number, planned in enumerate(known.files):
+        name = layout.data_file_name(known.plan_id, rank, number)
+        with (setting.folder / name).open("xb") as file:
+            file.truncate(planned.byte_length)
+        digests = [rng.getrandbits(64) for _ in planned.extent_lengths]
+        files.append(WrittenFile(DataFile(name, planned.byte_length, planned.extent_lengths, digests), None))
+    return files

@@ -31,7 +31,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.late_ranks import telling_the_rate
-from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_manifest, open_manifest
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.reporting import WrittenFile, build_manifest, encode_report, remember_tensors
@@ -282,7 +282,7 @@ def _commit(saving: Saving, content: bytes) -> None:
 
 
 def _refuse_if_cleared_away(saving: Saving, content: bytes) -> None:
-    manifest = decode_manifest(content)
+    manifest = open_manifest(content)
     try:
         layout.check_files(saving.store, saving.folder, manifest, range(len(manifest.files)))
     except (CheckpointNotFoundError, CheckpointCorruptError) as error:
@@ -300,7 +300,7 @@ def _refuse_what_is_not_shared(saving: Saving, content: bytes) -> None:
     """Where hosts do not share a folder, the manifest would name files that are on other disks. Each file is opened by
     its name: what a network file system tells of a folder may be a minute old.
     """
-    for file in decode_manifest(content).files:
+    for file in open_manifest(content).files:  # whose millions of chunks have been checked
         try:
             _last_byte(saving, file)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:

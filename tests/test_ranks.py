@@ -12,11 +12,18 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from bytecheckpoint.adapters.stored import Contents
+from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.agreement import Agreed, Target, agree, propose, wish_of
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.group_ranks import GroupRanks
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.plan_cache import PlanCache
 from bytecheckpoint.ranks import Ranks, SoleRank, Subject, join_ranks, together
+from bytecheckpoint.region import Region
 from distributed.workers import WorkerDied, WorkerPool
 
 ABOUT = Subject("/ckpt", 7, is_save=True)
@@ -73,6 +80,56 @@ def test_blocks_of_ranks_hear_and_say_the_same(num_ranks: int) -> None:
     assert [result[1] for result in results] == again
     assert {result[2] for result in results} == {b"all"}
     assert all(result[0] == [[]] * 3 and result[3] == [] for result in others)
+
+
+class CountedStore:
+    """One rank's way to a store, which notes under which keys it reads and writes messages."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+        self.read: list[str] = []
+        self.written: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, message: bytes) -> None:
+        self.written.append(key)
+        self._store.set(key, message)
+
+    def get(self, key: str) -> bytes:
+        self.read.append(key)
+        return self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.read += keys
+        return self._store.multi_get(keys)
+
+
+def shards_of(rank: int) -> list[LocalShard]:
+    """A row of what all hold, and on every other rank a tensor of its own: so that no rank is told what another is."""
+    row = LocalShard("t", "float32", (6, 4), Region((rank, 0), (1, 4)), torch.zeros(1, 4))
+    own = LocalShard(f"own{rank}", "float32", (4,), Region((0,), (4,)), torch.zeros(4))
+    return [row, own][: 1 + rank % 2]
+
+
+def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
+    shared = HashStore()
+    stores = [CountedStore(shared) for _ in range(6)]
+
+    def plan(rank: int) -> Agreed:
+        ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2)
+        wish = wish_of(Target("/ckpt", 7, overwrite=False), [Contents(shards_of(rank), set())], SaveOptions())
+        plans = PlanCache()
+        return agree(ranks, propose(ranks, wish, plans), plans)
+
+    with ThreadPoolExecutor(6) as pool:
+        agreed = list(pool.map(plan, range(6)))
+    assert [sum(len(file.chunks) for file in of_rank.known.files) for of_rank in agreed] == [1, 2] * 3
+    assert stores[0].read == ["up/0/1", "up/0/block-2", "up/0/block-4"]
+    assert [len(store.read) for store in stores] == [3, 2] * 3
+    # Up, a leader sends what it says itself and what its block says; down, there is a message a block and a word.
+    assert [len(store.written) for store in stores] == [4, 1, 2, 1, 2, 1]
 
 
 def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:

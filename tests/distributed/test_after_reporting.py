@@ -58,3 +58,15 @@ def test_telemetry_that_one_rank_cannot_write_is_no_failure_of_the_save(
 ) -> None:
     outcomes = workers.run(save_over, str(tmp_path), f"bytecheckpoint.telemetry.{function}", no_network, world_size=2)
     assert outcomes == [(None, True), (None, True)]
+
+
+def checks_of_chunks(rank: int, world_size: int, path: str) -> int:
+    """How often a save has this rank check all chunks of a manifest."""
+    checks: list[str] = []
+    with before("bytecheckpoint.column_tensors.ColumnTensors.check_all", lambda: checks.append("all")):
+        bcp.save(path, state_of(rank, 1.0), options=OVERWRITE)
+    return len(checks)
+
+
+def test_a_save_has_the_chunks_of_its_manifest_checked_once(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(checks_of_chunks, str(tmp_path), world_size=2) == [1, 0]

@@ -1,0 +1,162 @@
+"""What is measured when many ranks save: the coordinator from its state to the commit, and a rank that loads its part.
+Each runs in a process of its own, calls what `save` and `load` call, and holds tensors whose memory nobody touches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from planning_ranks import STEP, Setting, member, offers_of, write_files
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+# Which makes the backend "fake" known: a DTensor asks for a group as large as its mesh, and none of it is used.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bytecheckpoint.adapters.state import collect_all, entries_of
+from bytecheckpoint.agreement import Agreed, Wish, agree, propose, wish_of
+from bytecheckpoint.clock import Clock
+from bytecheckpoint.group_ranks import COORDINATOR
+from bytecheckpoint.matching import share_findings
+from bytecheckpoint.naming import View, match_named
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.plan_cache import PlanCache
+from bytecheckpoint.ranks import Ranks, SoleRank, Subject
+from bytecheckpoint.reading import Source
+from bytecheckpoint.reporting import encode_report
+from bytecheckpoint.snapshot import LiveState
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.scratch import Scratch
+from bytecheckpoint.writing import Saving, commit_together, encode
+
+
+class Cost(NamedTuple):
+    """Of the coordinator of a save. Seconds are of processor time."""
+
+    plan_s: float
+    manifest_s: float
+    commit_s: float
+    num_chunks: int
+    manifest_bytes: int
+    peak_mb: float
+    """Beyond what it had before."""
+
+
+def coordinate(connection: Connection, setting: Setting) -> None:
+    """The coordinator. Waits for the word before each part, so that no other rank is at work meanwhile."""
+    with state_of_rank(setting, COORDINATOR) as state:
+        before = memory_mb()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        connection.send(store.port)
+        ranks = member(store, COORDINATOR, setting.num_ranks)
+
+        connection.recv()
+        plans = PlanCache()
+        started = time.process_time()
+        wish = wish_of(setting.target, collect_all(entries_of(state, "auto")), SaveOptions())
+        agreed = agree(ranks, propose(ranks, wish, plans), plans)
+        plan_s = time.process_time() - started
+        _check_is_played_so(setting, COORDINATOR, wish)
+
+        saving = _saving(setting, ranks, agreed)
+        written = write_files(setting, agreed.known, COORDINATOR)
+        connection.send(None)
+
+        connection.recv()
+        started = time.process_time()
+        content, facts = encode(saving, ranks.gather(encode_report(agreed, written)))
+        manifest_s = time.process_time() - started
+        started = time.process_time()
+        commit_together(saving, content, facts)
+        commit_s = time.process_time() - started
+        peak = peak_mb() - before
+        num_chunks = sum(len(tensor.ranks) for tensor in agreed.known.plan.tensors)
+        connection.send(Cost(plan_s, manifest_s, commit_s, num_chunks, len(content), peak))
+
+
+def _saving(setting: Setting, ranks: Ranks, agreed: Agreed) -> Saving:
+    options = SaveOptions()
+    return Saving(
+        ranks=ranks,
+        store=open_store(setting.root, storage_options=None, writer_threads=options.writer_threads),
+        folder=setting.folder.name,
+        about=Subject(str(setting.folder), STEP, is_save=True),
+        options=options,
+        agreed=agreed,
+        snapshot=LiveState([], Scratch(1, 1, is_shared=False)),
+        scratch=Scratch(1, 1, is_shared=False),
+        metadata={},
+        clock=Clock(),
+        tier=None,
+    )
+
+
+def load(connection: Connection, setting: Setting) -> None:
+    """A rank that loads what the middle one of as many saved: from the manifest's bytes to a plan of all reads."""
+    rank = setting.num_ranks // 2
+    with state_of_rank(setting, rank) as state:
+        store = open_store(setting.root, storage_options=None, writer_threads=1)
+        content = layout.read_manifest_bytes(store, setting.folder.name)
+        before = memory_mb()
+        started = time.process_time()
+        manifest = layout.parse_manifest(content, path=str(setting.folder), whole=False)
+        source = Source(store, setting.folder.name, manifest, LoadOptions(), is_exchanged=False)
+        view = View(manifest, rank, None, None, None)
+        # Alone: what each rank found the others hear in one small message.
+        _, stored, match = match_named(SoleRank(), view, state, lambda: entries_of(state, "auto"), cast=False)
+        share_findings(SoleRank(), match, stored, state.keys(), strict=True)
+        fetches = source.plan(match.shards, match.stored_fqns)
+        seconds = time.process_time() - started
+        wanted_bytes = sum(shard.tensor.nbytes for shard in match.shards)
+        planned_bytes = sum(part.byte_length for fetch in fetches for part in fetch.all_parts)
+        if planned_bytes != wanted_bytes:
+            raise ValueError(f"the plan reads {planned_bytes} bytes for {wanted_bytes}")
+        connection.send((seconds, peak_mb() - before))
+
+
+@contextmanager
+def state_of_rank(setting: Setting, rank: int) -> Iterator[dict[str, Any]]:
+    """What it holds, as a model and optimizer of FSDP2 do."""
+    tensors, num_ranks, _ = setting
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        state: dict[str, Any] = {}
+        for offer in offers_of(tensors, rank, num_ranks):
+            entry, _, name = offer.fqn.partition(".")
+            local, stride = torch.empty(offer.lengths), (*offer.shape[1:], 1)
+            tensor = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=torch.Size(offer.shape), stride=stride
+            )
+            state.setdefault(entry, {})[name] = tensor
+        yield state
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_is_played_so(setting: Setting, rank: int, wish: Wish) -> None:
+    if wish.offers() != offers_of(setting.tensors, rank, setting.num_ranks):
+        raise ValueError("what the ranks are played to hold is not what a state gives")
+
+
+def memory_mb() -> float:
+    """Resident memory now."""
+    return _status_mb("VmRSS")
+
+
+def peak_mb() -> float:
+    """The most there was. Not what getrusage says, which counts the parent's memory before a process was its own."""
+    return _status_mb("VmHWM")
+
+
+def _status_mb(field: str) -> float:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024 / 1e6
