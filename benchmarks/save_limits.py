@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -123,8 +122,11 @@ def copy_only() -> Save:
 
 
 def write_only() -> Save:
-    """On threads beside training, from memory that is there: without copying, checksums or commit."""
+    """On threads beside training, from memory that is there: without copying, checksums or commit. In the way that was
+    the fastest in the first round.
+    """
     known: list[tuple[mmap.mmap, tuple[int, int]]] = []
+    pool = ThreadPoolExecutor(1)
 
     def begin(folder: Path, job: Job) -> Pending:
         if not known:
@@ -132,9 +134,8 @@ def write_only() -> Save:
             times = _write_times(folder, job, memory)
             known.append((memory, min(times, key=times.__getitem__)))
         memory, way = known[0]
-        writer = Thread(target=write, args=(folder / f"{job.rank}.raw", job.share_bytes, memory, way))
-        writer.start()
-        return Pending(writer.join)
+        written = pool.submit(write, folder / f"{job.rank}.raw", job.share_bytes, memory, way)
+        return Pending(written.result)
 
     return begin
 
@@ -147,7 +148,7 @@ def fork_only() -> Save:
         if not known:
             known.append(write_limit(folder, job)["durable"])
         child = _fork(known[0])
-        return Pending(lambda: os.waitpid(child, 0))
+        return Pending(lambda: _wait_for(child))
 
     return begin
 
@@ -164,7 +165,7 @@ def fork_limit(folder: Path, job: Job) -> dict[str, float]:  # noqa: ARG001  a c
         children: list[int] = []
         best = min(best, _timed(job, lambda children=children: children.append(_fork(0.0))))
         for child in children:
-            os.waitpid(child, 0)
+            _wait_for(child)
     return {"durable": best}
 
 
@@ -174,6 +175,11 @@ def _fork(lives_s: float) -> int:
         time.sleep(lives_s)
         os._exit(0)
     return pid
+
+
+def _wait_for(child: int) -> None:
+    if os.waitpid(child, 0)[1]:
+        raise OSError("the child did not end as it should")
 
 
 def _first_bytes(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterable[torch.Tensor]:

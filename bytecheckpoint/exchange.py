@@ -111,7 +111,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     tensors = (shard.tensor for shard in match.shards)
     with closing(Listener(towards=ranks.meeting_host)) as listener, lanes_to(tensors) as lanes:
         runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
-        deal = _agree(ranks, _Wish(listener.address, runs, source.unit_bytes, timeout_s), extents)
+        deal = _agree(ranks, _Wish(listener.address, runs, source.unit_bytes(sharable), timeout_s), extents)
         work = divide_work(sharable, deal.share, extents, unit_bytes=deal.unit_bytes)
         work = work._replace(alone=[*work.alone, *unsharable])
         targets = source.targets(match.shards, match.stored_fqns, lanes)

@@ -10,7 +10,9 @@ import threading
 from contextlib import suppress
 
 _NICE = 5
-"""As nice(2) counts."""
+"""How much further back than the process, as nice(2) counts."""
+_LAST = 19
+"""Nobody stands further back."""
 
 Priority = tuple[int, int]
 """As nice(2) counts, and the scheduling policy."""
@@ -21,7 +23,10 @@ def priority() -> Priority:
     if sys.platform != "linux":
         return 0, 0
     this = threading.get_native_id()
-    return os.getpriority(os.PRIO_PROCESS, this), os.sched_getscheduler(this)
+    nice, policy = os.getpriority(os.PRIO_PROCESS, this), os.SCHED_OTHER
+    with suppress(OSError):  # where it may not be asked for, nobody has another one
+        policy = os.sched_getscheduler(this)
+    return nice, policy
 
 
 def step_back() -> None:
@@ -32,8 +37,9 @@ def step_back() -> None:
     if sys.platform != "linux":
         return
     this = threading.get_native_id()
-    with suppress(OSError):  # one that stands further back already may not come forward
-        os.setpriority(os.PRIO_PROCESS, this, _NICE)
+    nice = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICE, _LAST)
     with suppress(OSError):
+        if os.getpriority(os.PRIO_PROCESS, this) < nice:  # who has stepped back before stays there
+            os.setpriority(os.PRIO_PROCESS, this, nice)
         if os.sched_getscheduler(this) == os.SCHED_OTHER:
             os.sched_setscheduler(this, os.SCHED_BATCH, os.sched_param(0))

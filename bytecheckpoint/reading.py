@@ -60,10 +60,11 @@ class Source:
     def _max_fetch_bytes(self) -> int:
         return self._scratch_bytes // self.options.reader_threads
 
-    @property
-    def unit_bytes(self) -> int:
+    def unit_bytes(self, fetches: Sequence[Fetch]) -> int:
         """The most that is read at once of what others want too, unless an extent is longer."""
-        return max(self._max_fetch_bytes - 2 * FRAME_BYTES, 1)  # a frame of it may be decompressed beside it
+        has_frames = any(fetch.frames for fetch in fetches)
+        # A frame of it is decompressed beside it.
+        return max(self._max_fetch_bytes - (2 * FRAME_BYTES if has_frames else 0), 1)
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.

@@ -107,7 +107,8 @@ def _upload(saving: Saving, tier: Tier, staged: _Staged, content: bytes) -> Chec
         write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=tier.files)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
-        with telling_the_rate(ranks, saving.agreed.known.plan, clock.seconds["upload"]):
+        plan, upload_s = saving.agreed.known.plan, clock.seconds["upload"]
+        with telling_the_rate(ranks, plan, upload_s, did="uploaded", is_all=not tier.is_direct):
             ranks.gather(b"")
         undo.pop_all()
     return commit_together(saving._replace(about=about), content, staged.facts)

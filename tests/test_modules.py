@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -115,6 +115,45 @@ def test_a_stage_may_have_a_tied_weight_under_one_of_its_names(tmp_path: Path, i
     checkpoint = bcp.open(tmp_path)
     assert torch.equal(checkpoint["model.head.weight"][...], tied.embedding.weight)
     assert torch.equal(checkpoint["model.embedding.weight"][...], tied.embedding.weight)
+
+
+class Stages(NamedTuple):
+    """Of a pipeline: the first one embeds, the last one has a head of the same shape."""
+
+    first: nn.ModuleDict
+    last: nn.ModuleDict
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": [self.first, self.last], "optimizer": self.optimizer}
+
+
+def stages_after_a_step(*, is_tied: bool) -> Stages:
+    first = nn.ModuleDict({"embed": nn.Linear(4, 6, bias=False)})
+    last = nn.ModuleDict({"head": nn.Linear(4, 6, bias=False)})
+    if is_tied:
+        last["head"].weight = first["embed"].weight
+    parameters = list(dict.fromkeys([*first.parameters(), *last.parameters()]))
+    optimizer = torch.optim.AdamW(parameters)
+    for number, parameter in enumerate(parameters, 1):
+        parameter.grad = torch.full_like(parameter, float(number))
+    optimizer.step()
+    return Stages(first, last, optimizer)
+
+
+def test_optimizer_state_of_a_weight_that_two_stages_share_has_its_first_name(tmp_path: Path) -> None:
+    """Its moments are those of the name by which the weight itself is loaded."""
+    saved, loaded = stages_after_a_step(is_tied=False), stages_after_a_step(is_tied=True)
+    bcp.save(tmp_path, saved.state)
+    bcp.load(tmp_path, loaded.state)
+    own, other = saved.first["embed"].weight, loaded.first["embed"].weight
+    assert torch.equal(other, own)
+    moments = saved.optimizer.state[own]["exp_avg"]
+    assert not torch.equal(moments, saved.optimizer.state[saved.last["head"].weight]["exp_avg"])
+    assert torch.equal(loaded.optimizer.state[other]["exp_avg"], moments)
+    bcp.save(tmp_path / "tied", loaded.state)
+    assert "optimizer.state.embed.weight.exp_avg" in bcp.open(tmp_path / "tied").keys()
 
 
 def test_tensors_that_share_memory_in_part_are_each_saved(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from queue import SimpleQueue
 
 import pytest
 
@@ -50,12 +51,12 @@ def test_jobs_at_the_same_time_have_a_thread_each() -> None:
 
 
 def test_a_job_that_raises_leaves_its_thread_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised: list[BaseException | None] = []
-    monkeypatch.setattr(threading, "excepthook", lambda about: raised.append(about.exc_value))
+    raised: SimpleQueue[BaseException | None] = SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda about: raised.put(about.exc_value))
     threads = SpareThreads(is_awaited=False)
     threads.begin("fail", lambda: 1 // 0)
+    assert isinstance(raised.get(timeout=WAIT_S), ZeroDivisionError)
     thread_of_a_job(threads)
-    assert isinstance(raised[0], ZeroDivisionError)
 
 
 def test_a_thread_that_cannot_start_is_an_error_and_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +117,28 @@ def test_a_thread_that_steps_back_interrupts_nobody_when_it_is_woken() -> None:
     ((nice, policy),) = seen
     assert nice > os.getpriority(os.PRIO_PROCESS, 0)
     assert policy == os.SCHED_BATCH != os.sched_getscheduler(0)
+
+
+ON_A_THREAD = """
+import os, threading
+from bytecheckpoint.priorities import step_back
+
+os.nice(10)
+
+def work():
+    for _ in range(2):  # a thread that is kept for the next job does so again
+        step_back()
+    print(os.getpriority(os.PRIO_PROCESS, os.getpid()), os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_background_work_steps_back_behind_training_that_stands_back_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_A_THREAD], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["10", "15"]
 
 
 AT_EXIT = """

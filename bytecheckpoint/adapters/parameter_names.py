@@ -118,7 +118,10 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
     whole: dict[int, ParameterNames] = {}
     flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:
-        names = {id(parameter): name for parameter, name in entry.parameters() if id(parameter) in wanted}
+        names: dict[int, str] = {}
+        for parameter, name in entry.parameters():
+            if id(parameter) in wanted:
+                names.setdefault(id(parameter), name)  # two stages may have it
         parts = {flat_id: of_flat for flat_id, of_flat in entry.in_optimizer() if flat_id in wanted}
         others: dict[str, list[str]] = {}
         for other, name in entry.tied_names().items() if names or parts else ():

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+_WHOLE_FROM = 100
+"""Of so many MB/s on, three digits are whole numbers."""
+_SHOWN_BYTES = 50_000
+"""Fewer would be told as 0.0 MB."""
+
 
 class Moved(NamedTuple):
     """How far a transfer had come when it was given up."""
@@ -16,10 +21,10 @@ class Moved(NamedTuple):
 
 def describe_pace(moved: Moved) -> str:
     """`64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,956.2 s`. Empty where nothing
-    was left to be moved.
+    was left to be moved, and where all of it is too small to tell.
     """
     done, of_all = f"{moved.done_bytes / 1e6:,.1f}", f"{moved.num_bytes / 1e6:,.1f} MB"
-    if moved.done_bytes >= moved.num_bytes:
+    if moved.done_bytes >= moved.num_bytes or moved.num_bytes < _SHOWN_BYTES:
         return ""
     if not moved.done_bytes or not moved.seconds:
         return f"none of {of_all} was there after {moved.seconds:,.1f} s"
@@ -30,4 +35,5 @@ def describe_pace(moved: Moved) -> str:
 
 def describe_rate(num_bytes: int, seconds: float) -> str:
     """As `0.206 MB/s`."""
-    return f"{num_bytes / 1e6 / seconds:,.3g} MB/s"
+    rate = num_bytes / 1e6 / seconds
+    return f"{rate:,.0f} MB/s" if rate >= _WHOLE_FROM else f"{rate:.3g} MB/s"

@@ -159,7 +159,7 @@ def to_store_error(
     """
     error, is_write = failed.error, doing == "write"
     times = f"{failed.num_attempts} attempt{'s' if failed.num_attempts > 1 else ''}"
-    pace = describe_pace(failed.moved) if failed.moved is not None else ""
+    pace = describe_pace(failed.moved) if failed.moved is not None and is_transient(error) else ""
     what = f"{doing} {shown}: {reason} (after {times} in {failed.seconds:.1f} s{'; ' if pace else ''}{pace})"
     if is_write and failed.may_arrive:
         advice = "see to what refused the last one, and look what is there, before you try again"

@@ -33,7 +33,7 @@ class Scratch:
                 self._changed.notify_all()
 
     def page_in(self) -> None:
-        """Makes all of the blocks exist in memory, so that no save has to."""
+        """Makes all of the blocks exist in memory that are not lent, so that no save has to."""
         self.allocate()
         with self._changed:
             for block in self._free:

@@ -15,6 +15,11 @@ import torch.distributed as dist
 from faults.seams import Seen, before, seen
 
 import bytecheckpoint as bcp
+from bytecheckpoint.late_ranks import telling_the_rate
+from bytecheckpoint.planner.offers import Offer, pack_offers
+from bytecheckpoint.planner.save_plan import plan_save
+from bytecheckpoint.ranks import SoleRank
+from bytecheckpoint.waiting import store_lost
 from distributed.workers import WorkerPool
 
 IMPATIENT_S = 1.0
@@ -56,11 +61,24 @@ def test_a_rank_that_writes_too_slowly_is_told_from_one_that_is_stuck(
             assert error is not None
             assert (error.kind, error.ranks) == ("rank_missing", (1,))
             found = re.search(
-                r"rank 1 did not answer within 1 s.*\. Rank 0 wrote its 1\.0 MB in (\d+\.\d) s, [\d.,]+ MB/s, at which "
-                r"the 4\.0 MB of rank 1 take (\d+\.\d) s; (\d+\.\d) s had gone by",
+                r"rank 1 did not answer within 1 s.*\. Rank 0 (?:wrote|uploaded) its 1\.0 MB of values in (\d+\.\d) s, "
+                r"[\d.,]+ MB/s, at which the 4\.0 MB of rank 1 take (\d+\.\d) s; (\d+\.\d) s had gone by",
                 error.message,
             )
             assert found is not None, error
             own_s, needed_s, gone_s = map(float, found.groups())
             assert abs(needed_s - 4 * own_s) <= 0.25  # both are rounded
             assert gone_s >= own_s + IMPATIENT_S - 0.1
+
+
+@pytest.mark.parametrize("names", [(0, 1), (2, 3)])
+def test_a_store_that_is_gone_is_no_rank_that_is_late(names: tuple[int, int]) -> None:
+    """Its message names rank 0 of the whole job, which may be the coordinator, or of no rank of the group."""
+    ranks = SoleRank()
+    ranks.names, ranks.num_ranks = names, 2
+    offered = [[Offer("a", "float32", (4,), (0,), (4,), None)], []]
+    plan = plan_save(list(map(pack_offers, offered)), [{}, {}], names=names)
+    lost = store_lost(ConnectionError("gone"))
+    with pytest.raises(bcp.CheckpointError) as error, telling_the_rate(ranks, plan, 1.0):
+        raise lost
+    assert error.value is lost
