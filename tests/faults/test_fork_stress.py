@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from distributed.workers import Outcome, WorkerPool
-from faults.fork_stress import fork_under_load, what_is_wrong
+from distributed.workers import Outcome, WorkerHung, WorkerPool
+from faults.fork_stress import Stressed, fork_under_load, what_is_wrong
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked snapshots are for Linux")
 
@@ -24,3 +24,12 @@ def test_forks_under_load_never_hang_and_are_never_wrong(workers: WorkerPool, wo
         assert stressed.longest_s < LIMIT_S
         assert all(stressed.rounds.values()), stressed.rounds
         assert what_is_wrong(Outcome(stressed)) is None
+
+
+def test_the_campaign_sees_a_hang_a_wrong_snapshot_and_threads_that_did_nothing() -> None:
+    fine = Stressed(4, 1, 0.1, 1.0, {"loop": 9}, {"loop": 4}, 0)
+    assert what_is_wrong(Outcome(fine)) is None
+    assert "2 of 4 snapshots were not as at the fork" in (what_is_wrong(Outcome(fine._replace(num_wrong=2))) or "")
+    assert "nothing was done: ['loop']" in (what_is_wrong(Outcome(fine._replace(met={"loop": 1}))) or "")
+    hung = WorkerHung(1, 120.0, "stacks of its threads")
+    assert "rank 1 was not done after 120.0 s; it was here:\nstacks" in (what_is_wrong(Outcome(error=hung)) or "")
