@@ -144,6 +144,8 @@ class Campaign:
     """Of the long run; EVERY where it knows its own end."""
     quick: range
     """Of the run in `make test`, a second or two; empty for none."""
+    quick_shows: str = ""
+    """What the result of that run must say, where its trials were chosen for what they meet."""
     seed: int = 1
     missing: Callable[[], str | None] = nothing_missing
     """What this machine lacks for it: `the right to mount a loop device`. None where it has all."""

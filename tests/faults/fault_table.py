@@ -198,7 +198,7 @@ def page(rows: Sequence[Row], whole: Whole | None = None) -> str:
 def _how_long(rows: Sequence[Row], whole: Whole | None) -> str:
     if whole is None:
         added_up = sum(row.seconds for row in rows) / 60
-        return f"The rows are of several runs. One after the other they took {added_up:,.0f} minutes.\n"
+        return f"The rows are of several runs. Their seconds add up to {added_up:,.0f} minutes.\n"
     at_a_time = f"{whole.jobs} campaigns at a time" if whole.jobs > 1 else "one campaign after the other"
     return f"All rows are of one run, which took {whole.seconds / 60:,.0f} minutes, {at_a_time}.\n"
 
@@ -268,7 +268,7 @@ def run_many(campaigns: Sequence[Campaign], *, jobs: int, minutes: float) -> int
     num_broken = sum(row.broken for row in rows if not row.is_peer and row.name not in silent)
     ended_early = f"; of {', '.join(silent)} nothing is known: they ended early" if silent else ""
     sys.stdout.write(f"{len(rows)} campaigns in {seconds / 60:.1f} minutes: {num_broken:,} broken{ended_early}\n")
-    return max(codes)
+    return int(bool(silent) or any(codes))
 
 
 def expected_s(row: Row) -> float:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bytecheckpoint as bcp
-from faults import fault_table
+from faults import fault_table, kill_calls
 from faults.campaigns import (
     EVERY,
     Asked,
@@ -29,10 +30,12 @@ from faults.campaigns import (
     side_by_side,
 )
 from faults.damage import flipped, load_own, saved
+from faults.kill_calls import Case, Crew, Striking, Struck
 from faults.kill_times import left_alive
 from faults.launcher import Launcher
 from faults.savers import NARROW, OWN, Training, WrongBytesError
 from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
+from faults.traced import FileCall
 
 CAMPAIGNS = all_campaigns()
 BY_NAME = {campaign.name: campaign for campaign in CAMPAIGNS}
@@ -57,7 +60,43 @@ def test_nothing_is_broken_by(campaign: Campaign, trials: range, tmp_path: Path)
         pytest.skip(f"needs {missing}")
     outcome = campaign.run(Asked(campaign.seed, trials, tmp_path))
     assert outcome.num_trials > 0
+    assert campaign.quick_shows in outcome.result
     assert campaign.is_peer or outcome.broken == (), f"python tests/faults/fault_table.py {campaign.name}"
+
+
+class SlowRank:
+    """A program that lives on for so long after the kill, by a clock of its own."""
+
+    def __init__(self, ends_s: float, clock: list[float]) -> None:
+        self._ends_s, self._clock = ends_s, clock
+
+    def has_ended(self) -> bool:
+        return self._clock[0] >= self._ends_s
+
+
+@pytest.mark.parametrize(("ends_s", "is_hung"), [(30.0, False), (300.0, True)])
+def test_a_rank_that_ends_long_after_a_kill_counts_as_hung(
+    monkeypatch: pytest.MonkeyPatch, ends_s: float, is_hung: bool
+) -> None:
+    """Also where other trials are made meanwhile."""
+    clock = [0.0]
+    monkeypatch.setattr(kill_calls, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def strike(crew: Crew, root: Path, trial: int, case: Case) -> Striking:
+        clock[0] += 2.0
+        return Striking(trial, case, root, [SlowRank(ends_s if trial == 0 else 0.0, clock)], clock[0])  # type: ignore[list-item]
+
+    def judged(crew: Crew, striking: Striking) -> Struck:
+        has_ended = all(program.has_ended() for program in striking.programs)
+        return Struck(True, False, None if has_ended else "hung")
+
+    monkeypatch.setattr(kill_calls, "strike", strike)
+    monkeypatch.setattr(kill_calls, "judged", judged)
+    cases = [Case(False, 0, FileCall("write", number, "")) for number in range(200)]
+    asked = Asked(1, range(200), Path())
+    found = {of.trial: one.is_wrong for of, one in kill_calls.all_struck(None, asked, cases)}  # type: ignore[arg-type]
+    assert len(found) == 200
+    assert (found[0] == "hung") == is_hung
 
 
 def test_programs_with_the_same_process_id_have_outputs_of_their_own(
@@ -294,7 +333,7 @@ def keeping_as(rows: list[Row], run_first: list[str], failing: Sequence[str] = (
         for row in rows:
             if row.name not in failing:
                 fault_table.keep(row)
-        return [1 if name in failing else 0 for name in names]
+        return [-9 if name in failing else 0 for name in names]
 
     return each_alone
 
@@ -323,6 +362,15 @@ def test_the_campaign_that_may_take_longest_is_begun_first(three: list[Row], mon
     assert first[3:] == ["cut", "long", "short"]  # of 90 s for a third of it
 
 
+def test_fuzzing_that_was_cut_short_says_so(tmp_path: Path) -> None:
+    tally = Tally()
+    asked = Asked(1, range(1_000_000), tmp_path, time.monotonic() + 1.0, tally)
+    (fuzzing,) = [campaign for campaign in CAMPAIGNS if campaign.name == "fuzz-manifests"]
+    outcome = fuzzing.run(asked)
+    assert tally == Tally(outcome.num_trials, is_cut_short=True)
+    assert 0 < outcome.num_trials < 1_000_000
+
+
 def test_a_run_of_all_says_how_long_it_took_and_what_was_broken(
     three: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -338,7 +386,7 @@ def test_rows_of_several_runs_are_not_passed_off_as_one(three: list[Row], monkey
     run_all()
     fault_table.keep(replace(three[0], seconds=30.0))
     fault_table.write_page()
-    assert "of several runs. One after the other they took 4 minutes." in fault_table.PAGE.read_text()
+    assert "of several runs. Their seconds add up to 4 minutes." in fault_table.PAGE.read_text()
 
 
 def test_a_campaign_that_ends_without_an_outcome_is_named_and_makes_no_whole_run(

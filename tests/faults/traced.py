@@ -132,8 +132,9 @@ class Traced:
     def has_ended(self) -> bool:
         return self._launcher.has_ended(self.pid)
 
-    def wait(self) -> Ended:
-        ended = self._launcher.wait(self.pid, timeout_s=WITHIN_S)
+    def wait(self, timeout_s: float = WITHIN_S) -> Ended:
+        """Where it has not ended by then, it is killed, and has no exit code."""
+        ended = self._launcher.wait(self.pid, timeout_s=timeout_s)
         self._gate.unlink()
         return ended
 
@@ -162,6 +163,11 @@ class FileCall(NamedTuple):
     """Among all calls of this name that the program makes while it saves, from 1 on."""
     text: str
     """What strace says of it, with the paths of descriptors."""
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether it gives the manifest its name."""
+        return self.name.startswith(("link", "rename")) and '/manifest.bcp"' in self.text
 
 
 CENSUS = ("-y", "-e", "trace=%file,%desc")

@@ -99,16 +99,20 @@ def run(name: str, asked: Asked) -> Outcome:
     """In one process after the other: a new one for what is left after an input that ended the last."""
     told: list[_Told] = []
     lost: list[tuple[int, str, str]] = []
-    rest = asked.trials
+    rest, num_trials = asked.trials, 0
     while rest:
         found, reached, why = _in_a_process(name, asked._replace(trials=rest))
         if found is not None:
             told.append(found)
+            num_trials += found.num_trials
             break
         lost.append((reached, draw_input(name, asked.seed, reached)[0].name, why))
+        num_trials += reached + 1 - rest.start
         rest = range(reached + 1, rest.stop) if len(lost) < MAX_BROKEN else range(0)
     broken = [*lost, *(item for each in told for item in each.broken)]
-    num_trials = sum(each.num_trials for each in told) + len(lost)
+    if asked.tally is not None:
+        asked.tally.num_tried = num_trials
+        asked.tally.is_cut_short = num_trials < len(asked.trials)
     return Outcome(num_trials, tuple(_kept(name, asked, *item) for item in broken), _result(told))
 
 
