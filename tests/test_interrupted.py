@@ -108,10 +108,10 @@ def test_an_interrupt_before_the_first_frame_of_a_chunk_ends_compressing(
 ) -> None:
     original = compressing._Chunk.add
 
-    def interrupted(self: Any, number: int, *arguments: Any) -> None:
+    def interrupted(self: Any, number: int, *arguments: Any) -> float:
         if number == 0:
             raise KeyboardInterrupt
-        original(self, number, *arguments)
+        return original(self, number, *arguments)
 
     monkeypatch.setattr(compressing._Chunk, "add", interrupted)
     options = bcp.SaveOptions(codec="zstd", writer_threads=2)
