@@ -94,7 +94,10 @@ class FaultProxy:
         self.lines: list[str] = []
         """First lines of the requests, in the order in which they came, each with what happened to it."""
         self.before_passing: Callable[[str], object] | None = None
-        """Called in a thread of its own with the first line of each request that is about to reach the server."""
+        """Called in a thread of its own with the first line of each request that is about to reach the server. Where
+        it raises, the client loses its connection, and `heal` raises the same."""
+        self.raised: list[Exception] = []
+        """By `before_passing`, since the last `heal`."""
         self._target_port = target_port
         self._faults: Sequence[Fault] = ()
         self._pace = AT_ONCE
@@ -119,6 +122,10 @@ class FaultProxy:
         """No more faults, and nothing is under way any more when it returns; what was met stays to be looked at."""
         self._faults, self._pace = (), AT_ONCE
         assert self._is_idle.wait(_SETTLED_S), f"requests are still under way: {self.lines}"
+        if self.raised:
+            error = self.raised[0]
+            self.raised.clear()
+            raise error
 
     def start(self) -> None:
         self._thread.start()
@@ -220,7 +227,11 @@ class FaultProxy:
 
     async def _reach_server(self, line: str) -> _Side:
         if self.before_passing is not None:
-            await asyncio.to_thread(self.before_passing, line)
+            try:
+                await asyncio.to_thread(self.before_passing, line)
+            except Exception as error:
+                self.raised.append(error)
+                raise ConnectionAbortedError("nothing is passed on: before_passing raised") from error
         return _Side(*await asyncio.open_connection("127.0.0.1", self._target_port))
 
     async def _copy(self, source: _Side, target: _Side, num_bytes: int | None) -> None:

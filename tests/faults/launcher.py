@@ -1,6 +1,7 @@
-"""Programs as a user starts them, without waiting seconds for the import of torch: one process has imported it, and
-forks for each program. A program ends as any Python program does, exit hooks and all; run as a script, this is that
-process.
+"""Programs without waiting seconds for the import of torch: one process has imported it, and forks for each program.
+A program has the environment of one that a user starts, and ends as any Python program does, exit hooks and all. Its
+memory is not as a user's: it inherits malloc in place of Python's own allocator, and large pages. Run as a script, this
+is that process.
 """
 
 from __future__ import annotations
@@ -162,7 +163,10 @@ class Programs:
         return None
 
     def has_ended(self, pid: int) -> bool:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        try:
+            return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # it was waited for before
+            return True
 
     def _wait_for_strangers(self) -> None:
         if self._children.exists() and not self._is_forking:
@@ -210,7 +214,7 @@ def _redirect(output: str) -> None:
 
 if __name__ == "__main__":
     for name in _LARGE_PAGES:
-        os.environ.pop(name, None)  # programs are started as a user's are
+        os.environ.pop(name, None)  # what programs start has the environment and the allocator of a user's
     import no_pickle
     import torch.distributed
 

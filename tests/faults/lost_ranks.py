@@ -174,11 +174,19 @@ def wait_for_others(number: int, num_others: int) -> None:
 
 def wake(number: int, pid: int) -> None:
     """Returns when the rank of the group that is stopped says that it goes on. Hazard: at the end of a call the others
-    may be done before it has come to where it stops, and to be woken before that is to stay asleep.
+    may be done before it has come to where it stops. To be woken before that is to stay asleep; to be woken between the
+    signal and the stop is not to stop at all.
     """
     while not _store().check([_awake_key(number)]):
-        os.kill(pid, signal.SIGCONT)
+        if _stands_still(pid):
+            os.kill(pid, signal.SIGCONT)
         time.sleep(0.01)
+
+
+def _stands_still(pid: int) -> bool:
+    """Whether all of the process was stopped; True, too, where there is no telling."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _awake_key(number: int) -> str:

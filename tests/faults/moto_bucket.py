@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import pytest
 from bytecheckpoint.manifest import decode_manifest
 
 REGION = "us-east-1"
+_LOOKS = 100
+_LOOK_S = 0.01
 _SIGNED = f"AWS4-HMAC-SHA256 Credential=access/20260101/{REGION}/s3/aws4_request"
 """moto asks for a signature, and looks no further into it."""
 
@@ -63,6 +66,14 @@ class Bucket:
             self._ask("DELETE", f"/{self.name}/{quote(key)}?{urlencode({'uploadId': upload_id})}")
 
     def objects(self, prefix: str) -> dict[str, bytes]:
+        """All of them at one time. A late request may replace or remove one meanwhile: then all are read again."""
+        for _ in range(_LOOKS - 1):
+            with suppress(ValueError, KeyError):  # moto has closed it; it is gone
+                return self._contents(prefix)
+            time.sleep(_LOOK_S)
+        return self._contents(prefix)
+
+    def _contents(self, prefix: str) -> dict[str, bytes]:
         return {key: bytes(stored.value) for key, stored in self._stored(prefix).items()}
 
     def _stored(self, prefix: str) -> dict[str, Any]:

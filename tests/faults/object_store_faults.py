@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ from faults.seams import Seen
 OLD, NEW, LATER = 1.0, 2.0, 3.0
 HUNG_S = 90.0
 """A call that takes that long hangs: its process is killed and says where it was."""
+STARTING_S = 300.0
+"""What the first save of each lane may take, while all import what they need."""
+MOST_RANKS = 2
 FAR_APART = 1_000_000
 """Between the schedules of one seed of the campaign and those of the next."""
 NUM_LANES = 6
@@ -185,7 +189,10 @@ class Trial:
         return by_rank[0]
 
     def _heal(self) -> None:
-        self._proxy.heal()
+        try:
+            self._proxy.heal()
+        except Exception as error:
+            raise self._broken(f"the proxy, or what looks through it, failed: {error!r}") from error
         self.story += [f"    {line}" for line in self._proxy.lines]
 
     def _must(self, holds: bool, what: str) -> None:
@@ -204,6 +211,15 @@ class Lane(NamedTuple):
     proxy: FaultProxy
     workers: WorkerPool
 
+    def warm_up(self) -> None:
+        """Saves and loads once, on as many ranks as any schedule has: a first call takes long, and is not measured."""
+        place = Place(f"s3://{self.bucket.name}/warm/run", None, self.bucket.url, STARTING_S, STARTING_S, in_parts=True)
+        for function, arguments in ((save_there, (place, OLD)), (load_there, (place,))):
+            for ended in self.workers.run(function, *arguments, world_size=MOST_RANKS, timeout_s=STARTING_S):
+                if ended.error is not None:
+                    raise RuntimeError(f"{self.bucket.name} cannot be used: {ended.error}")
+        self.bucket.clear("warm/")
+
     def run(self, schedule: Schedule) -> tuple[Trial, Outcome | BrokenPromiseError]:
         trial = Trial(schedule, self.bucket, self.proxy, self.workers)
         try:
@@ -211,6 +227,7 @@ class Lane(NamedTuple):
         except BrokenPromiseError as error:
             return trial, error
         finally:
+            self.proxy.raised.clear()  # or a trial that broke off would break the next
             self.bucket.clear(f"seed{schedule.seed}/")
 
 
@@ -220,7 +237,7 @@ def running_lanes(num_lanes: int) -> Iterator[list[Lane]]:
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")  # of client libraries, and of saves that go on
         bucket = stack.enter_context(running_moto())
-        yield [
+        lanes = [
             Lane(
                 bucket.beside(f"bucket{number}"),
                 stack.enter_context(running_proxy(bucket.port)),
@@ -228,6 +245,9 @@ def running_lanes(num_lanes: int) -> Iterator[list[Lane]]:
             )
             for number in range(num_lanes)
         ]
+        with ThreadPoolExecutor(max(1, num_lanes)) as starting:
+            list(starting.map(Lane.warm_up, lanes))
+        yield lanes
 
 
 def run(asked: Asked) -> Campaigned:

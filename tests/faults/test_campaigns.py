@@ -155,6 +155,8 @@ def test_a_program_that_has_ended_keeps_its_number_until_it_is_waited_for(launch
     assert launcher.run("print('another')").output == "another\n"
     os.kill(pid, 0)
     assert launcher.wait(pid).exit_code == 0
+    assert launcher.has_ended(pid)  # and the launcher goes on
+    assert launcher.run("").exit_code == 0
 
 
 def test_campaigns_have_names_of_their_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from storage.s3_server import S3Server, running_s3
 import bytecheckpoint as bcp
 from faults.fault_proxy import FOR_GOOD, KINDS, REQUESTS, Fault, FaultProxy, Pace, running_proxy
 from faults.fault_schedules import draw_schedule
-from faults.moto_bucket import what_is_partial
+from faults.moto_bucket import Bucket, what_is_partial
 from faults.seams import files_under, state_of
 
 DATA = bytes(range(256)) * 1000
@@ -104,6 +105,18 @@ def test_faults_are_for_the_requests_that_they_name(server: S3Server, proxy: Fau
     assert ask(proxy, "GET")[0] == 200
 
 
+def test_what_looks_at_a_request_and_fails_does_not_vanish(server: S3Server, proxy: FaultProxy) -> None:
+    proxy.before_passing = lambda _: 1 // 0
+    with pytest.raises(BROKEN):
+        ask(proxy, "PUT", DATA)
+    assert server.requests == []
+    with pytest.raises(ZeroDivisionError):
+        proxy.heal()
+    proxy.before_passing = None
+    assert ask(proxy, "PUT", DATA)[0] == 200
+    proxy.heal()
+
+
 def test_a_server_that_is_gone_is_a_connection_that_ends() -> None:
     with running_proxy(9) as proxy, pytest.raises(BROKEN):
         ask(proxy, "GET")
@@ -125,3 +138,25 @@ def test_parts_of_objects_are_seen(tmp_path: Path) -> None:
     for key, content in objects.items():
         for num_bytes in (0, 7, len(content) // 2, len(content) - 1):
             assert what_is_partial({key: content[:num_bytes]}) == [key]
+
+
+class Held:
+    """An object as moto holds it."""
+
+    def __init__(self, *, is_disposed: bool) -> None:
+        self._buffer = io.BytesIO(DATA)
+        if is_disposed:
+            self._buffer.close()
+
+    @property
+    def value(self) -> bytes:
+        return self._buffer.getvalue()
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([{KEY: Held(is_disposed=True)}, {KEY: Held(is_disposed=False)}])
+    monkeypatch.setattr(Bucket, "_stored", lambda *_: next(looks))
+    assert Bucket(9, "bucket").objects("run/") == {KEY: DATA}
+    monkeypatch.setattr(Bucket, "_stored", lambda *_: {KEY: Held(is_disposed=True)})
+    with pytest.raises(ValueError, match="closed"):
+        Bucket(9, "bucket").objects("run/")

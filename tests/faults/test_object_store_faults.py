@@ -4,6 +4,7 @@ many schedules as one likes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from distributed.workers import WorkerPool
 from faults.fault_proxy import FOR_GOOD, Fault, FaultProxy, running_proxy
 from faults.fault_schedules import draw_schedule
 from faults.moto_bucket import Bucket, running_moto
-from faults.object_store_faults import MAY_BE_COMMITTED, NEW, Trial
+from faults.object_store_faults import MAY_BE_COMMITTED, NEW, BrokenPromiseError, Lane, Trial
 from faults.s3_calls import Place, load_there, save_there
 
 pytestmark = [
@@ -36,6 +37,28 @@ def test_faults_of_the_network(workers: WorkerPool, proxied: tuple[Bucket, Fault
     bucket, proxy = proxied
     Trial(draw_schedule(seed), bucket, proxy, workers).run()
     bucket.clear(f"seed{seed}/")
+
+
+def test_a_look_at_the_commit_that_fails_breaks_the_trial_and_not_the_next(
+    workers: WorkerPool, proxied: tuple[Bucket, FaultProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, num_left = Bucket.objects, [1]
+
+    def failing_once(bucket: Bucket, prefix: str) -> dict[str, bytes]:
+        if num_left and threading.current_thread() is not threading.main_thread():
+            num_left.pop()
+            raise ZeroDivisionError("seen from the proxy")
+        return objects(bucket, prefix)
+
+    monkeypatch.setattr(Bucket, "objects", failing_once)
+    lane = Lane(*proxied, workers)
+    schedule = draw_schedule(QUICK[0])
+    _, broken = lane.run(schedule._replace(save_faults=(), load_faults=()))
+    assert isinstance(broken, BrokenPromiseError)
+    assert "seen from the proxy" in str(broken)
+    assert not num_left
+    _, outcome = lane.run(schedule)
+    assert not isinstance(outcome, BrokenPromiseError), outcome
 
 
 @pytest.mark.parametrize(

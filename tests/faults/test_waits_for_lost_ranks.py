@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,19 @@ def test_a_rank_that_waits_far_longer_than_its_timeout_breaks_the_promise(
 
 
 def lose_one_late(rank: int, world_size: int, root: str, cases: list[Case]) -> Any:
-    with before("signal.pthread_kill", lambda: time.sleep(1.0)):
-        return lose_one(rank, world_size, root, cases)
+    """Fails where it is woken before it has stopped."""
+    woken: list[int] = []
+
+    def linger() -> None:
+        time.sleep(1.0)
+        assert not woken
+
+    previous = signal.signal(signal.SIGCONT, lambda number, _: woken.append(number))
+    try:
+        with before("signal.pthread_kill", linger):
+            return lose_one(rank, world_size, root, cases)
+    finally:
+        signal.signal(signal.SIGCONT, previous)
 
 
 def test_a_rank_that_stops_when_the_others_are_done_is_woken_all_the_same(workers: WorkerPool, tmp_path: Path) -> None:
