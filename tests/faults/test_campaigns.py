@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import bytecheckpoint as bcp
-from faults import fault_table, kill_calls
+from faults import fault_table, kill_calls, kill_times
 from faults.campaigns import (
     EVERY,
     Asked,
@@ -145,6 +145,33 @@ def test_what_a_killed_program_leaves_behind_is_waited_for_by_the_launcher(launc
     launcher.wait_for_output(pid, "now of")
     assert launcher.wait(pid) == (-signal.SIGKILL, f"ready\nnow of {launcher.pid}\n")
     assert left_alive(pid) is None
+
+
+def test_what_has_ended_and_was_not_waited_for_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kill_times, "SURELY_TOLD_S", 0.0)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    os.killpg(child, 0)  # its number is taken still
+    assert left_alive(child) is None
+    os.waitpid(child, 0)
+
+
+def test_what_lives_on_after_a_program_is_told_with_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kill_times, "SURELY_TOLD_S", 0.0)
+    monkeypatch.setattr(kill_times, "ENDS_WITHIN_S", 0.2)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        while True:
+            signal.pause()
+    while os.getpgid(child) != child:
+        time.sleep(0.001)
+    assert f"lives 0.2 s after it: {child} in " in str(left_alive(child))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_a_program_that_has_ended_keeps_its_number_until_it_is_waited_for(launcher: Launcher) -> None:
