@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import NEW_TUPLE, LocalShard, torch_dtype
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lane
 from bytecheckpoint.dtypes import itemsize
@@ -43,7 +43,7 @@ def target_of(shard: LocalShard, stored_dtype: str, lane: Lane | None) -> Target
     tensor = shard.tensor
     if not takes_bytes(shard, stored_dtype):
         return Target(shard, stored_dtype, 0, 0, lane)
-    return Target(shard, stored_dtype, tensor.data_ptr() if lane is None else 0, tensor.nbytes, lane)
+    return NEW_TUPLE(Target, (shard, stored_dtype, tensor.data_ptr() if lane is None else 0, tensor.nbytes, lane))
 
 
 def memory_of(part: Part, targets: Sequence[Target]) -> memoryview | None:
