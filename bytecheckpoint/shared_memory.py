@@ -35,7 +35,7 @@ class Shared(NamedTuple):
 def find_shared(shards: Sequence[LocalShard]) -> Shared:
     """All shards that share memory with another one. Costs little where none does."""
     shared = Shared([], [])
-    if all(shard.tensor.is_cpu for shard in shards):
+    if all(shard.address or shard.tensor.is_cpu for shard in shards):
         _look_among(range(len(shards)), shards, shared)
         return shared
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
@@ -48,9 +48,9 @@ def find_shared(shards: Sequence[LocalShard]) -> Shared:
 
 def _look_among(numbers: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:
     """Looks at the shards with these numbers, which are on one device."""
-    tensors = [shards[number].tensor for number in numbers]
-    starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    spans = [tensor.nbytes if tensor.is_contiguous() else _span_bytes(tensor) for tensor in tensors]
+    looked_at = [shards[number] for number in numbers]
+    starts = np.array([shard.address or shard.tensor.data_ptr() for shard in looked_at], np.int64)
+    spans = [shard.tensor.nbytes if shard.address else _span_bytes(shard.tensor) for shard in looked_at]
     ends = starts + np.array(spans, np.int64)
     filled = np.flatnonzero((starts != 0) & (ends > starts))
     order = filled[np.argsort(starts[filled], kind="stable")]

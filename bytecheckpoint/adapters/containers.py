@@ -57,7 +57,7 @@ class PlainEntry:
         return Contents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
 
     def expect(self, stored: Stored) -> Expectation:
-        shards = LocalShards()
+        shards = LocalShards(with_addresses=True)
         values = leaves(self._value, self.fqn)
         others = {fqn: value for fqn, value in values.items() if type(value) not in PLAIN_TENSORS}
         facts = {fqn: value for fqn, value in others.items() if is_facts(fqn) and are_facts(value)}
