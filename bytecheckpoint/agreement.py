@@ -63,7 +63,7 @@ class Wish(NamedTuple):
 
     def fingerprint(self, ranks: Ranks) -> bytes:
         """What a plan depends on, and nothing else."""
-        fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:-1]
+        fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:-2]
         options = (self.max_file_bytes, self.codec)
         parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank, self.stages)
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
@@ -139,7 +139,7 @@ def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) 
         shards = [part for shard in shards for part in cut_to_files(shard, options)]
 
     def offers() -> list[Offer]:
-        return [Offer(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, _ in shards]
+        return [Offer(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, *_ in shards]
 
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}

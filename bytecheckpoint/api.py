@@ -280,7 +280,7 @@ def load(
 
     with telling(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
-        if any(shard.tensor.is_meta for shard in match.shards):
+        if any(not shard.address and shard.tensor.is_meta for shard in match.shards):
             source.changes.make_memory()
             refused = {problem.fqn for problem in match.problems}
             for entry in entries:

@@ -108,7 +108,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     extents = Extents(source.manifest.files)
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
-    tensors = (shard.tensor for shard in match.shards)
+    tensors = (shard.tensor for shard in match.shards if not shard.address)
     with closing(Listener(towards=ranks.meeting_host)) as listener, lanes_to(tensors) as lanes:
         runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
         deal = _agree(ranks, _Wish(listener.address, runs, source.unit_bytes(sharable), timeout_s), extents)

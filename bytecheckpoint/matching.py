@@ -127,7 +127,7 @@ def _not_found(fqn: str, stored: Stored) -> Problem:
 
 def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem | None:
     """Why the shard cannot be filled from the stored tensor."""
-    fqn, dtype, shape, _, tensor = shard
+    fqn, dtype, shape, _, tensor, address = shard
     if found.shape != shape:
         text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(shape)} in the state"
         return Problem("shape", fqn, text)
@@ -137,7 +137,7 @@ def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem |
     if found.dtype != dtype and not _can_convert(found.dtype, dtype):
         text = f"{fqn}: torch cannot convert {found.dtype} in the checkpoint to {dtype} in the state"
         return Problem("dtype", fqn, text)
-    if shares_elements(tensor):
+    if not address and shares_elements(tensor):
         text = (
             f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
         )

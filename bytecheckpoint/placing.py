@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import NEW_TUPLE, LocalShard, torch_dtype
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lane
 from bytecheckpoint.dtypes import itemsize
@@ -34,8 +34,10 @@ class Target(NamedTuple):
 
 def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
     """Whether stored bytes can be put into the shard's memory as they are."""
+    if shard.address or shard.dtype != stored_dtype:
+        return shard.dtype == stored_dtype
     tensor = shard.tensor
-    return shard.dtype == stored_dtype and (tensor.is_cpu or has_streams(tensor.device)) and is_row_major(tensor)
+    return (tensor.is_cpu or has_streams(tensor.device)) and is_row_major(tensor)
 
 
 def target_of(shard: LocalShard, stored_dtype: str, lane: Lane | None) -> Target:
@@ -43,7 +45,8 @@ def target_of(shard: LocalShard, stored_dtype: str, lane: Lane | None) -> Target
     tensor = shard.tensor
     if not takes_bytes(shard, stored_dtype):
         return Target(shard, stored_dtype, 0, 0, lane)
-    return Target(shard, stored_dtype, tensor.data_ptr() if lane is None else 0, tensor.nbytes, lane)
+    address = (shard.address or tensor.data_ptr()) if lane is None else 0
+    return NEW_TUPLE(Target, (shard, stored_dtype, address, tensor.nbytes, lane))
 
 
 def memory_of(part: Part, targets: Sequence[Target]) -> memoryview | None:

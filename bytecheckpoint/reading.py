@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.adapters.tensors import NEW_TUPLE, LocalShard
 from bytecheckpoint.aftermath import Changes
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lanes, lanes_to
@@ -74,11 +74,11 @@ class Source:
         """
         options = self.options
         wants = [
-            Want(fqn, shard.region, takes_bytes(shard, dtype))
+            NEW_TUPLE(Want, (fqn, shard.region, takes_bytes(shard, dtype)))
             for shard, fqn, dtype in zip(shards, stored_fqns, self._dtypes(stored_fqns), strict=True)
         ]
         max_fetch_bytes = self._max_fetch_bytes
-        if any(has_streams(device) for device in {shard.tensor.device for shard in shards}):
+        if any(has_streams(device) for device in {shard.tensor.device for shard in shards if not shard.address}):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
         fetches = plan_load(
@@ -116,7 +116,7 @@ class Source:
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
-        with lanes_to(shard.tensor for shard in shards) as lanes:
+        with lanes_to(shard.tensor for shard in shards if not shard.address) as lanes:
             self.run(self.reads(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
 
     def _dtypes(self, stored_fqns: Sequence[str]) -> list[str]:

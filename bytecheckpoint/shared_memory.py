@@ -35,19 +35,22 @@ class Shared(NamedTuple):
 def find_shared(shards: Sequence[LocalShard]) -> Shared:
     """All shards that share memory with another one. Costs little where none does."""
     shared = Shared([], [])
+    if all(shard.address or shard.tensor.is_cpu for shard in shards):
+        _look_among(range(len(shards)), shards, shared)
+        return shared
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
     for number, shard in enumerate(shards):
         by_device.setdefault(shard.tensor.device, []).append(number)
     for numbers in by_device.values():
-        _look_among(np.array(numbers), shards, shared)
+        _look_among(numbers, shards, shared)
     return shared
 
 
-def _look_among(numbers: Int64s, shards: Sequence[LocalShard], shared: Shared) -> None:
+def _look_among(numbers: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:
     """Looks at the shards with these numbers, which are on one device."""
-    tensors = [shards[number].tensor for number in numbers]
-    starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    spans = [tensor.nbytes if tensor.is_contiguous() else _span_bytes(tensor) for tensor in tensors]
+    looked_at = [shards[number] for number in numbers]
+    starts = np.array([shard.address or shard.tensor.data_ptr() for shard in looked_at], np.int64)
+    spans = [shard.tensor.nbytes if shard.address else _span_bytes(shard.tensor) for shard in looked_at]
     ends = starts + np.array(spans, np.int64)
     filled = np.flatnonzero((starts != 0) & (ends > starts))
     order = filled[np.argsort(starts[filled], kind="stable")]
@@ -57,7 +60,7 @@ def _look_among(numbers: Int64s, shards: Sequence[LocalShard], shared: Shared) -
         return
     for group in np.split(order, np.flatnonzero(is_free)[1:]):
         if len(group) > 1:
-            _look_at(numbers[group].tolist(), shards, shared)
+            _look_at([numbers[index] for index in group.tolist()], shards, shared)
 
 
 def _look_at(group: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:

@@ -67,7 +67,7 @@ def hold_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list[
     """
     changing = {_storage_of(buffer) for buffer in buffers_in(entries)}
     # `_replace` costs more than all the rest of it.
-    return [LocalShard(*shard[:-1], _held(shard.tensor, changing)) for shard in shards]
+    return [LocalShard(*shard[:4], _held(shard.tensor, changing)) for shard in shards]
 
 
 def _held(tensor: torch.Tensor, changing: Collection[int]) -> torch.Tensor:

@@ -58,7 +58,7 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
     if shard.tensor.nbytes <= max_bytes or codec_of(shard.fqn, options.codec) == "none":
         return [shard]
     parts = split_rows(shard.region, max_bytes // shard.tensor.element_size())
-    return [shard._replace(region=part, tensor=view_region(shard, part)) for part in parts]
+    return [shard._replace(region=part, tensor=view_region(shard, part), address=0) for part in parts]
 
 
 def plan_files(

@@ -128,3 +128,22 @@ def test_dtypes_are_called_what_torch_calls_them() -> None:
     for name in DTYPE_ITEMSIZES:
         dtype = getattr(torch, name, None)
         assert dtype is None or (dtype_name(dtype), f"torch.{name}") == (name, str(dtype))
+
+
+@pytest.mark.parametrize("with_addresses", [True, False])
+def test_an_address_is_told_only_of_memory_that_takes_bytes_as_they_are(with_addresses: bool) -> None:
+    flat = torch.arange(12.0)
+    conjugated = torch.ones(3, dtype=torch.complex64).conj()
+    tensors = {
+        "flat": flat,
+        "parameter": torch.nn.Parameter(flat[4:]),
+        "columns": flat.view(3, 4)[:, :2],
+        "conjugated": conjugated,
+        "negative": conjugated.imag,
+        "meta": torch.empty(3, device="meta"),
+        "empty": torch.empty(0),
+    }
+    shards = LocalShards(with_addresses=with_addresses)
+    shards.add_all(tensors.items())
+    told = {shard.fqn: shard.address for shard in shards.found if shard.address}
+    assert told == ({"flat": flat.data_ptr(), "parameter": flat.data_ptr() + 16} if with_addresses else {})

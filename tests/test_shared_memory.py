@@ -123,6 +123,10 @@ class Elsewhere(torch.Tensor):
     def device(self) -> torch.device:
         return torch.device("cuda:1")
 
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
 
 def test_equal_addresses_on_different_devices_are_different_memory() -> None:
     memory = torch.zeros(100)

@@ -57,13 +57,19 @@ class PlainEntry:
         return Contents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
 
     def expect(self, stored: Stored) -> Expectation:
-        shards = LocalShards()
+        shards = LocalShards(with_addresses=True)
         values = leaves(self._value, self.fqn)
-        facts = {fqn: value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
+        others = {fqn: value for fqn, value in values.items() if type(value) not in PLAIN_TENSORS}
+        facts = {fqn: value for fqn, value in others.items() if is_facts(fqn) and are_facts(value)}
         refused = refusals(values if facts else {}, stored)
+        # Most of a state, told from the rest by one look.
+        simple = {} if facts or not stored.takes_all else stored.plain
         expectation = Expectation(shards.found, set(facts), refused.problems)
         tensors: list[tuple[str, torch.Tensor]] = []
         for fqn, value in values.items():
+            if type(simple.get(fqn)) is TensorRef and type(value) in PLAIN_TENSORS:
+                tensors.append((fqn, value))
+                continue
             if fqn in facts or stored.skips(fqn):
                 continue
             expectation.claims.add(fqn)
@@ -71,7 +77,6 @@ class PlainEntry:
                 missing = stored.missing_at(fqn)
                 expectation.claims.update([] if missing is None else [missing[0]])
                 continue
-            # Most of a state, told from the rest by one look.
             is_stored_tensor = type(value) in PLAIN_TENSORS and type(stored.plain.get(fqn)) is TensorRef
             if is_stored_tensor or not self._expects_other(fqn, value, stored, expectation):
                 tensors.append((fqn, value))
@@ -105,6 +110,8 @@ class PlainEntry:
     def finish(self, stored: Stored) -> None:
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
+            if type(value) in PLAIN_TENSORS and fqn in stored.tensors:  # which is filled in place
+                continue
             if (is_facts(fqn) and are_facts(value)) or stored.skips(fqn):
                 continue
             adopted = _adopted(value, fqn, stored)

@@ -145,7 +145,7 @@ class ModuleEntry:
         own = {**held.facts, **held.tensors} if held.facts else {}
         self._refused = refused = refusals(own, stored, held.aliases, other_names)
         problems = refused.problems
-        of_module = LocalShards()
+        of_module = LocalShards(with_addresses=True)
         of_module.add_all(
             (_stored_name(fqn, other_names, stored), tensor)
             for fqn, tensor in held.tensors.items()

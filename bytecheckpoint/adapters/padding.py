@@ -40,7 +40,7 @@ def beyond(shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | No
     if not lengths[axis]:
         return []
     memory = shard.tensor.narrow(axis, length, lengths[axis])
-    return [shard._replace(region=Region(tuple(offsets), tuple(lengths)), tensor=memory)]
+    return [shard._replace(region=Region(tuple(offsets), tuple(lengths)), tensor=memory, address=0)]
 
 
 def same_but_for_padding(axis: int | None, shape: Sequence[int], other: Sequence[int]) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of
 from bytecheckpoint.adapters.tensors import (
+    NEW_TUPLE,
     PLAIN_TENSORS,
     check_has_memory,
     dense_dtype,
@@ -266,7 +267,7 @@ def _decode(data: bytes | memoryview, depth: int) -> Any:
 
     def from_ext(code: int, content: memoryview) -> Any:
         if code == _REF:  # most of a state
-            return TensorRef(_decode_fqn(content))
+            return NEW_TUPLE(TensorRef, (_decode_fqn(content),))
         return _from_ext(code, content, depth - 1)
 
     return msgspec.msgpack.decode(data, ext_hook=from_ext)

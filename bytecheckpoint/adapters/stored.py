@@ -20,7 +20,7 @@ from bytecheckpoint.adapters.plain_data import (
     leaves,
 )
 from bytecheckpoint.adapters.renaming import KeyMap, renamed_alike, renamer
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import NEW_TUPLE, LocalShard, torch_dtype
 from bytecheckpoint.manifest import Manifest
 
 Scope = Literal["shared", "whole", "either", "rank"]
@@ -102,10 +102,11 @@ class Stored:
         self._manifest = manifest
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
-        self._takes_all = include is None and not exclude
+        self.takes_all = include is None and not exclude
+        """Whether neither keeps anything from being loaded."""
         self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below)
-        self._is_as_saved = self._takes_all and not self._is_renamed
+        self._is_as_saved = self.takes_all and not self._is_renamed
         self.rename = renamer(key_map, below)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
@@ -117,7 +118,7 @@ class Stored:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
         described = manifest.describe_all().items()
-        records = {fqn: StoredTensor(fqn, dtype, shape) for fqn, (dtype, shape) in described}
+        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, dtype, shape)) for fqn, (dtype, shape) in described}
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = _named_by_content(manifest)
         if not by_content:
@@ -141,7 +142,7 @@ class Stored:
 
     def takes(self, fqn: str) -> bool:
         """Whether include and exclude let this checkpoint FQN through."""
-        if self._takes_all:
+        if self.takes_all:
             return True
         included = self._include is None or _matches(fqn, self._include)
         return included and not self.excludes(fqn)
@@ -238,15 +239,15 @@ class Stored:
 
     def skips(self, fqn: str) -> bool:
         """Whether include or exclude keep this state FQN from being loaded."""
-        if self._takes_all or fqn in self.skipped or fqn in self._known:
-            return not self._takes_all and fqn in self.skipped
+        if self.takes_all or fqn in self.skipped or fqn in self._known:
+            return not self.takes_all and fqn in self.skipped
         # What is renamed into a container that they name themselves is loaded.
         return not self.takes(self.globbed_name(fqn)) and (not self._is_renamed or fqn not in self._known_roots)
 
     @cached_property
     def skipped(self) -> set[str]:
         """State FQNs of all that include and exclude leave out, and nothing else is renamed to."""
-        if self._takes_all:
+        if self.takes_all:
             return set()
         left_out = {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
         return left_out - self._known

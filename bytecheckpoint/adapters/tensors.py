@@ -48,6 +48,9 @@ class LocalShard(NamedTuple):
     tensor: torch.Tensor
     """Live memory with the region's lengths as its shape: a view that autograd does not see, or the state's own tensor
     where autograd has nothing to do with it. On the meta device where a load has yet to create that memory."""
+    address: int = 0
+    """Of its first byte, where it was asked for and all of its bytes follow in memory of the host; 0 where the tensor
+    has to be looked at. Found with all else about it: each more look at 100,000 tensors costs a load some percent."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -66,8 +69,10 @@ class LocalShards:
     kept beyond the walk, so nothing can be out of date.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_addresses: bool = False) -> None:
+        """A load asks for the addresses; a save looks at its tensors once more anyway, when it is staged."""
         self.found: list[LocalShard] = []
+        self._with_addresses = with_addresses
         self._kinds: dict[object, _Kind] = {}
         """By what `_LOOKS` tells of a plain tensor: dtype, lengths and region of what is dense and whole."""
         self._layouts: dict[object, _Layout] = {}
@@ -85,7 +90,7 @@ class LocalShards:
         """The same for many tensors, each with its FQN."""
         # One loop, and few looks at each tensor, because a state may hold 100,000 small ones: each call and each look
         # would be a tenth of what a save that is planned already costs.
-        kinds, found = self._kinds, self.found
+        kinds, found, with_addresses = self._kinds, self.found, self._with_addresses
         for fqn, tensor in tensors:
             if type(tensor) not in PLAIN_TENSORS:
                 self._add_other(fqn, tensor)
@@ -97,7 +102,8 @@ class LocalShards:
                 raise
             dtype, lengths, region = kinds.get(looks) or self._add_kind(looks, fqn, tensor)
             memory = tensor.detach() if tensor.requires_grad or tensor._is_view() else tensor
-            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory)))
+            address = address_of(memory) if with_addresses else 0
+            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address)))
 
     def _add_kind(self, looks: object, fqn: str, tensor: torch.Tensor) -> _Kind:
         dtype = dense_dtype(fqn, tensor)
@@ -127,7 +133,15 @@ class LocalShards:
             layout = self._layouts[key] = _layout_of(fqn, tensor)
         memory = local.detach() if local.requires_grad or local._is_view() else local
         for part in layout.parts:
-            self.found.append(LocalShard(fqn, layout.dtype, layout.shape, part.region, part.of(memory)))
+            of_part = part.of(memory)
+            address = address_of(of_part) if self._with_addresses else 0
+            self.found.append(LocalShard(fqn, layout.dtype, layout.shape, part.region, of_part, address))
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """As a LocalShard has it: of its first byte where all of its bytes follow on the host, 0 otherwise."""
+    is_flat = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.data_ptr() if is_flat else 0
 
 
 def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
