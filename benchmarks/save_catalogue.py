@@ -86,6 +86,7 @@ CONTESTANTS = {
         Contestant("fork", "limit: fork of a process with the state", "limit"),
         # As asynchronous saves are timed: once a round, and ranks that have returned train while others have not.
         Contestant("agree", "limit: agreement of the ranks alone", "async", needs_ranks=True),
+        Contestant("work", "limit: a millisecond of work in the call, then training", "async"),
         Contestant("memcpy-async", "limit: memcpy into warm memory, once, then training", "async"),
         Contestant("write-async", "limit: O_DIRECT + fsync beside training, of memory at hand", "async"),
         Contestant("fork-async", "limit: fork, and a child that sleeps for as long, beside training", "async"),

@@ -1,7 +1,7 @@
 """What no save can beat on this machine, for benchmarks/save.py: the bytes of a rank written past the page cache from
 aligned memory that is paged in, and copied into memory that is paged in; and a fork of the process. Each is the best of
 several ways or times. What is timed as asynchronous saves are, once and with training beside it: an agreement of the
-ranks; the same copy; the same writes; and a fork whose child does nothing for as long as those take.
+ranks; a millisecond of work; the same copy; the same writes; and a fork whose child does nothing for as long as those take.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ MIB = 1 << 20
 WAYS = ((4 * MIB, 2), (8 * MIB, 4), (16 * MIB, 2), (64 * MIB, 1))
 """Bytes of a block, and how many are written at the same time."""
 COPIES = 3
+WORK_S = 0.001
 PAGE = mmap.PAGESIZE
 
 
@@ -33,6 +34,7 @@ def contestants() -> dict[str, Save]:
         "memcpy": copy_limit,
         "fork": fork_limit,
         "agree": agreement_only,
+        "work": work_only,
         "memcpy-async": copy_only(),
         "write-async": write_only(),
         "fork-async": fork_only(),
@@ -155,6 +157,14 @@ def fork_only() -> Save:
 
 def agreement_only(folder: Path, job: Job) -> Pending:  # noqa: ARG001  a contestant takes both
     agree()
+    return Pending(lambda: None)
+
+
+def work_only(folder: Path, job: Job) -> Pending:  # noqa: ARG001  a contestant takes both
+    """What WORK_S of one core become for the slowest rank, where those that are done train on."""
+    end = time.thread_time() + WORK_S
+    while time.thread_time() < end:
+        pass
     return Pending(lambda: None)
 
 
