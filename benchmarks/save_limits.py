@@ -1,7 +1,7 @@
 """What no save can beat on this machine, for benchmarks/save.py: the bytes of a rank written past the page cache from
 aligned memory that is paged in, and copied into memory that is paged in; and a fork of the process. Each is the best of
 several ways or times. What is timed as asynchronous saves are, once and with training beside it: an agreement of the
-ranks; a millisecond of work; the same copy; the same writes; and a fork whose child does nothing for as long as those take.
+ranks; a millisecond of work; the same copy; the same writes; a fork whose child does nothing for as long as those take.
 """
 
 from __future__ import annotations
