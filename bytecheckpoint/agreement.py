@@ -63,7 +63,7 @@ class Wish(NamedTuple):
 
     def fingerprint(self, ranks: Ranks) -> bytes:
         """What a plan depends on, and nothing else."""
-        fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:-2]
+        fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:4]
         options = (self.max_file_bytes, self.codec)
         parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank, self.stages)
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))

@@ -43,6 +43,9 @@ def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
 def target_of(shard: LocalShard, stored_dtype: str, lane: Lane | None) -> Target:
     # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
     tensor = shard.tensor
+    if shard.address and tensor.data_ptr() != shard.address:
+        # Moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with a process moves it.
+        shard = shard._replace(address=0)
     if not takes_bytes(shard, stored_dtype):
         return Target(shard, stored_dtype, 0, 0, lane)
     address = (shard.address or tensor.data_ptr()) if lane is None else 0

@@ -50,7 +50,10 @@ def _look_among(numbers: Sequence[int], shards: Sequence[LocalShard], shared: Sh
     """Looks at the shards with these numbers, which are on one device."""
     looked_at = [shards[number] for number in numbers]
     starts = np.array([shard.address or shard.tensor.data_ptr() for shard in looked_at], np.int64)
-    spans = [shard.tensor.nbytes if shard.address else _span_bytes(shard.tensor) for shard in looked_at]
+    spans = [
+        shard.tensor.nbytes if shard.address or shard.tensor.is_contiguous() else _span_bytes(shard.tensor)
+        for shard in looked_at
+    ]
     ends = starts + np.array(spans, np.int64)
     filled = np.flatnonzero((starts != 0) & (ends > starts))
     order = filled[np.argsort(starts[filled], kind="stable")]

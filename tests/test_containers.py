@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -474,3 +475,33 @@ def test_a_name_like_that_of_a_large_rank_local_tensor_is_a_name_of_its_own(tmp_
     for taken in (name, "a.t"):
         with pytest.raises(bcp.CheckpointSaveError, match="the name of two values"):
             bcp.save(tmp_path / "twice", {"a": bcp.RankLocal({"t": large}), taken: large})
+
+
+class Loader:
+    """Moves the tensors that it knows when it is asked for its state, as one does that starts its workers then."""
+
+    def __init__(self, move: Callable[[torch.Tensor], object], tensors: Sequence[torch.Tensor]) -> None:
+        self._move, self._tensors = move, tensors
+
+    def state_dict(self) -> dict[str, int]:
+        for tensor in self._tensors:
+            self._move(tensor)
+        return {"epoch": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Nothing to take."""
+
+
+def give_other_memory(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.detach().clone()
+
+
+@pytest.mark.parametrize("move", [torch.Tensor.share_memory_, give_other_memory])
+def test_tensors_that_are_moved_while_a_load_looks_at_others_are_filled_where_they_are(
+    tmp_path: Path, move: Callable[[torch.Tensor], object]
+) -> None:
+    saved = [torch.randn(8, 8) for _ in range(50)]
+    bcp.save(tmp_path, {"replay": saved, "loader": Loader(move, [])})
+    loaded = [torch.zeros(8, 8) for _ in saved]
+    bcp.load(tmp_path, {"replay": loaded, "loader": Loader(move, loaded)})
+    assert all(map(torch.equal, loaded, saved))

@@ -109,8 +109,14 @@ def left_alive(pid: int) -> str | None:
             return None
         time.sleep(0.001)
     living = living_in_group(pid)
-    told = ", ".join(f"{one} in {Path(f'/proc/{one}/syscall').read_text().strip()}" for one in living)
+    told = ", ".join(f"{one} in {_system_call_of(one)}" for one in living)
     return f"a child of the program lives {ENDS_WITHIN_S:g} s after it: {told}" if living else None
+
+
+def _system_call_of(pid: int) -> str:
+    with suppress(OSError):  # it has just ended, or may not be looked at
+        return Path(f"/proc/{pid}/syscall").read_text().strip()
+    return "?"
 
 
 def living_in_group(group: int) -> list[int]:
@@ -120,11 +126,15 @@ def living_in_group(group: int) -> list[int]:
     living = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just gone
-            number, _, rest = stat.read_text().partition(" (")
-            state, _, its_group = rest.rpartition(") ")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                living.append(int(number))
+            _, _, its_group = _state_parent_group(stat)
+            threads = stat.parent.glob("task/*/stat") if int(its_group) == group else ()
+            if any(_state_parent_group(thread)[0] not in "ZX" for thread in threads):  # the first one may be gone
+                living.append(int(stat.parent.name))
     return living
+
+
+def _state_parent_group(stat: Path) -> list[str]:
+    return stat.read_text().rpartition(") ")[2].split()[:3]
 
 
 def run(asked: Asked, *, saver_name: str, kind: str) -> Outcome:
