@@ -57,7 +57,7 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
         number=outcome.num_trials,
         asked=None if trials == EVERY else len(trials),
         broken=len(outcome.broken),
-        first_broken=_first_broken(campaign, outcome, seed),
+        first_broken=_first_broken(campaign, outcome, seed, folder),
         result=outcome.result,
         tried=tally.num_tried,
         is_cut_short=tally.is_cut_short,
@@ -76,11 +76,12 @@ def _fast_folder() -> str | None:
     return str(in_memory) if has_room and os.access(in_memory, os.W_OK) else None
 
 
-def _first_broken(campaign: Campaign, outcome: Outcome, seed: int) -> str | None:
+def _first_broken(campaign: Campaign, outcome: Outcome, seed: int, folder: str) -> str | None:
+    """Without the folder, which is nobody else's."""
     if not outcome.broken:
         return None
     trial, what = outcome.broken[0]
-    return f"{what} ({SCRIPT} {campaign.name} --seed {seed} --trials {trial})"
+    return f"{what.replace(folder, '')} ({SCRIPT} {campaign.name} --seed {seed} --trials {trial})"
 
 
 def _commit() -> str:
