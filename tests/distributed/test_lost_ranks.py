@@ -131,7 +131,8 @@ def load_from_a_slow_store(rank: int, world_size: int, path: str) -> tuple[bool,
     slow = before("bytecheckpoint.storage.local_store.LocalStore.read_into", lambda: time.sleep(SLOW_READ_S))
     started = time.monotonic()
     with small_pieces(extent_bytes=EXTENT_BYTES), slow if rank == 1 else nullcontext():
-        options = bcp.LoadOptions(exchange="on", timeout_s=TIMEOUT_S, reader_threads=1, scratch_bytes=40_000)
+        one_extent = 2 * EXTENT_BYTES + 4000  # half of it is for reading
+        options = bcp.LoadOptions(exchange="on", timeout_s=TIMEOUT_S, reader_threads=1, scratch_bytes=one_extent)
         bcp.load(path, state, options=options)
     return all(torch.equal(tensor, VALUES[name]) for name, tensor in state.items()), time.monotonic() - started
 
