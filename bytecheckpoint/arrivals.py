@@ -13,7 +13,7 @@ from bytecheckpoint.aftermath import Changes
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.parcels import Budget, Header, check_digest
 from bytecheckpoint.peers import Connection
-from bytecheckpoint.placing import Target, memory_of, place_all
+from bytecheckpoint.placing import Targets, memory_of, place_all
 from bytecheckpoint.planner.coalesce import FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_parts import Arrival, packed, piece_of
 from bytecheckpoint.reading import frame_read
@@ -28,7 +28,7 @@ class Arrivals:
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Targets,
         stored_fqns: Sequence[str],
         *,
         scratch_bytes: int,

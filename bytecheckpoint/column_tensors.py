@@ -253,8 +253,9 @@ class ColumnTensors(Mapping[str, TensorRecord]):
 
     def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
         """The same of these tensors."""
-        described = self._described
-        return [described.get(fqn) or self.describe(fqn) for fqn in fqns]
+        if len(self._described) == len(self):
+            return list(map(self._described.__getitem__, fqns))
+        return list(map(self.describe, fqns))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._indices)

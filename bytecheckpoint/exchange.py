@@ -41,7 +41,7 @@ from bytecheckpoint.parcels import (
     slices,
 )
 from bytecheckpoint.peers import Connection, Peer, PeerLeftError
-from bytecheckpoint.placing import Target
+from bytecheckpoint.placing import Targets
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_parts import (
     Arrival,
@@ -161,7 +161,7 @@ class _Exchange:
         self,
         ranks: Ranks,
         source: Source,
-        targets: Sequence[Target],
+        targets: Targets,
         stored_fqns: Sequence[str],
         *,
         lanes: Lanes,

@@ -18,12 +18,10 @@ from bytecheckpoint.adapters.stored import (
     Problem,
     Stored,
     StoredTensor,
-    has_all_memory,
     is_at_or_below,
     not_stored,
-    shares_elements,
 )
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import LocalShard, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.ranks import COORDINATOR, Ranks
 from bytecheckpoint.shared_memory import find_shared
@@ -77,10 +75,11 @@ def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Ma
 
 def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Stored, *, cast: bool) -> None:
     """Adds what these shards are filled from, or why they are not."""
+    tensors = stored.tensors
     for shard in shards:
         fqn = shard.fqn
         match.claims.add(fqn)
-        found = stored.tensors.get(fqn)
+        found = tensors.get(fqn)
         if found is None and stored.skips(fqn):
             match.skipped.add(fqn)
             continue
@@ -128,6 +127,8 @@ def _not_found(fqn: str, stored: Stored) -> Problem:
 def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem | None:
     """Why the shard cannot be filled from the stored tensor."""
     fqn, dtype, shape, _, tensor, address = shard
+    if address and found.shape == shape and found.dtype == dtype:  # most of a state
+        return None
     if found.shape != shape:
         text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(shape)} in the state"
         return Problem("shape", fqn, text)
@@ -137,7 +138,7 @@ def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem |
     if found.dtype != dtype and not _can_convert(found.dtype, dtype):
         text = f"{fqn}: torch cannot convert {found.dtype} in the checkpoint to {dtype} in the state"
         return Problem("dtype", fqn, text)
-    if not address and shares_elements(tensor):
+    if shares_elements(tensor):
         text = (
             f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
         )

@@ -5,31 +5,51 @@ nothing of where in a file they lay.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import NamedTuple
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
+import numpy as np
 import torch
 
-from bytecheckpoint.adapters.tensors import NEW_TUPLE, LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.device_copies import has_streams
-from bytecheckpoint.device_loads import Lane
+from bytecheckpoint.device_loads import Lane, Lanes
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError, StorageError
+from bytecheckpoint.host_copies import scatter
 from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
 from bytecheckpoint.tensor_memory import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
 
 
-class Target(NamedTuple):
-    """A shard's memory as the destination of a load."""
+class Targets:
+    """Shards as the destinations of a load, by number."""
 
-    shard: LocalShard
-    stored_dtype: str
-    address: int
-    """Of its first byte, where it is on the host and stored bytes can be put there as they are; else 0."""
-    byte_length: int
-    """0 where stored bytes cannot be put there as they are."""
-    lane: Lane | None
-    """The way to it, where it is on a device that has one."""
+    def __init__(self, shards: Sequence[LocalShard], stored_dtypes: Sequence[str], lanes: Lanes) -> None:
+        # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
+        addresses, byte_lengths = [], []
+        for given, stored_dtype in zip(shards, stored_dtypes, strict=True):
+            # It may have been moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with a
+            # process moves it.
+            is_there = given.address and given.tensor.data_ptr() == given.address
+            shard = given if is_there else given._replace(address=0)
+            is_raw = takes_bytes(shard, stored_dtype)
+            byte_lengths.append(shard.tensor.nbytes if is_raw else 0)
+            on_host = is_raw and (shard.address or lanes.to(shard.tensor) is None)
+            addresses.append((shard.address or shard.tensor.data_ptr()) if on_host else 0)
+        self.shards = shards
+        self.stored_dtypes = stored_dtypes
+        self.addresses = np.array(addresses, np.int64)
+        """Of the first byte of each, where it is on the host and takes stored bytes as they are; else 0."""
+        self.byte_lengths = np.array(byte_lengths, np.int64)
+        """Of each, wherever it is, that takes stored bytes as they are; else 0."""
+        self._lanes = lanes
+
+    def lane(self, number: int) -> Lane | None:
+        """The way to a shard, where it is on a device that has one."""
+        return self._lanes.to(self.shards[number].tensor)
 
 
 def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
@@ -40,66 +60,100 @@ def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
     return (tensor.is_cpu or has_streams(tensor.device)) and is_row_major(tensor)
 
 
-def target_of(shard: LocalShard, stored_dtype: str, lane: Lane | None) -> Target:
-    # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
-    tensor = shard.tensor
-    if shard.address and tensor.data_ptr() != shard.address:
-        # Moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with a process moves it.
-        shard = shard._replace(address=0)
-    if not takes_bytes(shard, stored_dtype):
-        return Target(shard, stored_dtype, 0, 0, lane)
-    address = (shard.address or tensor.data_ptr()) if lane is None else 0
-    return NEW_TUPLE(Target, (shard, stored_dtype, address, tensor.nbytes, lane))
-
-
-def memory_of(part: Part, targets: Sequence[Target]) -> memoryview | None:
+def memory_of(part: Part, targets: Targets) -> memoryview | None:
     """The host memory that the bytes of a part are for, where they can be put there as they are."""
-    target = targets[part.want]
-    if not target.address or not isinstance(part, FlatPart):
+    if not isinstance(part, FlatPart) or not targets.addresses[part.want]:
         return None
-    return as_bytes(target.shard.tensor)[part.target_byte_offset : part.target_byte_offset + part.byte_length]
+    memory = as_bytes(targets.shards[part.want].tensor)
+    return memory[part.target_byte_offset : part.target_byte_offset + part.byte_length]
 
 
-def place_all(parts: Sequence[Part], byte_offset: int, targets: Sequence[Target], fetched: memoryview) -> None:
-    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
-    source = ctypes.addressof(ctypes.c_char.from_buffer(fetched)) - byte_offset
-    for part in parts:
+def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
+    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable.
+
+    Raises CheckpointMismatchError (conflict) where the memory of a target cannot be written to.
+    """
+    flat = [part for part in parts if not isinstance(part, BoxPart)]
+    if flat:
+        _place_flat(flat, byte_offset, targets, fetched)
+    for part in parts if len(flat) < len(parts) else ():
         if isinstance(part, BoxPart):
-            content = fetched[part.byte_offset - byte_offset :][: part.byte_length]
-            _place_box(part, content, targets[part.want])
-            continue
-        want, start, length, target_offset = part
-        shard, _, address, target_bytes, lane = targets[want]
-        if target_offset + length > target_bytes or start + length > byte_offset + fetched.nbytes:
-            raise ValueError(f"the plan puts {length} bytes where {shard.fqn} has no memory that takes them")
+            _place_box(part, fetched[part.byte_offset - byte_offset :][: part.byte_length], targets)
+
+
+def _place_flat(parts: Sequence[FlatPart], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
+    wants, starts, lengths, skipped = np.fromiter(chain.from_iterable(parts), np.int64).reshape(-1, 4).T
+    starts, ends = starts - byte_offset, starts + lengths - byte_offset
+    is_outside = (skipped + lengths > targets.byte_lengths[wants]) | (ends > fetched.nbytes)
+    if is_outside.any():
+        raise _no_memory(parts[int(is_outside.argmax())], targets)
+    addresses = targets.addresses[wants]
+    on_host = addresses != 0
+    source = ctypes.addressof(ctypes.c_char.from_buffer(fetched))
+    with writable(lambda: first_names(targets.shards[part.want].fqn for part in parts)):
+        scatter(source + starts[on_host], addresses[on_host] + skipped[on_host], lengths[on_host])
+    for number in np.flatnonzero(~on_host & (lengths > 0)).tolist():
+        part = parts[number]
+        lane = targets.lane(part.want)
         if lane is None:
-            ctypes.memmove(address + target_offset, source + start, length)
-        else:
-            memory = shard.tensor.reshape(-1).view(torch.uint8)[target_offset : target_offset + length]
-            lane.copy(memory, fetched[start - byte_offset :][:length], None)
+            raise _no_memory(part, targets)
+        memory = targets.shards[part.want].tensor.reshape(-1).view(torch.uint8)
+        memory = memory[part.target_byte_offset : part.target_byte_offset + part.byte_length]
+        lane.copy(memory, fetched[part.byte_offset - byte_offset :][: part.byte_length], None)
 
 
-def _place_box(part: BoxPart, content: memoryview, target: Target) -> None:
+def _no_memory(part: FlatPart, targets: Targets) -> ValueError:
+    fqn = targets.shards[part.want].fqn
+    return ValueError(f"the plan puts {part.byte_length} bytes where {fqn} has no memory that takes them")
+
+
+@contextmanager
+def writable(names: Callable[[], str]) -> Iterator[None]:
+    """Around what writes to the memory of tensors of these names.
+
+    Raises CheckpointMismatchError (conflict) where the kernel finds that it cannot be written to.
+    """
+    try:
+        yield
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error, StorageError) else error
+        if not isinstance(cause, OSError) or cause.errno != errno.EFAULT:
+            raise
+        raise CheckpointMismatchError(
+            f"memory of the state cannot be written to, as that of a file that is mapped to be read only: it is of "
+            f"{names()}; load into a copy",
+            kind="conflict",
+        ) from error
+
+
+def first_names(fqns: Iterable[str]) -> str:
+    """These names, or the first of them where there are many."""
+    names = sorted(set(fqns))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+
+
+def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
     lengths, strides = box_layout(part)
-    dtype = torch_dtype(target.stored_dtype)
-    destination = view_region(target.shard, part.region)
-    integers = SAME_SIZE_INTEGERS.get(itemsize(target.stored_dtype))
-    is_raw = target.stored_dtype == target.shard.dtype and not destination.is_conj() and not destination.is_neg()
+    shard, stored_dtype, lane = targets.shards[part.want], targets.stored_dtypes[part.want], targets.lane(part.want)
+    dtype = torch_dtype(stored_dtype)
+    destination = view_region(shard, part.region)
+    integers = SAME_SIZE_INTEGERS.get(itemsize(stored_dtype))
+    is_raw = stored_dtype == shard.dtype and not destination.is_conj() and not destination.is_neg()
     if is_raw and integers is not None:
         dtype, destination = integers, destination.view(integers)
 
     def shaped(stored: torch.Tensor) -> torch.Tensor:
         return stored.view(dtype).as_strided(lengths, strides)
 
-    if target.lane is not None and target.stored_dtype == target.shard.dtype:
-        target.lane.copy(destination, content, shaped)
+    if lane is not None and stored_dtype == shard.dtype:
+        lane.copy(destination, content, shaped)
         return
     stored = torch.frombuffer(content, dtype=torch.uint8)
     if stored.data_ptr() % dtype.itemsize:
         stored = stored.clone()  # files of others may hold it so; torch crashes on complex numbers that are not aligned
-    if target.lane is None:
+    if lane is None:
         destination.copy_(shaped(stored))
         return
     # Converted on the host, so that the result is the same as there.
     converted = shaped(stored).to(destination.dtype).contiguous()
-    target.lane.copy(destination, as_bytes(converted), lambda raw: raw.view(destination.dtype).view(lengths))
+    lane.copy(destination, as_bytes(converted), lambda raw: raw.view(destination.dtype).view(lengths))

@@ -13,7 +13,7 @@ from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.placing import Target, memory_of, place_all, takes_bytes, target_of
+from bytecheckpoint.placing import Targets, first_names, memory_of, place_all, takes_bytes, writable
 from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
 from bytecheckpoint.spare_threads import SpareThreads
@@ -74,7 +74,8 @@ class Source:
         """
         options = self.options
         wants = [
-            NEW_TUPLE(Want, (fqn, shard.region, takes_bytes(shard, dtype)))
+            # Where there is an address, that is all that is left to look at.
+            NEW_TUPLE(Want, (fqn, shard.region, shard.dtype == dtype if shard.address else takes_bytes(shard, dtype)))
             for shard, fqn, dtype in zip(shards, stored_fqns, self._dtypes(stored_fqns), strict=True)
         ]
         max_fetch_bytes = self._max_fetch_bytes
@@ -91,14 +92,11 @@ class Source:
         check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
         return fetches
 
-    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: Lanes) -> list[Target]:
+    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: Lanes) -> Targets:
         """The memory of these shards, as destinations of a load."""
-        return [
-            target_of(shard, dtype, lanes.to(shard.tensor))
-            for shard, dtype in zip(shards, self._dtypes(stored_fqns), strict=True)
-        ]
+        return Targets(shards, self._dtypes(stored_fqns), lanes)
 
-    def reads(self, fetches: Sequence[Fetch], targets: Sequence[Target], stored_fqns: Sequence[str]) -> list[Read]:
+    def reads(self, fetches: Sequence[Fetch], targets: Targets, stored_fqns: Sequence[str]) -> list[Read]:
         """The reads of a plan that was made for these shards."""
         return [self._read(fetch, targets, stored_fqns) for fetch in fetches]
 
@@ -122,23 +120,24 @@ class Source:
     def _dtypes(self, stored_fqns: Sequence[str]) -> list[str]:
         return [dtype for dtype, _ in self.manifest.describe_each(stored_fqns)]
 
-    def _read(self, fetch: Fetch, targets: Sequence[Target], stored_fqns: Sequence[str]) -> Read:
+    def _read(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Read:
         file = self.manifest.files[fetch.file]
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
         place = partial(place_all, fetch.parts, fetch.byte_offset, targets)
+        wanted_by = partial(_names, fetch, stored_fqns)
         return Read(
             file=file,
             name=join_name(self.folder, file.name),
             byte_offset=fetch.byte_offset,
             byte_length=fetch.byte_length,
-            target=None if memory is None else partial(_filled, memory, self.changes),
+            target=None if memory is None else partial(_filled, memory, wanted_by, self.changes),
             place=partial(_placed, place, self.changes) if memory is None and fetch.parts else _leave,
-            wanted_by=partial(_names, fetch, stored_fqns),
+            wanted_by=wanted_by,
             frames=[frame_read(frame, targets, self.changes) for frame in fetch.frames],
         )
 
 
-def frame_read(frame: Frame, targets: Sequence[Target], changes: Changes) -> FrameRead:
+def frame_read(frame: Frame, targets: Targets, changes: Changes) -> FrameRead:
     """What a frame is for, with the memory that it goes to."""
     memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
     place = partial(place_all, frame.parts, 0, targets) if memory is None else _leave
@@ -162,8 +161,8 @@ def _fitting(num_bytes: int) -> int:
 
 
 @contextmanager
-def _filled(memory: memoryview, changes: Changes) -> Iterator[memoryview]:
-    with changes.overwriting():
+def _filled(memory: memoryview, wanted_by: Callable[[], str], changes: Changes) -> Iterator[memoryview]:
+    with changes.overwriting(), writable(wanted_by):
         yield memory
 
 
@@ -177,5 +176,4 @@ def _leave(content: memoryview) -> None:
 
 
 def _names(fetch: Fetch, stored_fqns: Sequence[str]) -> str:
-    names = sorted({stored_fqns[part.want] for part in fetch.all_parts})
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+    return first_names(stored_fqns[part.want] for part in fetch.all_parts)

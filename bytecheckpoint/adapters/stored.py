@@ -338,30 +338,6 @@ def placeholder(stored: StoredTensor) -> torch.Tensor:
     return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
 
 
-def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
-    if tensor.is_contiguous():
-        return False
-    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
-    reach = 0
-    for stride, length in dims:
-        if stride <= reach:
-            return tensor.numel() > 0
-        reach += (length - 1) * stride
-    return False
-
-
-def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
-    num_bytes = tensor.nbytes
-    if num_bytes and not tensor.is_contiguous():
-        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        num_bytes = (reach + 1) * tensor.element_size()
-    start = tensor.storage_offset()
-    start_bytes = start and start * tensor.element_size()
-    return not num_bytes or start_bytes + num_bytes <= tensor.untyped_storage().nbytes() or tensor.is_meta
-
-
 def not_stored(fqn: str) -> Problem:
     return Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")
 

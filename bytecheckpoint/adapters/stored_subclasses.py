@@ -17,11 +17,9 @@ from bytecheckpoint.adapters.stored import (
     Problem,
     Stored,
     StoredTensor,
-    has_all_memory,
     not_stored,
     placeholder,
     rank_missing,
-    shares_elements,
 )
 from bytecheckpoint.adapters.subclass_facts import FACTS, are_facts, difference
 from bytecheckpoint.adapters.subclasses import (
@@ -33,7 +31,7 @@ from bytecheckpoint.adapters.subclasses import (
     tied_subclasses,
     why_not_built,
 )
-from bytecheckpoint.adapters.tensors import dtype_name, torch_dtype
+from bytecheckpoint.adapters.tensors import dtype_name, has_all_memory, shares_elements, torch_dtype
 
 
 class Refusals(NamedTuple):

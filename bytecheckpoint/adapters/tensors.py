@@ -26,6 +26,7 @@ _LOOKS = attrgetter("dtype", "layout", "shape")
 shape, and says so by an error."""
 NEW_TUPLE = tuple.__new__
 """The constructor of a named tuple costs three times as much."""
+_Looks = tuple[torch.dtype, torch.layout, torch.Size]
 _Kind = tuple[str, tuple[int, ...], Region]
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -49,8 +50,9 @@ class LocalShard(NamedTuple):
     """Live memory with the region's lengths as its shape: a view that autograd does not see, or the state's own tensor
     where autograd has nothing to do with it. On the meta device where a load has yet to create that memory."""
     address: int = 0
-    """Of its first byte, where it was asked for and all of its bytes follow in memory of the host; 0 where the tensor
-    has to be looked at. Found with all else about it: each more look at 100,000 tensors costs a load some percent."""
+    """Of its first byte, where it was asked for and all of its bytes are there and follow in memory of the host; 0
+    where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs a load
+    some percent."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,7 +75,7 @@ class LocalShards:
         """A load asks for the addresses; a save looks at its tensors once more anyway, when it is staged."""
         self.found: list[LocalShard] = []
         self._with_addresses = with_addresses
-        self._kinds: dict[object, _Kind] = {}
+        self._kinds: dict[_Looks, _Kind] = {}
         """By what `_LOOKS` tells of a plain tensor: dtype, lengths and region of what is dense and whole."""
         self._layouts: dict[object, _Layout] = {}
 
@@ -105,10 +107,11 @@ class LocalShards:
             address = address_of(memory) if with_addresses else 0
             found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address)))
 
-    def _add_kind(self, looks: object, fqn: str, tensor: torch.Tensor) -> _Kind:
-        dtype = dense_dtype(fqn, tensor)
-        region = whole(tensor.shape)
-        self._kinds[looks] = kind = dtype, region.lengths, region
+    def _add_kind(self, looks: _Looks, fqn: str, tensor: torch.Tensor) -> _Kind:
+        dtype, layout, shape = looks
+        name = _DTYPE_NAMES.get(dtype) if layout is _STRIDED else None
+        region = whole(shape)
+        self._kinds[looks] = kind = name or dense_dtype(fqn, tensor), region.lengths, region
         return kind
 
     def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -139,9 +142,36 @@ class LocalShards:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """As a LocalShard has it: of its first byte where all of its bytes follow on the host, 0 otherwise."""
-    is_flat = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return tensor.data_ptr() if is_flat else 0
+    """Of its first byte where all of its bytes are there and follow in memory of the host, 0 otherwise."""
+    if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
+        return 0
+    start = tensor.storage_offset()
+    end = tensor.nbytes + (start and start * tensor.element_size())
+    return tensor.data_ptr() if end <= tensor.untyped_storage().nbytes() else 0
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    if tensor.is_contiguous():
+        return False
+    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    reach = 0
+    for stride, length in dims:
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += (length - 1) * stride
+    return False
+
+
+def has_all_memory(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
+    num_bytes = tensor.nbytes
+    if num_bytes and not tensor.is_contiguous():
+        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (reach + 1) * tensor.element_size()
+    start = tensor.storage_offset()
+    start_bytes = start and start * tensor.element_size()
+    return not num_bytes or start_bytes + num_bytes <= tensor.untyped_storage().nbytes() or tensor.is_meta
 
 
 def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:

@@ -16,12 +16,11 @@ from bytecheckpoint.adapters.stored import (
     Stored,
     StoredTensor,
     placeholder,
-    shares_elements,
 )
 from bytecheckpoint.adapters.stored_subclasses import partly_taken, unbuildable
 from bytecheckpoint.adapters.subclass_facts import FACTS
 from bytecheckpoint.adapters.subclasses import around, is_facts, outer_fqn, restored
-from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, dtype_name
+from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, dtype_name, shares_elements
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

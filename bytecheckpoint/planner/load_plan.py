@@ -5,6 +5,7 @@ them, and turns them into reads; it touches no file and no tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -142,7 +143,7 @@ def _sole_parts(sole: SoleChunks) -> dict[int, _OfFile]:
         wants = np.flatnonzero(sole.is_sole & (sole.files == file))
         places = sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)
         rows = zip(wants.tolist(), *(column.tolist() for column in places), strict=True)
-        of_files[file] = _OfFile(list(map(FlatPart._make, rows)), {})
+        of_files[file] = _OfFile(list(map(partial(tuple.__new__, FlatPart), rows)), {})
     return of_files
 
 
