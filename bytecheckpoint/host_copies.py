@@ -1,5 +1,5 @@
-"""Pieces of a buffer copied to where each belongs in the memory of this process, many in one call, because a state may
-have 100,000 small tensors. It knows addresses only.
+"""Pieces of memory of this process copied between one buffer and where each belongs, many in one call of the kernel,
+because a state may have 100,000 small tensors. It knows addresses only.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 
@@ -19,54 +18,68 @@ _MAX_BYTES = 1 << 30
 _REFUSED = {errno.ENOSYS, errno.EPERM, errno.EACCES}
 """By a kernel that has no such call, or a sandbox that forbids it."""
 
-_ReadMemory = Callable[[int, int, int, int, int, int], int]
+_Call = Callable[[int, int, int, int, int, int], int]
 
 
-def scatter(sources: np.ndarray, addresses: np.ndarray, lengths: np.ndarray) -> None:
-    """Copies `lengths` bytes each from the addresses `sources` to `addresses`. Other threads go on meanwhile.
+def _of_libc(name: str) -> _Call | None:
+    try:
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (AttributeError, OSError):
+        return None
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    function.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+    function.restype = ctypes.c_ssize_t
+    call: _Call = function
+    return call
+
+
+# Linux's calls that copy between many places of the caller and many places of a process, which is the same one here.
+# Found now, because a forked child could wait for ever for the lock of who loads libraries.
+_FROM_PROCESS, _TO_PROCESS = _of_libc("process_vm_readv"), _of_libc("process_vm_writev")
+
+
+def scatter_pieces(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> None:
+    """Copies `lengths` bytes each from the addresses `sources`, which lie in one buffer, to the addresses `targets`.
+    Other threads go on meanwhile.
 
     Raises OSError (EFAULT) where memory cannot be written to.
     """
-    for first in range(0, len(sources), _MAX_PIECES):
-        some = slice(first, first + _MAX_PIECES)
-        if not _in_one_call(sources[some], addresses[some], lengths[some]):
-            _one_by_one(sources[some], addresses[some], lengths[some])
+    for some in _batches(len(lengths)):
+        source, target, length = sources[some], targets[some], lengths[some]
+        if not _in_one_call(_FROM_PROCESS, target, source, length):
+            _one_by_one(source, target, length)
 
 
-def _one_by_one(sources: np.ndarray, addresses: np.ndarray, lengths: np.ndarray) -> None:
-    for address, source, length in zip(addresses.tolist(), sources.tolist(), lengths.tolist(), strict=True):
-        ctypes.memmove(address, source, length)
+def gather_pieces(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> None:
+    """The same, where it is the targets that lie in one buffer."""
+    for some in _batches(len(lengths)):
+        source, target, length = sources[some], targets[some], lengths[some]
+        if not _in_one_call(_TO_PROCESS, source, target, length):
+            _one_by_one(source, target, length)
 
 
-def _in_one_call(sources: np.ndarray, addresses: np.ndarray, lengths: np.ndarray) -> bool:
-    """False where nothing was copied, because that cannot be done here."""
-    total, read_memory = int(lengths.sum()), _read_memory()
-    if read_memory is None or total > _MAX_BYTES:
+def _batches(num_pieces: int) -> list[slice]:
+    return [slice(first, first + _MAX_PIECES) for first in range(0, num_pieces, _MAX_PIECES)]
+
+
+def _one_by_one(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> None:
+    for source, target, length in zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True):
+        ctypes.memmove(target, source, length)
+
+
+def _in_one_call(call: _Call | None, apart: np.ndarray, together: np.ndarray, lengths: np.ndarray) -> bool:
+    """False where nothing was copied, because that cannot be done here. `together` are the addresses in the buffer."""
+    total = int(lengths.sum())
+    if call is None or total > _MAX_BYTES:
         return False
-    # What follows one another in the buffer is one run of it: the kernel looks up the pages of each.
-    begins_run = np.append(True, sources[1:] != (sources + lengths)[:-1])
-    firsts = np.flatnonzero(begins_run)
-    runs = np.stack([sources[firsts], np.add.reduceat(lengths, firsts)], axis=1)
-    targets = np.stack([addresses, lengths], axis=1)
-    copied = read_memory(os.getpid(), targets.ctypes.data, len(targets), runs.ctypes.data, len(runs), 0)
+    # The kernel looks up the pages of each piece of the buffer: what follows one another there is one piece.
+    firsts = np.flatnonzero(np.append(True, together[1:] != (together + lengths)[:-1]))
+    buffer = np.stack([together[firsts], np.add.reduceat(lengths, firsts)], axis=1)
+    pieces = np.stack([apart, lengths], axis=1)
+    copied = call(os.getpid(), pieces.ctypes.data, len(pieces), buffer.ctypes.data, len(buffer), 0)
     if copied == total:
         return True
     number = ctypes.get_errno() if copied < 0 else errno.EFAULT
     if number in _REFUSED:
         return False
     raise OSError(number, os.strerror(number))
-
-
-@cache
-def _read_memory() -> _ReadMemory | None:
-    """Linux's process_vm_readv, which copies from many places of a process to many places of the caller: here of the
-    same process.
-    """
-    try:
-        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (AttributeError, OSError):
-        return None
-    pointer, count = ctypes.c_void_p, ctypes.c_ulong
-    function.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
-    function.restype = ctypes.c_ssize_t
-    return function

@@ -18,7 +18,7 @@ from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lane, Lanes
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError, StorageError
-from bytecheckpoint.host_copies import scatter
+from bytecheckpoint.host_copies import scatter_pieces
 from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
 from bytecheckpoint.tensor_memory import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
@@ -91,7 +91,7 @@ def _place_flat(parts: Sequence[FlatPart], byte_offset: int, targets: Targets, f
     on_host = addresses != 0
     source = ctypes.addressof(ctypes.c_char.from_buffer(fetched))
     with writable(lambda: first_names(targets.shards[part.want].fqn for part in parts)):
-        scatter(source + starts[on_host], addresses[on_host] + skipped[on_host], lengths[on_host])
+        scatter_pieces(source + starts[on_host], addresses[on_host] + skipped[on_host], lengths[on_host])
     for number in np.flatnonzero(~on_host & (lengths > 0)).tolist():
         part = parts[number]
         lane = targets.lane(part.want)

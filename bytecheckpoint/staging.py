@@ -5,15 +5,16 @@ host memory. When that happens, and where the memory comes from, is decided in s
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from bytecheckpoint.adapters.tensors import LocalShard, unsupported
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.frames import count_frames, frame_bytes
+from bytecheckpoint.host_copies import gather_pieces
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.codec_choice import CodecOption, codec_of
 from bytecheckpoint.planner.file_plan import PlacedChunk, cut_extents, lay_out_files
@@ -126,20 +127,17 @@ def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
 class LiveFile:
     """The bytes of one data file as the tensors hold them at the moment.
 
-    Flat host tensors are known by their addresses, so that a file of many small ones costs a call of memmove for each
-    and nothing else; everything else goes through a copy.
+    Flat host tensors are known by their addresses, so that a thousand small ones are gathered by one call; everything
+    else goes through a copy.
     """
 
     def __init__(self, planned: PlannedFile, shards: Sequence[LocalShard]) -> None:
         self.planned = planned
         self._shards = shards  # keeps the memory alive that is known by address only
-        self._starts = [0]
-        self._lengths = [len(planned.header)]
-        self._addresses = [_address_of(planned.header)]
         self._others: dict[int, torch.Tensor] = {}
         """By index: what is not flat, or not on the host. Its address is 0."""
         self._copies: list[bytearray] = []
-        start = len(planned.header)
+        lengths, addresses = [len(planned.header)], [_address_of(planned.header)]
         for chunk, part in zip(planned.chunks, planned.parts, strict=True):
             shard = shards[chunk.offer]
             tensor = shard.tensor if part is None else view_region(shard, part)
@@ -149,21 +147,15 @@ class LiveFile:
                 if not address and chunk.byte_length:
                     advice = "save when it has its values again: outside of what frees it meanwhile"
                     raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
-                self._starts.append(start)
-                self._lengths.append(chunk.byte_length)
-                self._addresses.append(address)
+                lengths.append(chunk.byte_length)
+                addresses.append(address)
             else:
-                self._add_other(tensor, start)
-            start += chunk.byte_length
-
-    def _add_other(self, tensor: torch.Tensor, start: int) -> None:
-        for region in split_rows(whole(tensor.shape), max(1, COPY_BYTES // tensor.element_size())):
-            part = narrowed(tensor, region)
-            self._others[len(self._starts)] = part
-            self._starts.append(start)
-            self._lengths.append(part.nbytes)
-            self._addresses.append(0)
-            start += part.nbytes
+                for copied in _in_copies(tensor):
+                    self._others[len(lengths)] = copied
+                    lengths.append(copied.nbytes)
+                    addresses.append(0)
+        self._lengths, self._addresses = np.array(lengths, np.int64), np.array(addresses, np.int64)
+        self._starts = np.cumsum(self._lengths) - self._lengths
 
     @property
     def devices(self) -> set[torch.device]:
@@ -177,33 +169,28 @@ class LiveFile:
         on_devices = {index: tensor for index, tensor in self._others.items() if has_streams(tensor.device)}
         for index in on_devices:
             self._lengths[index] = 0
-        return {self._starts[index]: tensor for index, tensor in on_devices.items()}
+        return {int(self._starts[index]): tensor for index, tensor in on_devices.items()}
 
     def copy_apart(self, is_apart: Callable[[int, int], bool]) -> None:
         """Copies into memory of its own, now, what only torch can copy and the host memory at every address and length
         for which `is_apart` is false: a forked child can then gather all of the file, as it is at the fork.
         """
-        for index, (address, num_bytes) in enumerate(zip(self._addresses, self._lengths, strict=True)):
+        pieces = zip(self._starts.tolist(), self._lengths.tolist(), self._addresses.tolist(), strict=True)
+        for index, (start, num_bytes, address) in enumerate(pieces):
             if num_bytes and (not address or not is_apart(address, num_bytes)):
                 copy = bytearray(num_bytes)
-                self.gather(self._starts[index], memoryview(copy))
+                self.gather(start, memoryview(copy))
                 self._copies.append(copy)
                 self._addresses[index] = ctypes.addressof(ctypes.c_char.from_buffer(copy))
         self._others.clear()
 
     def memory_of(self, byte_offset: int, byte_length: int) -> list[tuple[int, int]]:
         """The host memory behind a range of the file: first address of each piece, and the one after its last."""
-        first = bisect_right(self._starts, byte_offset) - 1
-        last = bisect_right(self._starts, byte_offset + byte_length - 1)
-        memory = []
-        for start, length, address in zip(
-            self._starts[first:last], self._lengths[first:last], self._addresses[first:last], strict=True
-        ):
-            skipped = max(byte_offset - start, 0)
-            end = min(length, byte_offset + byte_length - start)
-            if end > skipped:
-                memory.append((address + skipped, address + end))
-        return memory
+        pieces = self._pieces(byte_offset, byte_offset + byte_length)
+        starts, lengths, addresses = self._starts[pieces], self._lengths[pieces], self._addresses[pieces]
+        firsts = addresses + np.maximum(byte_offset - starts, 0)
+        ends = addresses + np.minimum(lengths, byte_offset + byte_length - starts)
+        return [(first, end) for first, end in zip(firsts.tolist(), ends.tolist(), strict=True) if first < end]
 
     def gather(self, byte_offset: int, into: memoryview) -> None:
         """Copies the file's bytes from `byte_offset` on into this writable memory, as many as it takes."""
@@ -211,24 +198,34 @@ class LiveFile:
             return
         end = byte_offset + into.nbytes
         target = ctypes.addressof(ctypes.c_char.from_buffer(into)) - byte_offset
-        first = bisect_right(self._starts, byte_offset) - 1
-        last = bisect_right(self._starts, end - 1)
-        for index in range(first, last):
-            start, length, address = self._starts[index], self._lengths[index], self._addresses[index]
-            if start < byte_offset or start + length > end or not address:
-                skipped = max(byte_offset - start, 0)
-                num_bytes = min(start + length, end) - start - skipped
-                if num_bytes > 0:
-                    self._gather_part(index, skipped, target + start + skipped, num_bytes)
-            else:
-                ctypes.memmove(target + start, address, length)
+        pieces = self._pieces(byte_offset, end)
+        starts, lengths, addresses = self._starts[pieces], self._lengths[pieces], self._addresses[pieces]
+        is_whole = (addresses != 0) & (starts >= byte_offset) & (starts + lengths <= end)
+        gather_pieces(addresses[is_whole], target + starts[is_whole], lengths[is_whole])
+        for index in (pieces.start + np.flatnonzero(~is_whole)).tolist():
+            start = int(self._starts[index])
+            skipped = max(byte_offset - start, 0)
+            num_bytes = min(start + int(self._lengths[index]), end) - start - skipped
+            if num_bytes > 0:
+                self._gather_part(index, skipped, target + start + skipped, num_bytes)
+
+    def _pieces(self, start: int, end: int) -> slice:
+        """Those that have bytes of this range of the file."""
+        first, last = np.searchsorted(self._starts, [start, end - 1], side="right").tolist()
+        return slice(first - 1, last)
 
     def _gather_part(self, index: int, skipped: int, target: int, num_bytes: int) -> None:
         if self._addresses[index]:
-            ctypes.memmove(target, self._addresses[index] + skipped, num_bytes)
+            ctypes.memmove(target, int(self._addresses[index]) + skipped, num_bytes)
             return
         copy = to_host(self._others[index])
         ctypes.memmove(target, copy.data_ptr() + skipped, num_bytes)
+
+
+def _in_copies(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What only torch can copy, in parts of which each is copied at once."""
+    for region in split_rows(whole(tensor.shape), max(1, COPY_BYTES // tensor.element_size())):
+        yield narrowed(tensor, region)
 
 
 def _address_of(content: bytes) -> int:

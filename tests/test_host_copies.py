@@ -1,4 +1,4 @@
-"""Pieces of a buffer put where each belongs, in one call of the kernel or one by one."""
+"""Pieces of memory copied between one buffer and where each belongs, in one call of the kernel or one by one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,10 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint import host_copies
-from bytecheckpoint.host_copies import scatter
+from bytecheckpoint.host_copies import gather_pieces, scatter_pieces
+
+HAS_CALLS = host_copies._FROM_PROCESS is not None and host_copies._TO_PROCESS is not None
+NEEDS_CALLS = pytest.mark.skipif(not HAS_CALLS, reason="this C library has no process_vm_readv")
 
 
 def no_such_call(*_: int) -> int:
@@ -28,40 +30,38 @@ def forbidden(*_: int) -> int:
     return -1
 
 
-@pytest.fixture(params=["in one call", "not in libc", "not in the kernel", "forbidden"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    others: dict[str, Callable[..., int] | None] = {
-        "not in libc": None,
-        "not in the kernel": no_such_call,
-        "forbidden": forbidden,
-    }
-    if request.param in others:
-        monkeypatch.setattr(host_copies, "_read_memory", lambda: others[request.param])
-    elif host_copies._read_memory() is None:
-        pytest.skip("this C library has no process_vm_readv")
-    else:
+@pytest.fixture(params=[pytest.param("in one call", marks=NEEDS_CALLS), None, no_such_call, forbidden])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How pieces are copied: as usual, or as where that cannot be done."""
+    if request.param == "in one call":
         monkeypatch.setattr(host_copies, "_one_by_one", pytest.fail)
-    return str(request.param)
+        return
+    for name in ("_FROM_PROCESS", "_TO_PROCESS"):
+        monkeypatch.setattr(host_copies, name, request.param)
 
 
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("num_pieces", [0, 1, 2, 1023, 1024, 1025, 3000])
-def test_pieces_are_put_where_they_belong(way: str, num_pieces: int) -> None:
+def test_pieces_come_where_they_belong_and_nothing_else_changes(num_pieces: int) -> None:
     rng = random.Random(num_pieces)
     lengths = [rng.choice([0, 1, 7, 4096, 5000]) for _ in range(num_pieces)]
     gaps = [rng.choice([0, 0, 0, 1, 300]) for _ in range(num_pieces)]
-    starts = np.cumsum([0, *map(int.__add__, lengths, gaps)])[:num_pieces]
-    source = np.frombuffer(rng.randbytes(sum(lengths) + sum(gaps) + 1), np.uint8).copy()
-    targets = [np.full(length + 2, 255, np.uint8) for length in lengths]
-    order = rng.sample(range(num_pieces), num_pieces)  # the plan is in the order of the file, memory is not
-    addresses = np.array([targets[order[number]].ctypes.data + 1 for number in range(num_pieces)], np.int64)
-    targets_at = {number: targets[order[number]] for number in range(num_pieces)}
-    lengths_at = np.array([min(lengths[number], len(targets_at[number]) - 2) for number in range(num_pieces)], np.int64)
-    scatter(source.ctypes.data + starts, addresses, lengths_at)
-    for number, target in targets_at.items():
-        length = int(lengths_at[number])
-        assert target[1 : 1 + length].tobytes() == source[starts[number] : starts[number] + length].tobytes()
-        assert target[0] == 255
-        assert (target[1 + length :] == 255).all()
+    starts = [sum(lengths[:number]) + sum(gaps[:number]) for number in range(num_pieces)]
+    content = np.frombuffer(rng.randbytes(sum(lengths) + sum(gaps) + 1), np.uint8)
+    apart = [np.full(length + 2, 255, np.uint8) for length in lengths]
+    in_buffer = content.ctypes.data + np.array(starts, np.int64)
+    addresses = np.array([piece.ctypes.data + 1 for piece in apart], np.int64)
+
+    scatter_pieces(in_buffer, addresses, np.array(lengths, np.int64))
+    for piece, start, length in zip(apart, starts, lengths, strict=True):
+        assert piece.tobytes() == b"\xff" + content[start : start + length].tobytes() + b"\xff"
+
+    gathered = np.full(len(content), 255, np.uint8)
+    gather_pieces(addresses, gathered.ctypes.data + np.array(starts, np.int64), np.array(lengths, np.int64))
+    expected = np.full(len(content), 255, np.uint8)
+    for start, length in zip(starts, lengths, strict=True):
+        expected[start : start + length] = content[start : start + length]
+    assert gathered.tobytes() == expected.tobytes()
 
 
 def read_only_tensor(folder: Path, numel: int) -> torch.Tensor:
@@ -71,12 +71,11 @@ def read_only_tensor(folder: Path, numel: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.float32)
 
 
+@NEEDS_CALLS
 @pytest.mark.filterwarnings("ignore")  # torch's, about memory that cannot be written to
 @pytest.mark.parametrize("numel", [100, 3_000_000], ids=["small", "large"])
 def test_memory_that_cannot_be_written_to_is_an_error_that_names_the_tensor(tmp_path: Path, numel: int) -> None:
     """It was a crash of the whole program for small tensors, and the store's fault for large ones."""
-    if host_copies._read_memory() is None:
-        pytest.skip("this C library has no process_vm_readv")
     bcp.save(tmp_path / "saved", {"model": {"w": torch.ones(numel)}})
     state = {"model": {"w": read_only_tensor(tmp_path, numel)}}
     with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.w; load into a copy") as raised:
