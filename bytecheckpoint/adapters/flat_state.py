@@ -92,7 +92,7 @@ class FlatState:
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
     def expect(self, found: StoredOptimizer) -> Expectation:
-        shards = LocalShards()
+        shards = LocalShards(with_addresses=True)
         problems: list[Problem] = []
         padding: list[LocalShard] = []
         are_one: dict[str, set[bool]] = {}

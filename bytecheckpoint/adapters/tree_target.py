@@ -80,7 +80,7 @@ class TreeTarget:
 
     def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
         """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
-        shards = LocalShards()
+        shards = LocalShards(with_addresses=True)
         for name, found in self._refs(tree, fqn, stored):
             own = current.get(name)
             target = own if fits(own, found) else self._new.get(name)

@@ -127,7 +127,7 @@ class WholeState:
 
     def _shards(self, plain: Mapping[str, tuple[str, Any]]) -> list[LocalShard]:
         subclasses = self._subclasses
-        shards = LocalShards()
+        shards = LocalShards(with_addresses=True)
         for key, (fqn, tensor) in self._tensors.items():
             own = subclasses.own.get(key)
             target = own if isinstance(own, torch.Tensor) else self._created.get((id(self._parameter), fqn))
