@@ -16,6 +16,7 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
+from bytecheckpoint.messages import get_message, get_messages, keys_of, put_message
 from bytecheckpoint.waiting import poll, store_lost, within
 
 T = TypeVar("T")
@@ -163,10 +164,12 @@ class GroupRanks:
         keys = members + blocks
         if not poll(lambda: self._have_come(keys), self._timeout_s) and (absent := self._absent(number)):
             raise self._missing(absent)
-        messages = self._get_all(keys)
-        # Training waits for the answer, and a small message can stay until the end of the call.
-        self._remove([key for key, message in zip(keys, messages, strict=True) if len(message) > _SMALL_BYTES])
-        self._left += [key for key, message in zip(keys, messages, strict=True) if len(message) <= _SMALL_BYTES]
+        messages = get_messages(self._store, keys)
+        for key, message in zip(keys, messages, strict=True):
+            if len(message) > _SMALL_BYTES:
+                self._remove(keys_of(key, message))
+            else:  # training waits for the answer, and a small message can stay until the end of the call
+                self._left.append(key)
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
         return [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
 
@@ -197,9 +200,10 @@ class GroupRanks:
         if not poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._patience_s):
             return
         if not any(map(self._is_set, over)):
-            payloads = [payload, *self._get_all(keys)]
+            payloads = [payload, *get_messages(self._store, keys)]
             self._put(self._block_key(number, self.rank), msgspec.msgpack.encode(payloads))
-            self._remove([self._up_key(number, self.rank), *keys])
+            for key, message in zip([self._up_key(number, self.rank), *keys], payloads, strict=True):
+                self._remove(keys_of(key, message))
 
     def _absent(self, number: int) -> list[int]:
         """Who has not sent the message that the coordinator has waited for in vain."""
@@ -236,7 +240,7 @@ class GroupRanks:
                 error = _merge([error, *self._failures()])
             self._send_down(_FAILURE + _encode_failure(error))
             if error.kind == "rank_missing":
-                self._store.set(ABANDONED, b"")  # type: ignore[arg-type]  # as in _put; stays for those who come late
+                put_message(self._store, ABANDONED, b"")  # stays for those who come late
             self._leave(missing=error.ranks if error.kind == "rank_missing" else ())
             return error
         self._put(self._failure_key(self.rank), _FAILURE + _encode_failure(error))
@@ -260,7 +264,7 @@ class GroupRanks:
         poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s))
         goodbyes = [self._goodbye_key(rank) for rank in others]
         if self._is_set(*goodbyes):  # else the last word stays, for those who come late
-            said = self._get_all(goodbyes) if self._has_failed else []
+            said = get_messages(self._store, goodbyes) if self._has_failed else []
             lists = [msgspec.msgpack.decode(message, type=list[str]) for message in said if message]
             self._remove([*goodbyes, *self._left, *chain.from_iterable(lists), _HAS_FAILURE])
 
@@ -273,10 +277,10 @@ class GroupRanks:
         key = self._down_key(number, "all")
         if not poll(lambda: self._is_set(key), self._patience_s):
             self._has_given_up = True
-            self._store.set(ABANDONED, b"")  # type: ignore[arg-type]  # as in _put
+            put_message(self._store, ABANDONED, b"")
             raise self._missing([COORDINATOR])
         self._num_down += 1
-        message: bytes = self._store.get(key)
+        message = get_message(self._store, key)
         if message[:1] == _FAILURE:
             if not self._has_blocks:  # else a leader may be about to read it
                 self._remove(self._left)  # what the coordinator has not read it never will
@@ -285,23 +289,16 @@ class GroupRanks:
         if message[:1] == _SHARED:
             return message[1:]
         if not self._has_blocks:
-            return bytes(self._store.get(self._down_key(number, str(self.rank))))
-        of_block = self._store.get(self._down_key(number, _block(self._leader)))
+            return get_message(self._store, self._down_key(number, str(self.rank)))
+        of_block = get_message(self._store, self._down_key(number, _block(self._leader)))
         return msgspec.msgpack.decode(of_block, type=list[bytes])[self.rank - self._leader]
 
     def _failures(self) -> list[CheckpointError]:
         keys = [self._failure_key(rank) for rank in range(1, self.num_ranks)]
-        return [_decode_failure(self._store.get(key)) for key in keys if self._is_set(key)]
+        return [_decode_failure(get_message(self._store, key)) for key in keys if self._is_set(key)]
 
     def _put(self, key: str, message: bytes) -> None:
-        self._store.set(key, message)  # type: ignore[arg-type]  # declared for str; takes and gives back bytes
-        self._left.append(key)
-
-    def _get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """What is there under these keys, at once where the kind of store can do that."""
-        if self._store.has_extended_api():  # type: ignore[attr-defined]  # torch declares it for Python only
-            return list(self._store.multi_get(list(keys)))
-        return [self._store.get(key) for key in keys]
+        self._left += put_message(self._store, key, message)
 
     def _is_set(self, *keys: str) -> bool:
         return not keys or bool(self._store.check(list(keys)))
