@@ -67,10 +67,17 @@ class Arrivals:
             if self._verify:
                 check_digest(header, buffers, reader=connection.peer.name, wanted_by=self._names(arrival))
             position = 0
+            parts: list[Part] = []
             for item, into, length in zip(arrival.items, memory, lengths, strict=True):
-                if into is None:
-                    self._place(item, scratch[position : position + length])
-                    position += length
+                if into is not None:
+                    continue
+                if isinstance(item, Frame):
+                    self._place_frame(item, scratch[position : position + length])
+                else:
+                    parts.append(packed(item, position))
+                position += length
+            with self._changes.overwriting() if parts else nullcontext():
+                place_all(parts, 0, self._targets, scratch)
 
     def break_off(self) -> None:
         """Nobody waits for scratch memory any longer."""
@@ -82,11 +89,7 @@ class Arrivals:
             return None
         return memory_of(item, self._targets)
 
-    def _place(self, item: Part | Frame, content: memoryview) -> None:
-        if not isinstance(item, Frame):
-            with self._changes.overwriting():
-                place_all([packed(item)], 0, self._targets, content)
-            return
+    def _place_frame(self, item: Frame, content: memoryview) -> None:
         frame = frame_read(item, self._targets, self._changes)
         raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
         decode_frame(frame.codec, content, frame.item_bytes, raw)

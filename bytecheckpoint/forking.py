@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.memory_maps import memory_areas
 from bytecheckpoint.priorities import step_back
 from bytecheckpoint.staging import LiveFile
 from bytecheckpoint.storage.scratch import Scratch
@@ -91,11 +92,7 @@ class _PrivateMemory:
     """The address ranges of this process of which a forked child gets a copy: not those that it would share."""
 
     def __init__(self) -> None:
-        maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
-        areas = [line.split(maxsplit=2)[:2] for line in maps.splitlines()]
-        bounds = sorted(
-            tuple(int(bound, 16) for bound in area.split("-")) for area, flags in areas if flags.endswith("p")
-        )
+        bounds = [(area.start, area.end) for area in memory_areas() if area.is_private]
         self._starts = [start for start, _ in bounds]
         self._ends = [end for _, end in bounds]
 

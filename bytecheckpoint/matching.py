@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.stored import (
 )
 from bytecheckpoint.adapters.tensors import LocalShard, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.memory_maps import are_read_only
 from bytecheckpoint.ranks import COORDINATOR, Ranks
 from bytecheckpoint.shared_memory import find_shared
 
@@ -69,6 +70,7 @@ def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Ma
         copies = _not_refused(match, expectation.copies)
         _match_shards(match._replace(cast=set()), copies, stored, cast=True)
     _leave_out_shared(match)
+    _leave_out_read_only(match)
     match.padding.extend(shard.tensor for shard in _not_refused(match, padding))
     return match
 
@@ -116,6 +118,18 @@ def _leave_out_shared(match: Match) -> None:
         match.problems.append(Problem("conflict", fqn, text))
     for second in sorted((second for _, second in shared.within + shared.clashing), reverse=True):
         del match.shards[second], match.stored_fqns[second]
+
+
+def _leave_out_read_only(match: Match) -> None:
+    """Memory that nothing can be written to, such as that of a mapped file: trying would kill the process."""
+    addresses = [shard.address or (shard.tensor.data_ptr() if shard.tensor.is_cpu else 0) for shard in match.shards]
+    for number in np.flatnonzero(are_read_only(np.array(addresses, np.uint64))).tolist()[::-1]:
+        fqn = match.shards[number].fqn
+        text = (
+            f"{fqn}: the memory of the state's tensor is read only, as that of a file that is mapped so; give it a copy"
+        )
+        match.problems.append(Problem("conflict", fqn, text))
+        del match.shards[number], match.stored_fqns[number]
 
 
 def _not_found(fqn: str, stored: Stored) -> Problem:

@@ -5,9 +5,7 @@ nothing of where in a file they lay.
 from __future__ import annotations
 
 import ctypes
-import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
@@ -17,8 +15,7 @@ from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lane, Lanes
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.errors import CheckpointMismatchError, StorageError
-from bytecheckpoint.host_copies import scatter_pieces
+from bytecheckpoint.host_copies import FEW_PIECES, scatter_pieces
 from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
 from bytecheckpoint.tensor_memory import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
@@ -33,8 +30,8 @@ class Targets:
         for given, stored_dtype in zip(shards, stored_dtypes, strict=True):
             # It may have been moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with a
             # process moves it.
-            is_there = given.address and given.tensor.data_ptr() == given.address
-            shard = given if is_there else given._replace(address=0)
+            has_moved = given.address and given.tensor.data_ptr() != given.address
+            shard = given._replace(address=0) if has_moved else given
             is_raw = takes_bytes(shard, stored_dtype)
             byte_lengths.append(shard.tensor.nbytes if is_raw else 0)
             on_host = is_raw and (shard.address or lanes.to(shard.tensor) is None)
@@ -69,61 +66,43 @@ def memory_of(part: Part, targets: Targets) -> memoryview | None:
 
 
 def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
-    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable.
-
-    Raises CheckpointMismatchError (conflict) where the memory of a target cannot be written to.
-    """
-    flat = [part for part in parts if not isinstance(part, BoxPart)]
-    if flat:
-        _place_flat(flat, byte_offset, targets, fetched)
-    for part in parts if len(flat) < len(parts) else ():
+    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
+    others = parts
+    if len(parts) >= FEW_PIECES:
+        flat = [part for part in parts if not isinstance(part, BoxPart)]
+        others = [part for part in parts if isinstance(part, BoxPart)] if len(flat) < len(parts) else []
+        _place_together(flat, byte_offset, targets, fetched)
+    for part in others:
+        content = fetched[part.byte_offset - byte_offset :][: part.byte_length]
         if isinstance(part, BoxPart):
-            _place_box(part, fetched[part.byte_offset - byte_offset :][: part.byte_length], targets)
+            _place_box(part, content, targets)
+        else:
+            _place_flat(part, content, targets)
 
 
-def _place_flat(parts: Sequence[FlatPart], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
+def _place_together(parts: Sequence[FlatPart], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
     wants, starts, lengths, skipped = np.fromiter(chain.from_iterable(parts), np.int64).reshape(-1, 4).T
     starts, ends = starts - byte_offset, starts + lengths - byte_offset
-    is_outside = (skipped + lengths > targets.byte_lengths[wants]) | (ends > fetched.nbytes)
-    if is_outside.any():
-        raise _no_memory(parts[int(is_outside.argmax())], targets)
     addresses = targets.addresses[wants]
-    on_host = addresses != 0
+    is_simple = (addresses != 0) & (skipped + lengths <= targets.byte_lengths[wants]) & (ends <= fetched.nbytes)
     source = ctypes.addressof(ctypes.c_char.from_buffer(fetched))
-    with writable(lambda: first_names(targets.shards[part.want].fqn for part in parts)):
-        scatter_pieces(source + starts[on_host], addresses[on_host] + skipped[on_host], lengths[on_host])
-    for number in np.flatnonzero(~on_host & (lengths > 0)).tolist():
+    scatter_pieces(source + starts[is_simple], (addresses + skipped)[is_simple], lengths[is_simple])
+    for number in np.flatnonzero(~is_simple).tolist():
         part = parts[number]
-        lane = targets.lane(part.want)
-        if lane is None:
-            raise _no_memory(part, targets)
-        memory = targets.shards[part.want].tensor.reshape(-1).view(torch.uint8)
-        memory = memory[part.target_byte_offset : part.target_byte_offset + part.byte_length]
-        lane.copy(memory, fetched[part.byte_offset - byte_offset :][: part.byte_length], None)
+        _place_flat(part, fetched[part.byte_offset - byte_offset :][: part.byte_length], targets)
 
 
-def _no_memory(part: FlatPart, targets: Targets) -> ValueError:
-    fqn = targets.shards[part.want].fqn
-    return ValueError(f"the plan puts {part.byte_length} bytes where {fqn} has no memory that takes them")
-
-
-@contextmanager
-def writable(names: Callable[[], str]) -> Iterator[None]:
-    """Around what writes to the memory of tensors of these names.
-
-    Raises CheckpointMismatchError (conflict) where the kernel finds that it cannot be written to.
-    """
-    try:
-        yield
-    except OSError as error:
-        cause = error.__cause__ if isinstance(error, StorageError) else error
-        if not isinstance(cause, OSError) or cause.errno != errno.EFAULT:
-            raise
-        raise CheckpointMismatchError(
-            f"memory of the state cannot be written to, as that of a file that is mapped to be read only: it is of "
-            f"{names()}; load into a copy",
-            kind="conflict",
-        ) from error
+def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
+    want, _, length, skipped = part
+    address, lane = int(targets.addresses[want]), targets.lane(want)
+    if skipped + length > targets.byte_lengths[want] or content.nbytes < length or not (address or lane or not length):
+        fqn = targets.shards[want].fqn
+        raise ValueError(f"the plan puts {length} bytes where {fqn} has no memory that takes them")
+    if lane is not None:
+        memory = targets.shards[want].tensor.reshape(-1).view(torch.uint8)[skipped : skipped + length]
+        lane.copy(memory, content, None)
+    elif length:
+        ctypes.memmove(address + skipped, ctypes.addressof(ctypes.c_char.from_buffer(content)), length)
 
 
 def first_names(fqns: Iterable[str]) -> str:

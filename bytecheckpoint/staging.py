@@ -175,13 +175,14 @@ class LiveFile:
         """Copies into memory of its own, now, what only torch can copy and the host memory at every address and length
         for which `is_apart` is false: a forked child can then gather all of the file, as it is at the fork.
         """
-        pieces = zip(self._starts.tolist(), self._lengths.tolist(), self._addresses.tolist(), strict=True)
-        for index, (start, num_bytes, address) in enumerate(pieces):
+        pieces = zip(self._lengths.tolist(), self._addresses.tolist(), strict=True)
+        for index, (num_bytes, address) in enumerate(pieces):
             if num_bytes and (not address or not is_apart(address, num_bytes)):
                 copy = bytearray(num_bytes)
-                self.gather(start, memoryview(copy))
+                copy_address = ctypes.addressof(ctypes.c_char.from_buffer(copy))
+                self._gather_part(index, 0, copy_address, num_bytes)
                 self._copies.append(copy)
-                self._addresses[index] = ctypes.addressof(ctypes.c_char.from_buffer(copy))
+                self._addresses[index] = copy_address
         self._others.clear()
 
     def memory_of(self, byte_offset: int, byte_length: int) -> list[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import random
 from pathlib import Path
@@ -15,36 +14,63 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint import host_copies
 from bytecheckpoint.host_copies import gather_pieces, scatter_pieces
+from bytecheckpoint.memory_maps import memory_areas
 
 HAS_CALLS = host_copies._FROM_PROCESS is not None and host_copies._TO_PROCESS is not None
-NEEDS_CALLS = pytest.mark.skipif(not HAS_CALLS, reason="this C library has no process_vm_readv")
+SIZES = [0, 1, 7, 4096, 5000, host_copies._MAX_GATHERED_BYTES, host_copies._MAX_GATHERED_BYTES + 1]
 
 
-def no_such_call(*_: int) -> int:
-    ctypes.set_errno(errno.ENOSYS)
+def refused(*_: int) -> int:
     return -1
 
 
-def forbidden(*_: int) -> int:
-    ctypes.set_errno(errno.EPERM)
-    return -1
+def half_done(_pid: int, pieces: int, num_pieces: int, *_: int) -> int:
+    """As where memory of one piece cannot be reached: the kernel says how much it copied before."""
+    return ctypes.c_int64.from_address(pieces + 8).value if num_pieces else 0
 
 
-@pytest.fixture(params=[pytest.param("in one call", marks=NEEDS_CALLS), None, no_such_call, forbidden])
+@pytest.fixture(
+    params=[
+        pytest.param("in one call", marks=pytest.mark.skipif(not HAS_CALLS, reason="no process_vm_readv here")),
+        None,
+        refused,
+        half_done,
+        "much",
+    ]
+)
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How pieces are copied: as usual, or as where that cannot be done."""
+    if request.param == "much":
+        monkeypatch.setattr(host_copies, "_MAX_BYTES", 10_000)
+        return
     if request.param == "in one call":
-        monkeypatch.setattr(host_copies, "_one_by_one", pytest.fail)
+        monkeypatch.setattr(host_copies, "FEW_PIECES", 1)
         return
     for name in ("_FROM_PROCESS", "_TO_PROCESS"):
         monkeypatch.setattr(host_copies, name, request.param)
+
+
+@pytest.mark.skipif(not HAS_CALLS, reason="no process_vm_readv here")
+def test_many_small_pieces_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        host_copies, "_one_by_one", lambda sources, *_: pytest.fail(f"{len(sources)} alone") if len(sources) else None
+    )
+    buffer, apart = np.arange(32_000, dtype=np.uint8), np.zeros(32_000, np.uint8)
+    starts = np.arange(0, 32_000, 100)
+    mirrored = apart.ctypes.data + starts[::-1]
+    lengths = np.full(320, 100)
+    scatter_pieces(buffer.ctypes.data + starts, mirrored, lengths)
+    assert (apart.reshape(-1, 100)[::-1] == buffer.reshape(-1, 100)).all()
+    buffer[:] = 0
+    gather_pieces(mirrored, buffer.ctypes.data + starts, lengths)
+    assert (apart.reshape(-1, 100)[::-1] == buffer.reshape(-1, 100)).all()
 
 
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("num_pieces", [0, 1, 2, 1023, 1024, 1025, 3000])
 def test_pieces_come_where_they_belong_and_nothing_else_changes(num_pieces: int) -> None:
     rng = random.Random(num_pieces)
-    lengths = [rng.choice([0, 1, 7, 4096, 5000]) for _ in range(num_pieces)]
+    lengths = [rng.choice(SIZES) for _ in range(num_pieces)]
     gaps = [rng.choice([0, 0, 0, 1, 300]) for _ in range(num_pieces)]
     starts = [sum(lengths[:number]) + sum(gaps[:number]) for number in range(num_pieces)]
     content = np.frombuffer(rng.randbytes(sum(lengths) + sum(gaps) + 1), np.uint8)
@@ -71,14 +97,21 @@ def read_only_tensor(folder: Path, numel: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.float32)
 
 
-@NEEDS_CALLS
+@pytest.mark.skipif(not memory_areas(), reason="the kernel does not tell what memory is read only")
 @pytest.mark.filterwarnings("ignore")  # torch's, about memory that cannot be written to
+@pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize("numel", [100, 3_000_000], ids=["small", "large"])
-def test_memory_that_cannot_be_written_to_is_an_error_that_names_the_tensor(tmp_path: Path, numel: int) -> None:
-    """It was a crash of the whole program for small tensors, and the store's fault for large ones."""
-    bcp.save(tmp_path / "saved", {"model": {"w": torch.ones(numel)}})
-    state = {"model": {"w": read_only_tensor(tmp_path, numel)}}
-    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.w; load into a copy") as raised:
-        bcp.load(tmp_path / "saved", state)
-    assert raised.value.kind == "conflict"
-    assert (state["model"]["w"] == 0).all()
+def test_memory_that_is_read_only_is_found_before_anything_is_changed(tmp_path: Path, numel: int, codec: str) -> None:
+    """It was a crash of the whole program, or the store's fault."""
+    whole = {"a": torch.ones(numel), "strided": torch.ones(2, numel // 2), "w": torch.ones(numel)}
+    bcp.save(tmp_path / "saved", {"model": whole}, options=bcp.SaveOptions(codec=codec))
+    mapped = read_only_tensor(tmp_path, numel)
+    model = {"a": torch.zeros(numel), "strided": mapped[: numel // 2 * 2].reshape(-1, 2).T, "w": mapped}
+    for fqn in ("strided", "w"):
+        state = {"a": model["a"], fqn: model[fqn]}
+        with pytest.raises(bcp.CheckpointMismatchError, match=rf"model\.{fqn}: the memory .* give it a copy") as raised:
+            bcp.load(tmp_path / "saved", {"model": state}, include=["model.a", f"model.{fqn}"])
+        assert raised.value.kind == "conflict"
+        assert (model["a"] == 0).all()
+    bcp.load(tmp_path / "saved", {"model": model | {"strided": torch.zeros(2, numel // 2)}}, strict=False)
+    assert (model["a"] == 1).all()

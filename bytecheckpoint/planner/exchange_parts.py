@@ -227,10 +227,10 @@ def piece_of(item: Part | Frame) -> Piece:
     return Piece(item.byte_offset, tuple(lengths), tuple(strides))
 
 
-def packed(part: Part) -> Part:
-    """The part as it is placed from the bytes of its piece alone, without what lies between rows."""
+def packed(part: Part, byte_offset: int) -> Part:
+    """The part as it is placed where the bytes of its piece begin there, without what lies between rows."""
     if isinstance(part, FlatPart):
-        return part._replace(byte_offset=0)
+        return part._replace(byte_offset=byte_offset)
     byte_length = part.region.numel * _item_bytes(part)
     chunk = part.chunk._replace(region=part.region, byte_offset=0, byte_length=byte_length)
-    return BoxPart(part.want, 0, byte_length, part.region, chunk)
+    return BoxPart(part.want, byte_offset, byte_length, part.region, chunk)

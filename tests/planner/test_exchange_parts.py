@@ -110,7 +110,7 @@ def carry_out(case: Case, want: Want, work: Work, unsharable: Sequence[Fetch]) -
             pack(content, unit, [piece], parcel)
             single = slices(content, unit, [piece])
             assert single is None or single[0] == parcel
-            place(packed(item), bytes(parcel), want, target)
+            place(packed(item, 0), bytes(parcel), want, target)
     return target
 
 
