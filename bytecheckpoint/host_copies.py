@@ -73,8 +73,8 @@ def _one_by_one(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -
 
 
 def _in_one_call(call: _Call | None, apart: np.ndarray, together: np.ndarray, lengths: np.ndarray) -> bool:
-    """Whether all of it was copied. Where it was not, this kernel or sandbox has no such call, or cannot do it with what
-    a driver has mapped. `together` are the addresses in the buffer.
+    """Whether all of it was copied. Where not, this kernel or sandbox has no such call, or cannot do it with what a
+    driver has mapped. `together` are the addresses in the buffer.
     """
     total = int(lengths.sum())
     if call is None or len(lengths) < FEW_PIECES or total > _MAX_BYTES:
