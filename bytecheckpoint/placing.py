@@ -21,6 +21,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.host_copies import scatter_pieces
 from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
+from bytecheckpoint.planner.pieces import first_names
 from bytecheckpoint.tensor_memory import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
 
 
@@ -124,12 +125,6 @@ def writable(names: Callable[[], str]) -> Iterator[None]:
             f"{names()}; load into a copy",
             kind="conflict",
         ) from error
-
-
-def first_names(fqns: Iterable[str]) -> str:
-    """These names, or the first of them where there are many."""
-    names = sorted(set(fqns))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
 def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:

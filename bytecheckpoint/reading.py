@@ -13,9 +13,10 @@ from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.placing import Targets, first_names, memory_of, place_all, takes_bytes, writable
+from bytecheckpoint.placing import Targets, memory_of, place_all, takes_bytes, writable
 from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
+from bytecheckpoint.planner.pieces import names_in
 from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
@@ -124,13 +125,14 @@ class Source:
         file = self.manifest.files[fetch.file]
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
         place = partial(place_all, fetch.parts, fetch.byte_offset, targets)
-        wanted_by = partial(_names, fetch, stored_fqns)
+        wanted_by = partial(names_in, fetch, stored_fqns)
+        all_names = partial(wanted_by, fetch.byte_offset, fetch.end)
         return Read(
             file=file,
             name=join_name(self.folder, file.name),
             byte_offset=fetch.byte_offset,
             byte_length=fetch.byte_length,
-            target=None if memory is None else partial(_filled, memory, wanted_by, self.changes),
+            target=None if memory is None else partial(_filled, memory, all_names, self.changes),
             place=partial(_placed, place, self.changes) if memory is None and fetch.parts else _leave,
             wanted_by=wanted_by,
             frames=[frame_read(frame, targets, self.changes) for frame in fetch.frames],
@@ -161,8 +163,8 @@ def _fitting(num_bytes: int) -> int:
 
 
 @contextmanager
-def _filled(memory: memoryview, wanted_by: Callable[[], str], changes: Changes) -> Iterator[memoryview]:
-    with changes.overwriting(), writable(wanted_by):
+def _filled(memory: memoryview, names: Callable[[], str], changes: Changes) -> Iterator[memoryview]:
+    with changes.overwriting(), writable(names):
         yield memory
 
 
@@ -173,7 +175,3 @@ def _placed(place: Callable[[memoryview], None], changes: Changes, content: memo
 
 def _leave(content: memoryview) -> None:
     """The bytes are in their target already, or are for frames only."""
-
-
-def _names(fetch: Fetch, stored_fqns: Sequence[str]) -> str:
-    return first_names(stored_fqns[part.want] for part in fetch.all_parts)

@@ -106,9 +106,9 @@ def _choose_parts(counts: Mapping[int, int]) -> dict[int, int]:
             for num_bytes in counts
         }
         num_extents = sum(parts_of[num_bytes] * count for num_bytes, count in counts.items())
-        if num_extents <= _EXTENTS_OF_FILE or (least == EXTENT_BYTES and num_extents <= _HALVES_OF_FILE):
+        if num_extents <= _EXTENTS_OF_FILE or (least >= EXTENT_BYTES and num_extents <= _HALVES_OF_FILE):
             return parts_of
-        if least == EXTENT_BYTES:
+        if least >= EXTENT_BYTES:
             return {num_bytes: _power_of_two(num_bytes, EXTENT_BYTES) for num_bytes in counts}
         least *= 2
 

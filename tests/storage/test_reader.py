@@ -34,7 +34,7 @@ def read_all(content: bytes, *, step_bytes: int | None, into: memoryview | None)
     file = DataFile("f", len(CONTENT), LENGTHS, digests())
     placed: list[bytes] = []
     target = None if into is None else (lambda: nullcontext(into))
-    read = reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda: "x")
+    read = reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda *_: "x")
     memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
     store = Telling(content, step_bytes)
     reader.run_reads(store, [read], threads=1, verify=True, scratch_bytes=1000, memory=memory, submit=submit)
