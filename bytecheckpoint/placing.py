@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 

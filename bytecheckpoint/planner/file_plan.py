@@ -15,6 +15,11 @@ from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20
 """A checksum covers at most this much: what a partial read may have to read beyond what it wants, at each end."""
+LARGE_CHUNK_BYTES = 16 << 20
+"""From here on parts are wanted that are large themselves, and extents are shorter than a sixteenth of the chunk."""
+LARGE_CHUNK_EXTENT_BYTES = 256 << 10
+"""A checksum in such a chunk covers at most this much, and at least half of it: 8 bytes of manifest for each, at most
+64 MB for 1 TB. Checking so short extents takes a tenth longer than those of 1 MiB; at 64 KiB it would be 45%."""
 MIN_EXTENT_BYTES = 128 << 10
 """What is no longer than this is not cut again: a request reads as much while it begins, and manifests stay short."""
 _OWN_EXTENT_BYTES = 256 << 10
@@ -22,8 +27,8 @@ _OWN_EXTENT_BYTES = 256 << 10
 _PARTS_OF_CHUNK = 16
 """Any part of a chunk costs at most two of these more than it is; half, a quarter or an eighth of it, none."""
 _EXTENTS_OF_FILE = 768
-"""Chunks are cut less often where there would be more, so that manifests of many files stay short: they are mostly
-checksums."""
+"""Chunks that are not large are cut less often where there would be more of theirs, so that manifests of many files
+stay short: they are mostly checksums."""
 _HALVES_OF_FILE = 2048
 """Up to here chunks are cut into halves at least: half of them is what each of twice as many ranks wants."""
 
@@ -99,17 +104,23 @@ def _group_chunks(chunk_bytes: Sequence[int]) -> list[int]:
 
 def _choose_parts(counts: Mapping[int, int]) -> dict[int, int]:
     """Into how many parts large chunks are cut, by their bytes; `counts` says how many there are of each."""
+    large = {
+        num_bytes: _power_of_two(num_bytes, LARGE_CHUNK_EXTENT_BYTES)
+        for num_bytes in counts
+        if num_bytes >= LARGE_CHUNK_BYTES
+    }
+    others = {num_bytes: count for num_bytes, count in counts.items() if num_bytes < LARGE_CHUNK_BYTES}
     least = MIN_EXTENT_BYTES
     while True:
         parts_of = {
             num_bytes: max(2, _power_of_two(num_bytes, min(EXTENT_BYTES, max(least, num_bytes // _PARTS_OF_CHUNK))))
-            for num_bytes in counts
+            for num_bytes in others
         }
-        num_extents = sum(parts_of[num_bytes] * count for num_bytes, count in counts.items())
+        num_extents = sum(parts_of[num_bytes] * count for num_bytes, count in others.items())
         if num_extents <= _EXTENTS_OF_FILE or (least >= EXTENT_BYTES and num_extents <= _HALVES_OF_FILE):
-            return parts_of
+            return large | parts_of
         if least >= EXTENT_BYTES:
-            return {num_bytes: _power_of_two(num_bytes, EXTENT_BYTES) for num_bytes in counts}
+            return large | {num_bytes: _power_of_two(num_bytes, EXTENT_BYTES) for num_bytes in others}
         least *= 2
 
 
