@@ -95,7 +95,7 @@ def build(num_tensors: int, num_chunks: int, num_files: int) -> Manifest:
         fqn = f"model.layers.{index // 12}.block{index % 12}.feed_forward.weight"
         tensors[fqn] = tensor_record("bfloat16", (rows * num_chunks, COLUMNS), chunks)
     files = [
-        _data_file(file, cut_extents(HEADER_BYTES, lengths, block_bytes=BLOCK_BYTES), rng)
+        _data_file(file, cut_extents(HEADER_BYTES, lengths, block_bytes=BLOCK_BYTES, state_bytes=sum(ends)), rng)
         for file, lengths in enumerate(chunk_bytes)
     ]
     return Manifest(save_id=SAVE_ID, step=1000, files=files, tensors=tensors)

@@ -159,7 +159,7 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
             order = msgspec.msgpack.decode(payload, type=agreement._Order)
-            plan = agreement._planned(order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), ())
+            plan = agreement._planned(order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks)
             report = encode_report(Agreed(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank))
             known[key] = plan, msgspec.msgpack.decode(report)[1:]
             yield report

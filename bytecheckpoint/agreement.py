@@ -166,7 +166,7 @@ def agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
         in_stages = order.digested
         order = decision.hear(_whole_request(wish, ranks, in_stages))
     is_new = not order.is_known or known is None
-    planned = _planned(order, wish, in_stages) if is_new or known is None else known
+    planned = _planned(order, wish, in_stages, ranks.num_ranks) if is_new or known is None else known
     if is_new:
         planned.plan = decision.plan
         plans.keep(proposal.fingerprint, planned)
@@ -275,7 +275,7 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
 
 
 @collector_paused()
-def _planned(order: _Order, wish: Wish, in_stages: Sequence[str]) -> KnownPlan:
+def _planned(order: _Order, wish: Wish, in_stages: Sequence[str], num_ranks: int) -> KnownPlan:
     offers = wish.offers()
     num_offers = len(offers)
     kept = np.flatnonzero(np.unpackbits(np.frombuffer(order.kept, np.uint8), count=num_offers)).tolist()
@@ -283,7 +283,7 @@ def _planned(order: _Order, wish: Wish, in_stages: Sequence[str]) -> KnownPlan:
     writes = [*(Write(offer, offers[offer].region) for offer in kept), *parts]
     return KnownPlan(
         plan_id=order.plan_id,
-        files=plan_files(offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec),
+        files=plan_files(offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec, num_ranks=num_ranks),
         compared=order.compared,
         differing_replicas=order.differing_replicas,
         in_stages=in_stages,

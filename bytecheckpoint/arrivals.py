@@ -15,7 +15,8 @@ from bytecheckpoint.parcels import Budget, Header, check_digest
 from bytecheckpoint.peers import Connection
 from bytecheckpoint.placing import Targets, memory_of, place_all
 from bytecheckpoint.planner.coalesce import FlatPart, Frame, Part
-from bytecheckpoint.planner.exchange_parts import Arrival, packed, piece_of
+from bytecheckpoint.planner.exchange_parts import Arrival, packed
+from bytecheckpoint.planner.pieces import piece_of
 from bytecheckpoint.reading import frame_read
 from bytecheckpoint.storage.codecs import decode_frame
 

@@ -265,7 +265,7 @@ def _extents(header: memoryview) -> Iterator[memoryview]:
     """One, or where it is longer than a frame as in other files."""
     start = 0
     is_long = len(header) > MAX_ENCODED_BYTES
-    for length in cut_extents(len(header), [], block_bytes=BLOCK_BYTES) if is_long else [len(header)]:
+    for length in cut_extents(len(header), [], block_bytes=BLOCK_BYTES, state_bytes=0) if is_long else [len(header)]:
         yield header[start : start + length]
         start += length
 

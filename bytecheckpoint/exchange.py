@@ -40,20 +40,12 @@ from bytecheckpoint.parcels import (
     sealed,
     slices,
 )
-from bytecheckpoint.peers import Connection, Peer, PeerLeftError
+from bytecheckpoint.peers import Connection, Peer, PeerLeftError, shown_ranks
 from bytecheckpoint.placing import Targets
 from bytecheckpoint.planner.coalesce import Fetch
-from bytecheckpoint.planner.exchange_parts import (
-    Arrival,
-    Piece,
-    Unit,
-    Work,
-    can_share,
-    divide_work,
-    piece_of,
-    wanted_runs,
-)
+from bytecheckpoint.planner.exchange_parts import Arrival, Unit, Work, can_share, divide_work, wanted_runs
 from bytecheckpoint.planner.exchange_plan import Extents, Run, Share, share_out
+from bytecheckpoint.planner.pieces import Piece, piece_of
 from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.reading import Source
 from bytecheckpoint.storage.reader import Read
@@ -278,7 +270,17 @@ class _Exchange:
                 for outbox in outboxes:
                     outbox.put(parcel)
 
-        return read._replace(place=pass_on)
+        def wanted_by(start: int, end: int) -> str:
+            return read.wanted_by(start, end) or self._takers_in(unit, start, end)
+
+        return read._replace(place=pass_on, wanted_by=wanted_by)
+
+    def _takers_in(self, unit: Unit, start: int, end: int) -> str:
+        """Who has asked for bytes of this range of a unit: they count on it that the reader has verified them."""
+        asked = self._takers_of.get(unit, {}).items()
+        touching = [outboxes for pieces, outboxes in asked if any(piece.touches(start, end) for piece in pieces)]
+        names = sorted({outbox.connection.peer.name for outboxes in touching for outbox in outboxes})
+        return f"what {shown_ranks(names)} asked for" if names else ""
 
     def _refuse_if_over(self) -> None:
         """Ends this rank's own reading where the load has failed."""

@@ -108,7 +108,11 @@ class LoadOptions:
     """How to load. Checked on creation: a ValueError names the field, what it got and what it takes."""
 
     verify: bool = True
-    """Compare the checksum of every byte that is used; a difference raises CheckpointCorruptError."""
+    """Compare the checksum of every byte that is used; a difference raises CheckpointCorruptError.
+
+    A checksum covers up to 1 MiB, or 256 KiB in a chunk of 16 MiB or more of a checkpoint of up to 256 GiB: each
+    contiguous run of what is wanted may cost as much at each end beyond itself.
+    """
     exchange: Literal["auto", "on", "off"] = "auto"
     """Whether what several ranks want is read by one of them, who passes it on to the others over the network.
 

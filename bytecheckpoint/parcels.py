@@ -16,7 +16,8 @@ import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.peers import PeerLeftError
-from bytecheckpoint.planner.exchange_parts import Piece, Unit
+from bytecheckpoint.planner.exchange_parts import Unit
+from bytecheckpoint.planner.pieces import Piece
 
 _DIGEST = struct.Struct("<Q")
 _HEADER = struct.Struct("<QQQQ")

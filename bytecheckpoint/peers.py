@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -133,11 +134,14 @@ class Connection:
         return missing((self.peer.name,), f"was to take what this one reads, and is gone ({reason})")
 
 
+def shown_ranks(names: Sequence[int]) -> str:
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {list(names)}"
+
+
 def missing(names: tuple[int, ...], what: str) -> CheckpointError:
     """That these (global) ranks are not there."""
-    who = f"rank {names[0]}" if len(names) == 1 else f"ranks {list(names)}"
     return CheckpointError(
-        f"{who} {what}: dead or stuck. Look at its log; raise options.timeout_s if it is only slow",
+        f"{shown_ranks(names)} {what}: dead or stuck. Look at its log; raise options.timeout_s if it is only slow",
         kind="rank_missing",
         ranks=names,
     )

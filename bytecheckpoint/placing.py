@@ -5,7 +5,7 @@ nothing of where in a file they lay.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -103,12 +103,6 @@ def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
         lane.copy(memory, content, None)
     elif length:
         ctypes.memmove(address + skipped, ctypes.addressof(ctypes.c_char.from_buffer(content)), length)
-
-
-def first_names(fqns: Iterable[str]) -> str:
-    """These names, or the first of them where there are many."""
-    names = sorted(set(fqns))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
 
 
 def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:

@@ -13,9 +13,10 @@ from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.placing import Targets, first_names, memory_of, place_all, takes_bytes
+from bytecheckpoint.placing import Targets, memory_of, place_all, takes_bytes
 from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
+from bytecheckpoint.planner.pieces import names_in
 from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
@@ -131,7 +132,7 @@ class Source:
             byte_length=fetch.byte_length,
             target=None if memory is None else partial(_filled, memory, self.changes),
             place=partial(_placed, place, self.changes) if memory is None and fetch.parts else _leave,
-            wanted_by=partial(_names, fetch, stored_fqns),
+            wanted_by=partial(names_in, fetch, stored_fqns),
             frames=[frame_read(frame, targets, self.changes) for frame in fetch.frames],
         )
 
@@ -172,7 +173,3 @@ def _placed(place: Callable[[memoryview], None], changes: Changes, content: memo
 
 def _leave(content: memoryview) -> None:
     """The bytes are in their target already, or are for frames only."""
-
-
-def _names(fetch: Fetch, stored_fqns: Sequence[str]) -> str:
-    return first_names(stored_fqns[part.want] for part in fetch.all_parts)

@@ -63,13 +63,17 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
 
 
 def plan_files(
-    offers: Sequence[Offer], writes: Sequence[Write], *, max_file_bytes: int, codec: CodecOption
+    offers: Sequence[Offer], writes: Sequence[Write], *, max_file_bytes: int, codec: CodecOption, num_ranks: int
 ) -> list[PlannedFile]:
-    """The data files that hold these writes of one rank: those of compressed tensors last, and none of them large."""
+    """The data files that hold these writes of one rank, of so many that write about as much: those of compressed
+    tensors last, and none of them large.
+    """
     codecs = {index: codec_of(offers[index].fqn, codec) for index in {write.offer for write in writes}}
     raw = [write for write in writes if codecs[write.offer] == "none"]
     others = [write for write in writes if codecs[write.offer] != "none"]
-    files = [_plan_file(chunks, offers) for chunks in lay_out_files(offers, raw, max_file_bytes=max_file_bytes)]
+    laid_out = lay_out_files(offers, raw, max_file_bytes=max_file_bytes)
+    state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
+    files = [_plan_file(chunks, offers, state_bytes) for chunks in laid_out]
     max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
     compressed = lay_out_files(offers, others, max_file_bytes=max_bytes)
     return files + [
@@ -77,7 +81,7 @@ def plan_files(
     ]
 
 
-def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer]) -> PlannedFile:
+def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], state_bytes: int) -> PlannedFile:
     lengths = [chunk.byte_length for chunk in chunks]
     header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in chunks])
     num_bytes = len(header) + sum(lengths)
@@ -86,7 +90,7 @@ def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer]) -> Planne
         parts=_parts(chunks, offers),
         codecs=(),
         header=header,
-        extent_lengths=cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES),
+        extent_lengths=cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=state_bytes),
         blocks=[(start, min(BLOCK_BYTES, num_bytes - start)) for start in range(0, num_bytes, BLOCK_BYTES)],
         byte_length=num_bytes,
     )

@@ -4,6 +4,7 @@ no more memory than it may take.
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -203,6 +204,48 @@ def test_half_of_what_was_saved_reads_half_of_the_bytes(tmp_path: Path) -> None:
         fetches = fill(source, [("a", (600, 1100), region, target)])
         assert same_bits(target, cut(tensor, region))
         assert sum(fetch.byte_length for fetch in fetches) == target.nbytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "extent_bytes"),
+    [
+        ((2100, 2300), torch.float32, MiB // 4),  # 19 MB, of which the longest extents are known
+        ((1000, 1100), torch.float32, 1000 * 1100 * 4 // 16 + 16),
+        ((600, 1100), torch.bfloat16, MiB // 8 + 16),
+        ((20, 30_000), torch.uint8, MiB // 8 + 16),
+    ],
+)
+def test_a_part_costs_at_most_an_extent_at_each_end_of_each_run(
+    tmp_path: Path, shape: tuple[int, int], dtype: torch.dtype, extent_bytes: int
+) -> None:
+    tensor = random_bits(dtype, shape, 1)
+    bcp.save(tmp_path, {"a": tensor, "b": torch.zeros(100)})
+    source, chooser = opened(tmp_path, Tuning(max_gap_bytes=0)), random.Random(1)
+    for number in range(24):
+        cuts = [sorted(chooser.sample(range(length + 1), 2)) for length in shape]
+        cuts[number % 2] = cuts[number % 2] if number % 3 == 0 else [0, shape[number % 2]]  # rows, columns, or a box
+        region = Region(tuple(low for low, _ in cuts), tuple(high - low for low, high in cuts))
+        target = torch.zeros(region.lengths, dtype=dtype)
+        fetches = fill(source, [("a", shape, region, target)])
+        assert same_bits(target, cut(tensor, region))
+        num_runs = 1 if region.lengths[1] == shape[1] else region.lengths[0]
+        assert sum(fetch.byte_length for fetch in fetches) < target.nbytes + 2 * extent_bytes * num_runs
+
+
+def test_a_part_of_a_large_tensor_costs_a_few_percent_more_than_it_is(tmp_path: Path) -> None:
+    shape = (50, 1_400_000)
+    tensor = random_bits(torch.uint8, shape, 1)
+    bcp.save(tmp_path, {"a": tensor})
+    source = opened(tmp_path, Tuning(max_gap_bytes=0))
+    for region in (
+        Region((23, 0), (9, shape[1])),
+        Region((0, 0), (11, shape[1])),
+        Region((23, 999), (9, shape[1] - 999)),
+    ):
+        target = torch.zeros(region.lengths, dtype=torch.uint8)
+        fetches = fill(source, [("a", shape, region, target)])
+        assert same_bits(target, cut(tensor, region))
+        assert sum(fetch.byte_length for fetch in fetches) < target.nbytes * 1.05
 
 
 def memory_bytes(name: str) -> int:

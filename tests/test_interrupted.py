@@ -152,7 +152,7 @@ def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch:
 
     monkeypatch.setattr("bytecheckpoint.storage.reader.np.empty", failing)
     file = DataFile("f", 1000)
-    reads = [reader.Read(file, "f", start, 100, None, lambda _: None, lambda: "x") for start in range(0, 1000, 100)]
+    reads = [reader.Read(file, "f", start, 100, None, lambda _: None, lambda *_: "x") for start in range(0, 1000, 100)]
 
     def run() -> None:
         memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
@@ -174,7 +174,7 @@ def test_an_interrupted_load_drops_the_reads_that_have_not_begun() -> None:
             ended.append(threading.current_thread().name)
 
     file = DataFile("f", 1000)
-    reads = [reader.Read(file, "f", start, 10, None, lambda _: None, lambda: "x") for start in range(0, 1000, 10)]
+    reads = [reader.Read(file, "f", start, 10, None, lambda _: None, lambda *_: "x") for start in range(0, 1000, 10)]
     with pytest.raises(KeyboardInterrupt):
         reader.run_reads(
             Interrupting(),

@@ -18,6 +18,7 @@ from bytecheckpoint.manifest import Chunk, Manifest
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_parts import frame_parts, frames_of
+from bytecheckpoint.planner.pieces import names_in
 from bytecheckpoint.region import flat_span, split_rows
 from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
@@ -167,7 +168,7 @@ def _read(
         byte_length=fetch.byte_length,
         target=None,
         place=partial(add, fetch.parts, fetch.byte_offset),
-        wanted_by=lambda: ", ".join(sorted({fqns[part.want] for part in fetch.all_parts})[:3]),
+        wanted_by=partial(names_in, fetch, fqns),
         frames=[_frame_read(frame, add) for frame in fetch.frames],
     )
 

@@ -53,7 +53,7 @@ def plan_own(
             by_rank[-1].append(len(files))
             runs: list[Run] = [header, *(_span(chunk, of_rank[chunk.offer].tensor) for chunk in placed)]
             lengths = [chunk.byte_length for chunk in placed]
-            extents = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES)
+            extents = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=sum(sizes))
             files.append(TargetFile(data_file_name(save_id, rank, index), runs, extents))
     records = {
         tensor.fqn: tensor_record(tensor.dtype, tensor.shape, sorted(chunks[number]))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_plan import Extents, Run, Share
+from bytecheckpoint.planner.pieces import item_bytes_of
 from bytecheckpoint.region import Region, flat_span, intersect, split_flat_range
 
 
@@ -19,30 +20,6 @@ class Unit(NamedTuple):
     file: int
     byte_offset: int
     end: int
-
-
-class Piece(NamedTuple):
-    """Bytes of a file, in rows of equal length and distance, in as many dimensions as it takes."""
-
-    byte_offset: int
-    """Of the first, from the start of the file."""
-    lengths: tuple[int, ...]
-    """The last one in bytes."""
-    strides: tuple[int, ...]
-    """In bytes; the last one is 1."""
-
-    @property
-    def byte_length(self) -> int:
-        """Without what lies between rows."""
-        total = 1
-        for length in self.lengths:
-            total *= length
-        return total
-
-    @property
-    def end(self) -> int:
-        """One past the last byte, from the start of the file."""
-        return self.byte_offset + 1 + sum((n - 1) * step for n, step in zip(self.lengths, self.strides, strict=True))
 
 
 class Work(NamedTuple):
@@ -74,7 +51,7 @@ def can_share(fetch: Fetch, extents: Extents) -> bool:
                 bisect_right(bounds, part.byte_offset),
                 bisect_left(bounds, part.byte_offset + part.byte_length),
             )
-            item_bytes = _item_bytes(part)
+            item_bytes = item_bytes_of(part)
             if any((bound - part.chunk.byte_offset) % item_bytes for bound in bounds[first:last]):
                 return False
     return True
@@ -188,7 +165,7 @@ def _cut(item: Part | Frame, unit: Unit) -> Sequence[Part | Frame]:
 
 
 def _cut_box(part: BoxPart, unit: Unit) -> Iterator[BoxPart]:
-    chunk, item_bytes = part.chunk, _item_bytes(part)
+    chunk, item_bytes = part.chunk, item_bytes_of(part)
     first = max(unit.byte_offset - chunk.byte_offset, 0) // item_bytes
     end = min(unit.end - chunk.byte_offset, chunk.byte_length) // item_bytes
     for box in split_flat_range(chunk.region.lengths, first, end - first):
@@ -199,10 +176,6 @@ def _cut_box(part: BoxPart, unit: Unit) -> Iterator[BoxPart]:
             yield BoxPart(part.want, chunk.byte_offset + low * item_bytes, (high - low) * item_bytes, region, chunk)
 
 
-def _item_bytes(part: BoxPart) -> int:
-    return part.chunk.byte_length // part.chunk.region.numel
-
-
 def _fetch(unit: Unit, items: Sequence[Part | Frame]) -> Fetch:
     frames = tuple(item for item in items if isinstance(item, Frame))
     parts = tuple(item for item in items if not isinstance(item, Frame))
@@ -211,26 +184,10 @@ def _fetch(unit: Unit, items: Sequence[Part | Frame]) -> Fetch:
     return Fetch(unit.file, unit.byte_offset, byte_length, parts, is_direct=is_direct, frames=frames)
 
 
-def piece_of(item: Part | Frame) -> Piece:
-    """The bytes of the file that an item is made of."""
-    if not isinstance(item, BoxPart):
-        return Piece(item.byte_offset, (item.byte_length,), (1,))
-    lengths, strides = [_item_bytes(item)], [1]
-    stride = lengths[0]
-    for length, of_chunk in zip(reversed(item.region.lengths), reversed(item.chunk.region.lengths), strict=True):
-        if stride == lengths[0] * strides[0]:
-            lengths[0] *= length
-        elif length > 1:
-            lengths.insert(0, length)
-            strides.insert(0, stride)
-        stride *= of_chunk
-    return Piece(item.byte_offset, tuple(lengths), tuple(strides))
-
-
 def packed(part: Part, byte_offset: int) -> Part:
     """The part as it is placed where the bytes of its piece begin there, without what lies between rows."""
     if isinstance(part, FlatPart):
         return part._replace(byte_offset=byte_offset)
-    byte_length = part.region.numel * _item_bytes(part)
+    byte_length = part.region.numel * item_bytes_of(part)
     chunk = part.chunk._replace(region=part.region, byte_offset=0, byte_length=byte_length)
     return BoxPart(part.want, byte_offset, byte_length, part.region, chunk)

@@ -15,6 +15,14 @@ from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20
 """A checksum covers at most this much: what a partial read may have to read beyond what it wants, at each end."""
+LARGE_CHUNK_BYTES = 16 << 20
+"""From here on parts are wanted that are large themselves, and extents are shorter than a sixteenth of the chunk."""
+LARGE_CHUNK_EXTENT_BYTES = 256 << 10
+"""A checksum in such a chunk covers at most this much, and at least half of it, in a checkpoint that is not large
+itself. Checking so short extents takes a tenth longer than those of 1 MiB; at 64 KiB it would be 45%."""
+_MAX_LARGE_EXTENTS = 1 << 20
+"""Of a whole checkpoint, about: the checksums in large chunks then take 8 to 16 MB of its manifest, which all ranks get
+from one. Of more than 256 GiB they cover more, from 1 TiB on EXTENT_BYTES."""
 MIN_EXTENT_BYTES = 128 << 10
 """What is no longer than this is not cut again: a request reads as much while it begins, and manifests stay short."""
 _OWN_EXTENT_BYTES = 256 << 10
@@ -22,8 +30,8 @@ _OWN_EXTENT_BYTES = 256 << 10
 _PARTS_OF_CHUNK = 16
 """Any part of a chunk costs at most two of these more than it is; half, a quarter or an eighth of it, none."""
 _EXTENTS_OF_FILE = 768
-"""Chunks are cut less often where there would be more, so that manifests of many files stay short: they are mostly
-checksums."""
+"""Chunks that are not large are cut less often where there would be more of theirs, so that manifests of many files
+stay short: they are mostly checksums."""
 _HALVES_OF_FILE = 2048
 """Up to here chunks are cut into halves at least: half of them is what each of twice as many ranks wants."""
 
@@ -68,8 +76,10 @@ def lay_out_files(
     return [tuple(file) for file in files]
 
 
-def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: int) -> list[int]:
+def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: int, state_bytes: int) -> list[int]:
     """The lengths, in bytes, of the extents of a file: the header, then its chunks.
+
+    `state_bytes` is about how much the checkpoint has in all.
 
     Small neighbours share an extent; a large chunk starts one of its own and is cut into equal parts, so that it can be
     read and verified straight in the memory that it is meant for, and half of it without a byte of the other half. No
@@ -77,11 +87,14 @@ def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: i
     own bytes.
     """
     header = _cut(header_bytes, num_parts=_power_of_two(header_bytes, EXTENT_BYTES))
-    return _split_at_blocks([*header, *_group_chunks(list(chunk_bytes))], block_bytes)
+    in_large_bytes = min(max(state_bytes // _MAX_LARGE_EXTENTS, LARGE_CHUNK_EXTENT_BYTES), EXTENT_BYTES)
+    return _split_at_blocks([*header, *_group_chunks(list(chunk_bytes), in_large_bytes)], block_bytes)
 
 
-def _group_chunks(chunk_bytes: Sequence[int]) -> list[int]:
-    parts_of = _choose_parts(Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= _OWN_EXTENT_BYTES))
+def _group_chunks(chunk_bytes: Sequence[int], in_large_bytes: int) -> list[int]:
+    """The extents of chunks; those of large chunks are of at most `in_large_bytes`."""
+    counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= _OWN_EXTENT_BYTES)
+    parts_of = _choose_parts(counts, in_large_bytes)
     extents: list[int] = []
     small = 0
     for num_bytes in chunk_bytes:
@@ -97,19 +110,23 @@ def _group_chunks(chunk_bytes: Sequence[int]) -> list[int]:
     return [*extents, small] if small else extents
 
 
-def _choose_parts(counts: Mapping[int, int]) -> dict[int, int]:
+def _choose_parts(counts: Mapping[int, int], in_large_bytes: int) -> dict[int, int]:
     """Into how many parts large chunks are cut, by their bytes; `counts` says how many there are of each."""
+    large = {
+        num_bytes: _power_of_two(num_bytes, in_large_bytes) for num_bytes in counts if num_bytes >= LARGE_CHUNK_BYTES
+    }
+    others = {num_bytes: count for num_bytes, count in counts.items() if num_bytes < LARGE_CHUNK_BYTES}
     least = MIN_EXTENT_BYTES
     while True:
         parts_of = {
             num_bytes: max(2, _power_of_two(num_bytes, min(EXTENT_BYTES, max(least, num_bytes // _PARTS_OF_CHUNK))))
-            for num_bytes in counts
+            for num_bytes in others
         }
-        num_extents = sum(parts_of[num_bytes] * count for num_bytes, count in counts.items())
-        if num_extents <= _EXTENTS_OF_FILE or (least == EXTENT_BYTES and num_extents <= _HALVES_OF_FILE):
-            return parts_of
-        if least == EXTENT_BYTES:
-            return {num_bytes: _power_of_two(num_bytes, EXTENT_BYTES) for num_bytes in counts}
+        num_extents = sum(parts_of[num_bytes] * count for num_bytes, count in others.items())
+        if num_extents <= _EXTENTS_OF_FILE or (least >= EXTENT_BYTES and num_extents <= _HALVES_OF_FILE):
+            return large | parts_of
+        if least >= EXTENT_BYTES:
+            return large | {num_bytes: _power_of_two(num_bytes, EXTENT_BYTES) for num_bytes in others}
         least *= 2
 
 

@@ -53,8 +53,8 @@ class Read(NamedTuple):
     from there."""
     place: Callable[[memoryview], None]
     """Called with the verified bytes, from any thread."""
-    wanted_by: Callable[[], str]
-    """Names the tensors, for an error."""
+    wanted_by: Callable[[int, int], str]
+    """Names the tensors that need bytes between two places of the file, for an error; "" where none does."""
     frames: Sequence[FrameRead] = ()
 
 
@@ -217,7 +217,8 @@ def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview)
     except CheckpointCorruptError as error:
         end = frame.byte_offset + frame.byte_length
         raise CheckpointCorruptError(
-            f"{read.name}, bytes {frame.byte_offset} to {end}, part of {read.wanted_by()}: {error.message}",
+            f"{read.name}, bytes {frame.byte_offset} to {end}, part of {read.wanted_by(frame.byte_offset, end)}: "
+            f"{error.message}",
             kind=error.kind,
         ) from error
 
@@ -269,7 +270,7 @@ class _Checks:
 
 class _Check:
     """Compares each extent of a read, which consists of whole ones, as soon as its bytes are there; none where the file
-    has no checksums.
+    has no checksums. Damage in an extent that lies in a gap, and of which nobody needs a byte, is none.
     """
 
     def __init__(self, checks: _Checks, read: Read, buffer: memoryview) -> None:
@@ -286,8 +287,9 @@ class _Check:
             if self._position + length > filled:
                 return
             found = xxhash.xxh3_64_intdigest(self._buffer[self._position : self._position + length])
-            if found != expected:
-                self._damage = _damaged(self._read, start, start + length, expected=expected, found=found)
+            # Who needs a byte of it is asked only now: a read may be for thousands of tensors.
+            if found != expected and (names := self._read.wanted_by(start, start + length)):
+                self._damage = _damaged(self._read, start, start + length, names, expected=expected, found=found)
             self._position += length
 
     def raise_damage(self) -> None:
@@ -298,10 +300,10 @@ class _Check:
             raise self._damage
 
 
-def _damaged(read: Read, start: int, end: int, *, expected: int, found: int) -> CheckpointCorruptError:
+def _damaged(read: Read, start: int, end: int, names: str, *, expected: int, found: int) -> CheckpointCorruptError:
     return CheckpointCorruptError(
         f"{read.name}: bytes {start} to {end} are damaged (checksum {expected:016x} expected, {found:016x} found); "
-        f"they are part of {read.wanted_by()}. Copy the file again from a good replica, or load another checkpoint; "
+        f"they are part of {names}. Copy the file again from a good replica, or load another checkpoint; "
         "`bcp verify` lists all damage",
         kind="checksum",
     )

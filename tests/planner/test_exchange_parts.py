@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
 from bytecheckpoint.parcels import pack, slices
 from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
-from bytecheckpoint.planner.exchange_parts import Piece, Work, can_share, divide_work, packed, piece_of, wanted_runs
+from bytecheckpoint.planner.exchange_parts import Work, can_share, divide_work, packed, wanted_runs
 from bytecheckpoint.planner.exchange_plan import Extents, Share, share_out
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
+from bytecheckpoint.planner.pieces import Piece, piece_of
 from bytecheckpoint.region import Region, relative, rows, whole
 
 ITEM_BYTES = 2

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.planner import holders, save_plan
-from bytecheckpoint.planner.file_plan import EXTENT_BYTES, cut_extents, lay_out_files
+from bytecheckpoint.planner.file_plan import EXTENT_BYTES, LARGE_CHUNK_BYTES, cut_extents, lay_out_files
 from bytecheckpoint.planner.holders import collect_offered
 from bytecheckpoint.planner.offers import Offer, Write, pack_offers, unpack_offers
 from bytecheckpoint.planner.replicas import MIN_SPLIT_BYTES
@@ -311,7 +311,7 @@ def test_files_hold_all_chunks_without_gaps_each_aligned(
 def test_extents_add_up_and_large_chunks_and_blocks_start_their_own(
     header_bytes: int, chunk_bytes: list[int], block_bytes: int
 ) -> None:
-    extents = cut_extents(header_bytes, chunk_bytes, block_bytes=block_bytes)
+    extents = cut_extents(header_bytes, chunk_bytes, block_bytes=block_bytes, state_bytes=0)
     assert sum(extents) == header_bytes + sum(chunk_bytes)
     assert all(0 < length <= EXTENT_BYTES for length in extents)
     starts = {0, *np.cumsum(extents).tolist()}
@@ -328,26 +328,37 @@ def test_extents_add_up_and_large_chunks_and_blocks_start_their_own(
         ([100] * 5, [500]),
         ([MiB // 2 + 2], [MiB // 16] * 7 + [MiB // 16 + 2]),
         ([10, 2 * MiB, 20, 30], [10] + [MiB // 8] * 16 + [50]),
-        ([64 * MiB], [MiB] * 64),
+        ([15 * MiB], [15 * MiB // 16] * 16),
+        ([64 * MiB], [MiB // 4] * 256),
     ],
 )
 def test_a_chunk_is_cut_where_twice_as_many_ranks_would_cut_it(chunk_bytes: list[int], extents: list[int]) -> None:
-    found = cut_extents(4096, chunk_bytes, block_bytes=1 << 40)
+    found = cut_extents(4096, chunk_bytes, block_bytes=1 << 40, state_bytes=0)
     assert found == [4096, *extents]
 
 
 def test_files_of_many_chunks_have_extents_in_proportion_to_their_bytes() -> None:
     """So that the manifest of many ranks stays short: it has a checksum for each."""
-    assert len(cut_extents(4096, [300 << 10] * 4000, block_bytes=16 * MiB)) <= 4000 + 4000 // 50
-    assert len(cut_extents(4096, [114 << 10] * 1000, block_bytes=16 * MiB)) < 150
+    assert len(cut_extents(4096, [300 << 10] * 4000, block_bytes=16 * MiB, state_bytes=0)) <= 4000 + 4000 // 50
+    assert len(cut_extents(4096, [114 << 10] * 1000, block_bytes=16 * MiB, state_bytes=0)) < 150
+
+
+@pytest.mark.parametrize(("state_bytes", "num_extents"), [(0, 256), (1 << 38, 256), (1 << 39, 128), (1 << 40, 64)])
+def test_checksums_cover_more_where_a_checkpoint_is_so_large_that_its_manifest_would_be(
+    state_bytes: int, num_extents: int
+) -> None:
+    assert len(cut_extents(4096, [64 * MiB], block_bytes=1 << 40, state_bytes=state_bytes)) == 1 + num_extents
+    assert len(cut_extents(4096, [64 * MiB], block_bytes=1 << 40, state_bytes=100 * state_bytes)) >= 1 + 64
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64, 512, 1024, 2048])
 def test_the_files_of_many_ranks_have_few_extents_and_none_across_the_middle_of_a_large_chunk(num_ranks: int) -> None:
     layer = [bytes_of // num_ranks for bytes_of in (768 * MiB, 32 << 10, 32 << 10, 768 * MiB, 256 * MiB, 256 * MiB)]
     chunk_bytes = layer * 80
-    extents = cut_extents(4096, chunk_bytes, block_bytes=1 << 40)
-    assert len(extents) <= max(900, sum(chunk_bytes) // (MiB // 2))
+    extents = cut_extents(4096, chunk_bytes, block_bytes=1 << 40, state_bytes=0)
+    large_bytes = sum(num_bytes for num_bytes in chunk_bytes if num_bytes >= LARGE_CHUNK_BYTES)
+    others_bytes = sum(chunk_bytes) - large_bytes
+    assert len(extents) <= large_bytes // (MiB // 8) + max(900, others_bytes // (MiB // 2))
     starts, ends = {0, *np.cumsum(extents).tolist()}, np.cumsum([4096, *chunk_bytes]).tolist()
     for end, num_bytes in zip(ends[1:], chunk_bytes, strict=True):
         assert num_bytes < MiB // 4 or end - num_bytes // 2 in starts

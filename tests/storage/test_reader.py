@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +15,7 @@ from bytecheckpoint.storage import reader
 
 LENGTHS = (10, 1, 30, 7, 52)
 CONTENT = bytes(range(100))
+WAIT_S = 20.0
 
 
 class Telling:
@@ -34,7 +37,7 @@ def read_all(content: bytes, *, step_bytes: int | None, into: memoryview | None)
     file = DataFile("f", len(CONTENT), LENGTHS, digests())
     placed: list[bytes] = []
     target = None if into is None else (lambda: nullcontext(into))
-    read = reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda: "x")
+    read = reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda *_: "x")
     memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
     store = Telling(content, step_bytes)
     reader.run_reads(store, [read], threads=1, verify=True, scratch_bytes=1000, memory=memory, submit=submit)
@@ -62,3 +65,50 @@ def test_every_extent_is_verified_however_a_store_tells_how_far_it_has_come(
         with pytest.raises(CheckpointCorruptError, match="damaged") as caught:
             read_all(bytes(damaged), step_bytes=step_bytes, into=into)
         assert caught.value.kind == "checksum"
+
+
+class Meeting:
+    """A store that does with each read, by its byte offset, what it is told to."""
+
+    def __init__(self, begin: Callable[[int], None]) -> None:
+        self._begin = begin
+
+    def read_into(self, _name: str, byte_offset: int, buffer: memoryview, **_: Any) -> None:
+        self._begin(byte_offset)
+        buffer[:] = CONTENT[byte_offset : byte_offset + buffer.nbytes]
+
+
+def run_each(begin: Callable[[int], None], places: Sequence[Callable[[memoryview], None]], *, threads: int) -> None:
+    """Reads of ten bytes each, from the begin of the file on."""
+    file = DataFile("f", len(CONTENT))
+    reads = [
+        reader.Read(file, "f", 10 * number, 10, None, place, lambda *_: "x") for number, place in enumerate(places)
+    ]
+    memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    reader.run_reads(
+        Meeting(begin), reads, threads=threads, verify=False, scratch_bytes=10_000, memory=memory, submit=submit
+    )
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_as_many_reads_as_there_are_threads_are_in_flight(threads: int) -> None:
+    together = threading.Barrier(threads, timeout=WAIT_S)
+    placed: list[bytes] = []
+    place = [lambda found: placed.append(bytes(found))] * (2 * threads)
+    run_each(lambda _: together.wait() and None, place, threads=threads)
+    assert sorted(placed) == [CONTENT[10 * number : 10 * number + 10] for number in range(2 * threads)]
+
+
+def test_what_comes_first_is_placed_first_whatever_was_asked_for_before_it() -> None:
+    is_second_placed = threading.Event()
+    order: list[int] = []
+
+    def begin(byte_offset: int) -> None:
+        assert byte_offset or is_second_placed.wait(WAIT_S), "the first read is waited for before another one is placed"
+
+    def place_second(_: memoryview) -> None:
+        order.append(2)
+        is_second_placed.set()
+
+    run_each(begin, [lambda _: order.append(1), place_second], threads=2)
+    assert order == [2, 1]

@@ -1,0 +1,88 @@
+"""Exactly which bytes of a file something that is wanted is made of, without what lies between its rows, and for
+errors whose they are. It knows no rank and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bytecheckpoint.planner.coalesce import BoxPart, Fetch, Frame, Part
+
+
+class Piece(NamedTuple):
+    """Bytes of a file, in rows of equal length and distance, in as many dimensions as it takes."""
+
+    byte_offset: int
+    """Of the first, from the start of the file."""
+    lengths: tuple[int, ...]
+    """The last one in bytes."""
+    strides: tuple[int, ...]
+    """In bytes; the last one is 1."""
+
+    @property
+    def byte_length(self) -> int:
+        """Without what lies between rows."""
+        total = 1
+        for length in self.lengths:
+            total *= length
+        return total
+
+    @property
+    def end(self) -> int:
+        """One past the last byte, from the start of the file."""
+        return self.byte_offset + 1 + sum((n - 1) * step for n, step in zip(self.lengths, self.strides, strict=True))
+
+    def touches(self, start: int, end: int) -> bool:
+        """Whether any of its bytes lies in this range of the file."""
+        if not self.byte_length or start >= min(end, self.end) or end <= self.byte_offset:
+            return False
+        if len(self.lengths) == 1:
+            return True
+        first = Piece(self.byte_offset, self.lengths[1:], self.strides[1:])
+        stride, row_bytes = self.strides[0], first.end - self.byte_offset
+        # Only the rows at both ends of the range may reach into it without a byte there.
+        low = max(0, -(-(start + 1 - self.byte_offset - row_bytes) // stride))
+        high = min(self.lengths[0] - 1, (end - 1 - self.byte_offset) // stride)
+        if low > high:
+            return False
+        return high - low > 1 or any(
+            first._replace(byte_offset=self.byte_offset + number * stride).touches(start, end) for number in (low, high)
+        )
+
+
+def piece_of(item: Part | Frame) -> Piece:
+    """The bytes of the file that an item is made of."""
+    if not isinstance(item, BoxPart):
+        return Piece(item.byte_offset, (item.byte_length,), (1,))
+    lengths, strides = [item_bytes_of(item)], [1]
+    stride = lengths[0]
+    for length, of_chunk in zip(reversed(item.region.lengths), reversed(item.chunk.region.lengths), strict=True):
+        if stride == lengths[0] * strides[0]:
+            lengths[0] *= length
+        elif length > 1:
+            lengths.insert(0, length)
+            strides.insert(0, stride)
+        stride *= of_chunk
+    return Piece(item.byte_offset, tuple(lengths), tuple(strides))
+
+
+def item_bytes_of(part: BoxPart) -> int:
+    """How long an element is."""
+    return part.chunk.byte_length // part.chunk.region.numel
+
+
+def names_in(fetch: Fetch, fqns: Sequence[str], start: int, end: int) -> str:
+    """For an error, the tensors that a fetch needs bytes of this range of the file for; "" where there is none.
+
+    `fqns` are those of the wants of the load plan.
+    """
+    touching = [item for item in (*fetch.parts, *fetch.frames) if piece_of(item).touches(start, end)]
+    parts = [part for item in touching for part in (item.parts if isinstance(item, Frame) else (item,))]
+    return first_names(fqns[part.want] for part in parts)
+
+
+def first_names(fqns: Iterable[str]) -> str:
+    """These names, or the first of them where there are many."""
+    names = sorted(set(fqns))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
