@@ -18,10 +18,12 @@ import xxhash
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.codecs import decode_frame
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
 
 ALIGNMENT = 16
 """Of the largest items, in bytes."""
+_NUM_COPIES = 2
+"""Of a read, beside those that are under way: see `fetch_bytes`."""
 
 
 class FrameRead(NamedTuple):
@@ -82,6 +84,13 @@ Submit = Callable[[str, Callable[[], None]], Future[None]]
 """Does something on another thread, which has this name meanwhile. Raises RuntimeError where there can be none."""
 
 
+def fetch_bytes(store: Store, *, scratch_bytes: int, threads: int) -> int:
+    """How long reads may be, so that all threads can be at one with this much scratch memory."""
+    # What a store has in memory of its own counts: one such read a thread, of which one may be there twice while a
+    # client library puts together the pieces in which it came, and a buffer where they are copied to in turn.
+    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, GivesBytes) else threads)
+
+
 def run_reads(
     store: Store,
     reads: Sequence[Read],
@@ -96,26 +105,32 @@ def run_reads(
 
     Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
     More than that is taken only for one read that is longer, with the frame that it decompresses, which is there twice.
+    All reads wait so where the store has what is read in memory of its own.
     """
     read_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
     raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
     # Two for each thread: what it gave back may still be on its way to a device.
     taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
     room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
+    if isinstance(store, GivesBytes):
+        own_bytes = max((read.byte_length for read in reads), default=0)
+        threads = max(1, min(threads, (room_bytes - taken_bytes) // max(1, own_bytes) - 1))
+        room_bytes -= (threads + 1) * own_bytes
     num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
     scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
     files = {read.file.name: read.file for read in reads}
     checks = {name: _Checks(file) for name, file in files.items()} if verify else {}
 
     def run(read: Read) -> None:
+        fill = _filling(store, read)
         if read.target is not None:
-            _run(store, read, read.target(), checks.get(read.file.name))
+            _run(fill, read, read.target(), checks.get(read.file.name))
             return
         buffer = scratch.take()
         try:
             # What is aligned in the file is aligned in memory.
             content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
-            _run(store, read, nullcontext(content), checks.get(read.file.name))
+            _run(fill, read, nullcontext(content), checks.get(read.file.name))
             _decode_all(read, content, raw_scratch)
         finally:
             scratch.give(buffer)
@@ -174,10 +189,27 @@ def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int
         other.result()
 
 
-def _run(store: Store, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:
+_Fill = Callable[[memoryview, OnFilled | None], None]
+
+
+def _filling(store: Store, read: Read) -> _Fill:
+    """What fills the buffer of a read. Where the store has the bytes in memory of its own, they are there already when
+    this returns, and that memory is free when the buffer is full.
+    """
+    if not isinstance(store, GivesBytes):
+        return lambda buffer, on_filled: store.read_into(read.name, read.byte_offset, buffer, on_filled=on_filled)
+    given = [store.read_bytes(read.name, read.byte_offset, read.byte_length)]
+
+    def fill(buffer: memoryview, _on_filled: OnFilled | None) -> None:
+        buffer[:] = given.pop()
+
+    return fill
+
+
+def _run(fill: _Fill, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:
     with target as buffer:
         check = None if checks is None else _Check(checks, read, buffer)
-        store.read_into(read.name, read.byte_offset, buffer, on_filled=check)
+        fill(buffer, check)
         if check is not None:
             check(read.byte_length)  # what the store has not told
     if check is not None:
