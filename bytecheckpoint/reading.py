@@ -84,8 +84,9 @@ class Source:
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
         elif isinstance(self.store, GivesBytes) and options.verify:
-            # A few that are longer would leave too little for as many reads at once as there are threads.
-            max_fetch_bytes = _before_widening(max_fetch_bytes)
+            # Rows are widened to whole extents: the two copies of such a read must leave room for one on each thread.
+            scratch_bytes = self._scratch_bytes - min(4 * _EXTENT_BYTES, self._scratch_bytes // 4)
+            max_fetch_bytes = fetch_bytes(self.store, scratch_bytes=scratch_bytes, threads=options.reader_threads)
         fetches = plan_load(
             self.manifest,
             wants,
@@ -160,12 +161,8 @@ def _fitting(num_bytes: int) -> int:
     """The bytes of a read that, widened to whole extents, mostly fits into that much pinned memory, of which torch
     gives powers of two.
     """
-    return _before_widening(1 << (num_bytes.bit_length() - 1)) - ALIGNMENT
-
-
-def _before_widening(num_bytes: int) -> int:
-    """The bytes of a read that, widened to whole extents, mostly has no more than so many."""
-    return num_bytes - 2 * min(_EXTENT_BYTES, num_bytes // 4)
+    block_bytes = 1 << (num_bytes.bit_length() - 1)
+    return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
 
 
 @contextmanager

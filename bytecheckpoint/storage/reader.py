@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -105,35 +105,38 @@ def run_reads(
 
     Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
     More than that is taken only for one read that is longer, with the frame that it decompresses, which is there twice.
-    All reads wait so where the store has what is read in memory of its own.
+    Where the store has what is read in memory of its own, all reads wait so.
     """
     read_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
     raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
     # Two for each thread: what it gave back may still be on its way to a device.
     taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
     room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
+    own = None
     if isinstance(store, GivesBytes):
-        own_bytes = max((read.byte_length for read in reads), default=0)
-        threads = max(1, min(threads, (room_bytes - taken_bytes) // max(1, own_bytes) - 1))
-        room_bytes -= (threads + 1) * own_bytes
+        longest_bytes = max((read.byte_length for read in reads), default=0)
+        own_bytes = max(1, min(threads * longest_bytes, room_bytes - taken_bytes - longest_bytes))
+        own = _Room(own_bytes)
+        room_bytes -= own_bytes + longest_bytes
     num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
     scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
     files = {read.file.name: read.file for read in reads}
     checks = {name: _Checks(file) for name, file in files.items()} if verify else {}
 
     def run(read: Read) -> None:
-        fill = _filling(store, read)
-        if read.target is not None:
-            _run(fill, read, read.target(), checks.get(read.file.name))
-            return
-        buffer = scratch.take()
-        try:
-            # What is aligned in the file is aligned in memory.
-            content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
-            _run(fill, read, nullcontext(content), checks.get(read.file.name))
-            _decode_all(read, content, raw_scratch)
-        finally:
-            scratch.give(buffer)
+        with nullcontext() if own is None else own.taken(read.byte_length):
+            fill = _filling(store, read)
+            if read.target is not None:
+                _run(fill, read, read.target(), checks.get(read.file.name))
+                return
+            buffer = scratch.take()
+            try:
+                # What is aligned in the file is aligned in memory.
+                content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
+                _run(fill, read, nullcontext(content), checks.get(read.file.name))
+                _decode_all(read, content, raw_scratch)
+            finally:
+                scratch.give(buffer)
 
     _run_all(run, reads, threads=threads, submit=submit)
 
@@ -252,6 +255,27 @@ def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview)
             f"{read.name}, bytes {frame.byte_offset} to {end}, part of {read.wanted_by()}: {error.message}",
             kind=error.kind,
         ) from error
+
+
+class _Room:
+    """Bytes of memory that reads share. One that needs more than there is in all gets it alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = self._free = num_bytes
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        wanted = min(num_bytes, self._num_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
 
 
 class HostMemory:
