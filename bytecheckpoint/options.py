@@ -126,7 +126,8 @@ class LoadOptions:
     what the storage reads in the time that another request costs: 125 kB of a local file, 2 MB of a URL."""
     scratch_bytes: int = 64 * _MiB
     """Host memory for what cannot be read straight into its target, and for what is passed on to other ranks, per
-    rank. In bytes."""
+    rank. At a URL that is not of S3 also for what is on its way to its target, because fsspec gives bytes in memory of
+    its own. In bytes."""
     follow_links: bool = False
     """Read the files of a checkpoint that `bcp convert --link` has made elsewhere than below its own folder: its
     manifest says where they are. Whoever wrote the manifest chose that place: ask for it only where you trust them.

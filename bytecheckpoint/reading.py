@@ -20,8 +20,8 @@ from bytecheckpoint.planner.pieces import names_in
 from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.reader import ALIGNMENT, FrameRead, Read, run_reads
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.reader import ALIGNMENT, FrameRead, Read, fetch_bytes, run_reads
+from bytecheckpoint.storage.store import GivesBytes, Store
 
 _THREADS = SpareThreads(is_awaited=False)
 _EXTENT_BYTES = 1 << 20
@@ -58,14 +58,15 @@ class Source:
         return self.options.scratch_bytes // 2 if self.is_exchanged else self.options.scratch_bytes
 
     @property
-    def _max_fetch_bytes(self) -> int:
-        return self._scratch_bytes // self.options.reader_threads
+    def max_fetch_bytes(self) -> int:
+        """The most that is to be read at once."""
+        return fetch_bytes(self.store, scratch_bytes=self._scratch_bytes, threads=self.options.reader_threads)
 
     def unit_bytes(self, fetches: Sequence[Fetch]) -> int:
         """The most that is read at once of what others want too, unless an extent is longer."""
         has_frames = any(fetch.frames for fetch in fetches)
         # A frame of it is decompressed beside it.
-        return max(self._max_fetch_bytes - (2 * FRAME_BYTES if has_frames else 0), 1)
+        return max(self.max_fetch_bytes - (2 * FRAME_BYTES if has_frames else 0), 1)
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
@@ -79,10 +80,14 @@ class Source:
             NEW_TUPLE(Want, (fqn, shard.region, shard.dtype == dtype if shard.address else takes_bytes(shard, dtype)))
             for shard, fqn, dtype in zip(shards, stored_fqns, self._dtypes(stored_fqns), strict=True)
         ]
-        max_fetch_bytes = self._max_fetch_bytes
+        max_fetch_bytes = self.max_fetch_bytes
         if any(has_streams(device) for device in {shard.tensor.device for shard in shards if not shard.address}):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
+        elif isinstance(self.store, GivesBytes) and options.verify:
+            # Rows are widened to whole extents: the two copies of such a read must leave room for one on each thread.
+            scratch_bytes = self._scratch_bytes - min(4 * _EXTENT_BYTES, self._scratch_bytes // 4)
+            max_fetch_bytes = fetch_bytes(self.store, scratch_bytes=scratch_bytes, threads=options.reader_threads)
         fetches = plan_load(
             self.manifest,
             wants,

@@ -4,9 +4,11 @@ no more memory than it may take.
 
 from __future__ import annotations
 
+import gc
 import random
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -14,10 +16,12 @@ from typing import Any, NamedTuple
 import packed_checkpoints
 import pytest
 import torch
+from elsewhere import Elsewhere, url_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_checkpoints import contents_of, write_checkpoint
 from sample_tensors import random_bits, same_bits
+from storage.s3_service import Faults, S3Service
 from torch import nn
 
 import bytecheckpoint as bcp
@@ -178,19 +182,66 @@ def test_rows_far_apart_are_read_one_by_one_and_close_ones_together(
     assert num_bytes(1000, max_gap_bytes=MiB) == (1, (7 << 18) + 4096)
 
 
-def test_scratch_memory_stays_within_what_it_may_take(tmp_path: Path) -> None:
-    tensor = random_bits(torch.float32, (2000, 6000), 1)
-    bcp.save(tmp_path, {"a": tensor})
-    target = torch.zeros(6000, 2000).t()
-    bcp.load(tmp_path, {"a": target})
+ROW_BYTES = 100_000
+"""Of what is wanted of each row."""
+
+
+def save_rows(path: str, apart_bytes: int, **storage: Any) -> torch.Tensor:
+    """Three rows, between whose wanted bytes lie so many others."""
+    rows = random_bits(torch.uint8, (3, ROW_BYTES + apart_bytes), 1)
+    bcp.save(path, {"t": rows}, **storage)
+    return rows[:, :ROW_BYTES]
+
+
+@pytest.mark.parametrize(("apart_bytes", "num_requests"), [(1_000_000, 1), (3_000_000, 3)])
+def test_rows_at_a_url_come_in_one_request_unless_another_is_faster(
+    tmp_path: Path, apart_bytes: int, num_requests: int
+) -> None:
+    expected = save_rows(str(tmp_path), apart_bytes)
+    stored = bcp.open(url_of(tmp_path))["t"]
+    Elsewhere.ranges.clear()
+    assert same_bits(stored[:, :ROW_BYTES], expected)
+    assert sum("/data/" in path for path, _, _ in Elsewhere.ranges) == num_requests
+
+
+@pytest.mark.parametrize(("apart_bytes", "num_requests"), [(1_000_000, 1), (3_000_000, 3)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto
+def test_rows_in_s3_come_in_one_request_unless_another_is_faster(
+    s3: S3Service, s3_prefix: str, s3_faults: Faults, apart_bytes: int, num_requests: int
+) -> None:
+    url = f"s3://{s3.bucket}/{s3_prefix}"
+    expected = save_rows(url, apart_bytes, storage_options=s3.options)
+    stored = bcp.open(url, storage_options=s3.options)["t"]
+    s3_faults.reset()
+    assert same_bits(stored[:, :ROW_BYTES], expected)
+    assert sum("/data/" in line and line.startswith("GET") for line in s3_faults.requests) == num_requests
+
+
+def peak_of(load: Callable[[], object]) -> int:
+    gc.collect()
     tracemalloc.start()
     try:
-        bcp.load(tmp_path, {"a": target}, options=bcp.LoadOptions(scratch_bytes=8 * MiB, reader_threads=16))
-        peak_bytes = tracemalloc.get_traced_memory()[1]
+        load()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert same_bits(target, tensor)
-    assert 1 * MiB < peak_bytes < 9 * MiB
+
+
+@pytest.mark.parametrize("is_at_a_url", [False, True])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_scratch_memory_stays_within_what_it_may_take(tmp_path: Path, is_at_a_url: bool, codec: Any) -> None:
+    """One tensor goes through scratch memory, the other straight into its target."""
+    state = {"a": compressible(torch.int16, (1000, 6000), 1), "b": compressible(torch.int16, (8 * MiB,), 2)}
+    bcp.save(tmp_path, state, options=bcp.SaveOptions(codec=codec))
+    path = url_of(tmp_path) if is_at_a_url else str(tmp_path)
+    for threads, verify in ((1, True), (4, False), (4, True), (16, True)):
+        target = {"a": torch.zeros(6000, 1000, dtype=torch.int16).t(), "b": torch.zeros(8 * MiB, dtype=torch.int16)}
+        options = bcp.LoadOptions(scratch_bytes=8 * MiB, reader_threads=threads, verify=verify)
+        load = partial(bcp.load, path, target, options=options)
+        load()  # what is kept for the next load is there afterwards
+        peak_bytes = peak_of(load)
+        assert all(same_bits(target[name], tensor) for name, tensor in state.items())
+        assert 1 * MiB < peak_bytes < 9 * MiB, (threads, verify)
 
 
 def test_half_of_what_was_saved_reads_half_of_the_bytes(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Elements:
             wants,
             verify=options.verify,
             max_gap_bytes=source.store.access.gap_bytes,
-            max_fetch_bytes=options.scratch_bytes // options.reader_threads,
+            max_fetch_bytes=source.max_fetch_bytes,
         )
         source.read(fetches, shards, fqns)
         for job in jobs:

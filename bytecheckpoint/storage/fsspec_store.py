@@ -28,7 +28,7 @@ from bytecheckpoint.storage.os_errors import (
 from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 _READ_BYTES = 64 << 20
-"""One request's part of a read: the backend's copy of it is what a read costs in memory."""
+"""One request's part of a read into a buffer: the backend's copy of it is what that costs in memory."""
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Of an object store in the same region."""
 
@@ -116,18 +116,23 @@ class FsspecStore:
         send(self._fs, upload, blocks, calling)
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
-        path, shown = self._path(name), self._show(name)
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         for start in range(0, flat.nbytes, _READ_BYTES):
             part = flat[start : start + _READ_BYTES]
-            first = byte_offset + start
-            with self._translated(shown, self._range_error(path, first + part.nbytes)):
-                data = self._fs.cat_file(path, start=first, end=first + part.nbytes, **self._exactly())
-            if len(data) != part.nbytes:
-                raise truncated(shown, wanted_end=byte_offset + flat.nbytes, found_end=first + len(data))
-            part[:] = data
+            part[:] = self.read_bytes(name, byte_offset + start, part.nbytes)
             if on_filled is not None:
                 on_filled(start + part.nbytes)
+
+    def read_bytes(self, name: str, byte_offset: int, byte_length: int) -> bytes:
+        """As `GivesBytes` says."""
+        if not byte_length:
+            return b""
+        path, shown, end = self._path(name), self._show(name), byte_offset + byte_length
+        with self._translated(shown, self._range_error(path, end)):
+            data: bytes = self._fs.cat_file(path, start=byte_offset, end=end, **self._exactly())
+        if len(data) != byte_length:
+            raise truncated(shown, wanted_end=end, found_end=byte_offset + len(data))
+        return data
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path, shown = (self._path(folder), self._show(folder)) if folder else (self._root, self._shown)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -18,10 +18,12 @@ import xxhash
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.codecs import decode_frame
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
 
 ALIGNMENT = 16
 """Of the largest items, in bytes."""
+_NUM_COPIES = 2
+"""Of a read, beside those that are under way: see `fetch_bytes`."""
 
 
 class FrameRead(NamedTuple):
@@ -82,6 +84,13 @@ Submit = Callable[[str, Callable[[], None]], Future[None]]
 """Does something on another thread, which has this name meanwhile. Raises RuntimeError where there can be none."""
 
 
+def fetch_bytes(store: Store, *, scratch_bytes: int, threads: int) -> int:
+    """How long reads may be, so that all threads can be at one with this much scratch memory."""
+    # What a store has in memory of its own counts: one such read a thread, of which one may be there twice while a
+    # client library puts together the pieces in which it came, and a buffer where they are copied to in turn.
+    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, GivesBytes) else threads)
+
+
 def run_reads(
     store: Store,
     reads: Sequence[Read],
@@ -96,29 +105,38 @@ def run_reads(
 
     Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
     More than that is taken only for one read that is longer, with the frame that it decompresses, which is there twice.
+    Where the store has what is read in memory of its own, all reads wait so.
     """
     read_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
     raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
     # Two for each thread: what it gave back may still be on its way to a device.
     taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
     room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
+    own = None
+    if isinstance(store, GivesBytes):
+        longest_bytes = max((read.byte_length for read in reads), default=0)
+        own_bytes = max(1, min(threads * longest_bytes, room_bytes - taken_bytes - longest_bytes))
+        own = _Room(own_bytes)
+        room_bytes -= own_bytes + longest_bytes
     num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
     scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
     files = {read.file.name: read.file for read in reads}
     checks = {name: _Checks(file) for name, file in files.items()} if verify else {}
 
     def run(read: Read) -> None:
-        if read.target is not None:
-            _run(store, read, read.target(), checks.get(read.file.name))
-            return
-        buffer = scratch.take()
-        try:
-            # What is aligned in the file is aligned in memory.
-            content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
-            _run(store, read, nullcontext(content), checks.get(read.file.name))
-            _decode_all(read, content, raw_scratch)
-        finally:
-            scratch.give(buffer)
+        with nullcontext() if own is None else own.taken(read.byte_length):
+            fill = _filling(store, read)
+            if read.target is not None:
+                _run(fill, read, read.target(), checks.get(read.file.name))
+                return
+            buffer = scratch.take()
+            try:
+                # What is aligned in the file is aligned in memory.
+                content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
+                _run(fill, read, nullcontext(content), checks.get(read.file.name))
+                _decode_all(read, content, raw_scratch)
+            finally:
+                scratch.give(buffer)
 
     _run_all(run, reads, threads=threads, submit=submit)
 
@@ -174,10 +192,27 @@ def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int
         other.result()
 
 
-def _run(store: Store, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:
+_Fill = Callable[[memoryview, OnFilled | None], None]
+
+
+def _filling(store: Store, read: Read) -> _Fill:
+    """What fills the buffer of a read. Where the store has the bytes in memory of its own, they are there already when
+    this returns, and that memory is free when the buffer is full.
+    """
+    if not isinstance(store, GivesBytes):
+        return lambda buffer, on_filled: store.read_into(read.name, read.byte_offset, buffer, on_filled=on_filled)
+    given = [store.read_bytes(read.name, read.byte_offset, read.byte_length)]
+
+    def fill(buffer: memoryview, _on_filled: OnFilled | None) -> None:
+        buffer[:] = given.pop()
+
+    return fill
+
+
+def _run(fill: _Fill, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:
     with target as buffer:
         check = None if checks is None else _Check(checks, read, buffer)
-        store.read_into(read.name, read.byte_offset, buffer, on_filled=check)
+        fill(buffer, check)
         if check is not None:
             check(read.byte_length)  # what the store has not told
     if check is not None:
@@ -221,6 +256,27 @@ def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview)
             f"{error.message}",
             kind=error.kind,
         ) from error
+
+
+class _Room:
+    """Bytes of memory that reads share. One that needs more than there is in all gets it alone."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = self._free = num_bytes
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        wanted = min(num_bytes, self._num_bytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= wanted)
+            self._free -= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += wanted
+                self._changed.notify_all()
 
 
 class HostMemory:

@@ -33,8 +33,8 @@ _FIRST_CONTACT_S = 5.0
 """How long a connection is tried to a service that has never answered: most likely there is none."""
 _FIRST_PAUSE_S = 0.1
 _MAX_PAUSE_S = 10.0
-_READ_BYTES = 1 << 20
-"""At a time, from the connection to where it belongs."""
+_READ_BYTES = 256 << 10
+"""At a time, from the connection to where it belongs. The client has these bytes once or twice in memory of its own."""
 
 _PARTIAL = 206
 _CONTENT_RANGE = re.compile(r"\Abytes (?P<first>\d+)-(?P<last>\d+)/(?P<size>\d+|\*)\Z")

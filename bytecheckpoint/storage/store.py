@@ -94,6 +94,17 @@ class HasEndpoint(Protocol):
         """The service, account or host, without credentials; empty where the URL says it."""
 
 
+@runtime_checkable
+class GivesBytes(Protocol):
+    """A store that gets what is read in memory of its own, as client libraries give it: `read_into` then takes twice as
+    much memory as its buffer has. Who has to keep within a limit asks for the bytes themselves, counts them, and needs
+    a buffer only when they are there.
+    """
+
+    def read_bytes(self, name: str, byte_offset: int, byte_length: int) -> bytes:
+        """So many bytes of the object, from `byte_offset` on, in one request. Raises what `read_into` raises."""
+
+
 def endpoint_of(store: Store) -> str:
     """What two stores differ in that have one URL and are not the same; mostly nothing."""
     return store.endpoint if isinstance(store, HasEndpoint) else ""

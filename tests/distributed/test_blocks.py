@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from faults.seams import SAVE_PHASES, Seen, before, loads_as, raising, seen, state_of
+from faults.seams import EXCHANGE_PHASES, SAVE_PHASES, Seen, before, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
@@ -60,3 +62,68 @@ def test_a_rank_of_a_block_that_misses_a_save_is_named(workers: WorkerPool, tmp_
         assert error is not None
         assert (error.kind, error.ranks) == ("rank_missing", (absent,))
     assert bcp.steps(tmp_path) == [2]
+
+
+ON = bcp.LoadOptions(exchange="on", timeout_s=20)
+NUM_TENSORS = 7
+
+
+def tensors_of(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"w{number}": torch.randn(300, 401, generator=generator) for number in range(NUM_TENSORS)}
+
+
+@contextmanager
+def in_twos() -> Iterator[None]:
+    """Messages go through blocks of two ranks, and no more than two read together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.ranks.BLOCK_RANKS", 2)
+        patch.setattr("bytecheckpoint.planner.exchange_plan.MAX_TOGETHER", 2)
+        patch.setattr("bytecheckpoint.exchange._GRACE_S", 0.3)
+        yield
+
+
+def load_in_twos(rank: int, world_size: int, path: str) -> tuple[bool, int, int]:
+    state = tensors_of(2)
+    with in_twos():
+        report = bcp.load(path, state, options=ON)
+    same = all(torch.equal(state[name], tensor) for name, tensor in tensors_of(1).items())
+    return same, report.num_bytes_read, report.num_bytes_received
+
+
+def test_each_group_that_reads_together_reads_once(workers: WorkerPool, tmp_path: Path) -> None:
+    bcp.save(tmp_path, tensors_of(1))
+    num_bytes = sum(tensor.nbytes for tensor in tensors_of(1).values())
+    results = workers.run(load_in_twos, str(tmp_path), world_size=5)
+    assert [same for same, _, _ in results] == [True] * 5
+    assert sum(num_read for _, num_read, _ in results) == 3 * num_bytes
+    assert sum(num_received for _, _, num_received in results) == 2 * num_bytes
+    assert all(num_read + num_received == num_bytes for _, num_read, num_received in results)
+
+
+def fail_to_load_in_twos(
+    rank: int, world_size: int, path: str, failing_rank: int, phase: str
+) -> tuple[Seen | None, bool]:
+    state = tensors_of(2)
+    with in_twos():
+        with before(phase, raising(RuntimeError("boom"))) if rank == failing_rank else nullcontext():
+            error = seen(lambda: bcp.load(path, state, options=ON))
+        dist.barrier()
+        bcp.load(path, state, options=ON)
+    return error, all(torch.equal(state[name], tensor) for name, tensor in tensors_of(1).items())
+
+
+@pytest.mark.parametrize("phase", ["matching", "planning what to exchange", "reading", "taking in"])
+@pytest.mark.parametrize("failing_rank", [1, 2, 4])
+def test_a_load_that_fails_in_a_block_fails_on_all_and_the_next_one_works(
+    workers: WorkerPool, tmp_path: Path, failing_rank: int, phase: str
+) -> None:
+    """Rank 1 is a member of the coordinator's block, 2 the leader of another one, 4 alone in its own."""
+    bcp.save(tmp_path, tensors_of(1))
+    outcomes = workers.run(fail_to_load_in_twos, str(tmp_path), failing_rank, EXCHANGE_PHASES[phase], world_size=5)
+    errors = [error for error, _ in outcomes]
+    assert errors == [errors[0]] * 5
+    assert errors[0] is not None
+    assert (errors[0].kind, errors[0].ranks) == ("rank_failed", (failing_rank,))
+    assert "boom" in errors[0].message
+    assert all(is_loaded for _, is_loaded in outcomes)

@@ -12,17 +12,17 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from elsewhere import url_of
 from faults.lost_ranks import LATER_S, NOISE_S
 from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
-from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from distributed.collectives import Collectives, sequence_number
 from distributed.workers import WorkerDied, WorkerPool
 
 ON = bcp.LoadOptions(exchange="on", timeout_s=30)
@@ -30,19 +30,20 @@ IMPATIENT = bcp.LoadOptions(exchange="on", timeout_s=2.0)
 ROWS, COLUMNS = 1500, 901
 
 
-def tensors_of(placement: Placement, *, is_filled: bool) -> dict[str, Any]:
-    """Two large tensors that are spread over all ranks, and small ones that all have."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def tensors_of(placement: Placement, *, is_filled: bool, num_replicas: int = 1) -> dict[str, Any]:
+    """Two large tensors that are spread over all ranks, or over each of so many groups of them as HSDP has it, and
+    small ones that all have.
+    """
+    mesh = init_device_mesh("cpu", (num_replicas, dist.get_world_size() // num_replicas))
     generator = torch.Generator().manual_seed(1)
     large = {f"w{number}": torch.randn(ROWS, COLUMNS, generator=generator) for number in range(2)}
     small = {f"b{number}": torch.randn(17, generator=generator) for number in range(20)}
     if not is_filled:
         large = {name: torch.zeros_like(tensor) for name, tensor in large.items()}
         small = {name: torch.zeros_like(tensor) for name, tensor in small.items()}
-    sharded = {name: distribute_tensor(tensor, mesh, [placement]) for name, tensor in large.items()}
-    return {
-        "s": {**sharded, **{name: distribute_tensor(tensor, mesh, [Replicate()]) for name, tensor in small.items()}}
-    }
+    sharded = {name: distribute_tensor(tensor, mesh, [Replicate(), placement]) for name, tensor in large.items()}
+    whole = {name: distribute_tensor(tensor, mesh, [Replicate(), Replicate()]) for name, tensor in small.items()}
+    return {"s": {**sharded, **whole}}
 
 
 def same_locals(state: dict[str, Any], expected: dict[str, Any]) -> bool:
@@ -80,6 +81,46 @@ def test_all_ranks_together_read_the_state_once(
         assert codec != "none" or sum(num_received for _, _, num_received in results) < wanted
 
 
+def load_as_hybrid(rank: int, world_size: int, path: str, placement: Placement) -> tuple[bool, int, int]:
+    state = tensors_of(placement, is_filled=False, num_replicas=2)
+    report = bcp.load(path, state, options=ON)
+    same = same_locals(state, tensors_of(placement, is_filled=True, num_replicas=2))
+    return same, report.num_bytes_read, report.num_bytes_received
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=["rows", "columns"])
+def test_what_groups_of_ranks_have_again_is_read_once(
+    workers: WorkerPool, tmp_path: Path, placement: Placement
+) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=4)
+    results = workers.run(load_as_hybrid, path, placement, world_size=4)
+    assert [same for same, _, _ in results] == [True] * 4
+    read = [num_read for _, num_read, _ in results]
+    assert sum(read) <= 1.05 * bcp.open(path).info.num_bytes
+    assert max(read) <= 1.3 * sum(read) / 4
+    assert all(num_received > 0 for _, _, num_received in results)
+
+
+def load_without_collectives(rank: int, world_size: int, path: str, exchange: Any) -> tuple[int, int, int]:
+    """Collectives of this thread, and of all, during a load; and what this rank gets from others."""
+    state = tensors_of(Replicate(), is_filled=False)
+    dist.barrier()
+    before_loading = sequence_number()
+    with Collectives() as collectives:
+        report = bcp.load(path, state, options=bcp.LoadOptions(exchange=exchange, timeout_s=30))
+    return collectives.calls.total(), sequence_number() - before_loading, report.num_bytes_received
+
+
+@pytest.mark.parametrize("exchange", ["on", "off"])
+def test_a_load_uses_no_collective_of_the_process_group(workers: WorkerPool, tmp_path: Path, exchange: Any) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=3)
+    for num_calls, num_collectives, num_received in workers.run(load_without_collectives, path, exchange, world_size=3):
+        assert (num_calls, num_collectives) == (0, 0)
+        assert (num_received > 0) == (exchange == "on")
+
+
 def load_verifying_on_one(rank: int, world_size: int, path: str) -> tuple[bool, int, int]:
     options = bcp.LoadOptions(exchange="on", verify=rank == 1, timeout_s=60)
     return load_as(rank, world_size, path, Replicate(), options)
@@ -91,17 +132,10 @@ def test_what_one_rank_wants_verified_is_verified_by_those_who_read_it(workers: 
     assert [same for same, _, _ in workers.run(load_verifying_on_one, path, world_size=3)] == [True] * 3
 
 
-class Elsewhere(LocalFileSystem):
-    """A folder that says it is none."""
-
-    protocol = "elsewhere"
-
-
 def load_from_a_url(
     rank: int, world_size: int, path: str, placement: Placement, options: bcp.LoadOptions
 ) -> tuple[bool, int, int]:
-    fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
-    return load_as(rank, world_size, f"elsewhere://{path}", placement, options)
+    return load_as(rank, world_size, url_of(path), placement, options)
 
 
 def test_a_folder_is_not_exchanged_and_a_url_is(workers: WorkerPool, tmp_path: Path) -> None:

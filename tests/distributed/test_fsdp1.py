@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import Training
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.pipelines import stages_of
+from distributed.collectives import Collectives, sequence_number
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=60)
@@ -173,27 +173,6 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def stored_tensors(path: str) -> dict[str, torch.Tensor]:
     checkpoint = bcp.open(path)
     return {fqn: checkpoint[fqn][...] for fqn in checkpoint.keys() if "groups" not in fqn and "extra" not in fqn}
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what is sent between ranks, and its bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in {"c10d", "_c10d_functional"}:
-            self.calls[str(func)] += 1
-            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.num_bytes += sum(tensor.nbytes for tensor in tensors)
-        return func(*args, **(kwargs or {}))
-
-
-def sequence_number() -> int:
-    """Of the last collective of the process group, from whichever thread."""
-    return torch.distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group()
 
 
 def there_and_back(rank: int, world_size: int, path: str, case: str, *, use_orig_params: bool) -> list[str]:

@@ -9,13 +9,16 @@ import os
 import sys
 import tracemalloc
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from elsewhere import PROTOCOL, url_of
 from faults.seams import before, loads_as, state_of
+from storage.s3_service import S3Service
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -75,25 +78,35 @@ def values() -> torch.Tensor:
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def save_in_rows(rank: int, world_size: int, path: str, codec: str) -> None:
-    bcp.save(path, {"t": part_of(values(), "rows", rank, world_size)}, options=bcp.SaveOptions(codec=codec))
+def save_in_rows(rank: int, world_size: int, path: str, codec: str, storage_options: Any = None) -> None:
+    state = {"t": part_of(values(), "rows", rank, world_size)}
+    bcp.save(path, state, options=bcp.SaveOptions(codec=codec), storage_options=storage_options)
 
 
-def peak_of_load(rank: int, world_size: int, path: str, how: str, options: bcp.LoadOptions) -> tuple[int, int]:
+def peak_of_load(
+    rank: int, world_size: int, path: str, how: str, options: bcp.LoadOptions, storage_options: Any = None
+) -> tuple[int, int]:
     """The most memory that a load takes beyond its target, and how much this rank gets from others."""
+    if path.startswith(PROTOCOL):
+        path = url_of(path.removeprefix(PROTOCOL))
     expected = part_of(values(), how, rank, world_size).to_local()
     state = {"t": part_of(torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16), how, rank, world_size)}
-    bcp.load(path, state, options=options)  # what is kept for the next load is there afterwards
+    load = partial(bcp.load, path, state, options=options, storage_options=storage_options)
+    load()  # what is kept for the next load is there afterwards
     state["t"].to_local().zero_()
     gc.collect()
     tracemalloc.start()
     try:
-        report = bcp.load(path, state, options=options)
+        report = load()
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert torch.equal(state["t"].to_local(), expected)
     return peak_bytes, report.num_bytes_received
+
+
+def options_of(exchange: Any) -> bcp.LoadOptions:
+    return bcp.LoadOptions(exchange=exchange, scratch_bytes=SCRATCH_BYTES, reader_threads=4, timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize("exchange", ["on", "off"])
@@ -103,8 +116,20 @@ def test_a_load_stays_within_its_scratch_memory(
     workers: WorkerPool, tmp_path: Path, how: str, codec: str, exchange: Any
 ) -> None:
     workers.run(save_in_rows, str(tmp_path), codec, world_size=4)
-    options = bcp.LoadOptions(exchange=exchange, scratch_bytes=SCRATCH_BYTES, reader_threads=4, timeout_s=WAIT_S)
-    found = workers.run(peak_of_load, str(tmp_path), how, options, world_size=4, timeout_s=2 * WAIT_S)
+    for path in (str(tmp_path), f"{PROTOCOL}{tmp_path}"):
+        found = workers.run(peak_of_load, path, how, options_of(exchange), world_size=4, timeout_s=2 * WAIT_S)
+        assert all(num_received > 0 for _, num_received in found) == (exchange == "on")
+        assert max(peak_bytes for peak_bytes, _ in found) <= SCRATCH_BYTES + PLAN_BYTES, path
+
+
+@pytest.mark.parametrize(("exchange", "how"), [("on", "replicas"), ("off", "columns")])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto
+def test_a_load_from_s3_stays_within_its_scratch_memory(
+    workers: WorkerPool, s3: S3Service, s3_prefix: str, how: str, exchange: Any
+) -> None:
+    url = f"s3://{s3.bucket}/{s3_prefix}"
+    workers.run(save_in_rows, url, "none", s3.options, world_size=4)
+    found = workers.run(peak_of_load, url, how, options_of(exchange), s3.options, world_size=4, timeout_s=2 * WAIT_S)
     assert all(num_received > 0 for _, num_received in found) == (exchange == "on")
     assert max(peak_bytes for peak_bytes, _ in found) <= SCRATCH_BYTES + PLAN_BYTES
 

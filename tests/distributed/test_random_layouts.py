@@ -141,8 +141,10 @@ def save_spread(
 
 def load_spread(
     rank: int, world_size: int, path: str, mesh: tuple[int, ...], drawn: list[Case], ways: list[dict[str, Any]]
-) -> tuple[list[str], list[int]]:
-    """What is wrong on this rank, and how much came from others in each way of reading."""
+) -> tuple[list[str], list[int], list[torch.Tensor]]:
+    """What is wrong on this rank, how much came from others in each way of reading, and the numbers of the elements
+    that it wants of each tensor.
+    """
     made = mesh_of(mesh)
     wrong, received = [], []
     for way in ways:
@@ -155,7 +157,14 @@ def load_spread(
             found = locals_of(state[f"t{number}"])
             if len(found) != len(right) or not all(map(same_bits, found, right)):
                 wrong.append(f"{way}: {case}")
-    return wrong, received
+    return wrong, received, [wanted_elements(case, made, rank) for case in drawn]
+
+
+def wanted_elements(case: Case, mesh: DeviceMesh, rank: int) -> torch.Tensor:
+    numbers = torch.arange(math.prod(case.shape)).reshape(case.shape)
+    return torch.cat(
+        [held.flatten() for held in locals_of(spread(numbers, case.target, mesh, rank))] or [numbers.flatten()[:0]]
+    )
 
 
 GAPS = st.sampled_from([0, 40, 1 << 20, None])
@@ -201,10 +210,14 @@ def save_and_load_spread(workers: WorkerPool, tmp_path: Path, data: st.DataObjec
     with TemporaryDirectory(dir=tmp_path) as path:
         workers.run(save_spread, path, source, drawn, extent_bytes, codec, world_size=math.prod(source))
         outcomes = workers.run(load_spread, path, target, drawn, ways, world_size=math.prod(target))
-    for rank, (wrong, (_, num_received)) in enumerate(outcomes):
+    for rank, (wrong, (_, num_received), _) in enumerate(outcomes):
         assert not wrong, (rank, source, target, extent_bytes, codec, wrong)
         assert num_received == 0
-    event(f"something is exchanged: {any(received[0] for _, received in outcomes)}")
+    by_tensor = zip(*(wanted for _, _, wanted in outcomes), strict=True)
+    is_shared = any(torch.cat(wanted).unique().numel() < sum(map(len, wanted)) for wanted in by_tensor)
+    is_exchanged = any(received[0] for _, received, _ in outcomes)
+    assert is_exchanged or not is_shared, (source, target, extent_bytes, codec, drawn)
+    event(f"something is exchanged: {is_exchanged}")
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())

@@ -13,9 +13,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    StorageError,
+)
 from bytecheckpoint.storage import fsspec_upload
 from bytecheckpoint.storage.fsspec_store import FsspecStore
+from bytecheckpoint.storage.store import GivesBytes
 
 from .s3_server import running_s3
 from .store_contract import StoreContract, blocks_of, get, pattern, put
@@ -119,6 +126,19 @@ class TestFileSystemThatMoves(StoreContract):
         put(store, "x", b"1")
         (tmp_path / "new" / "root" / ".tmp-123").write_bytes(b"")
         assert store.list("") == {"x": 1}
+
+
+def test_bytes_in_memory_of_the_store_are_those_asked_for_or_an_error(memory_url):
+    store = FsspecStore(memory_url, None)
+    put(store, "x", pattern(100))
+    assert isinstance(store, GivesBytes)
+    assert store.read_bytes("x", 7, 50) == pattern(100)[7:57]
+    assert store.read_bytes("x", 0, 0) == b""
+    with pytest.raises(CheckpointCorruptError, match="ends at byte 100") as caught:
+        store.read_bytes("x", 90, 20)
+    assert caught.value.kind == "truncated"
+    with pytest.raises(CheckpointNotFoundError):
+        store.read_bytes("y", 0, 1)
 
 
 class TestS3Store(StoreContract):
