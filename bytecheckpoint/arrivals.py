@@ -11,13 +11,14 @@ import numpy as np
 
 from bytecheckpoint.aftermath import Changes
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.parcels import Budget, Header, check_digest
-from bytecheckpoint.peers import Connection
+from bytecheckpoint.parcels import Header, check_digest
+from bytecheckpoint.peers import Connection, PeerLeftError
 from bytecheckpoint.placing import Targets, memory_of, place_all
 from bytecheckpoint.planner.coalesce import FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_parts import Arrival, packed
 from bytecheckpoint.planner.pieces import piece_of
 from bytecheckpoint.reading import frame_read
+from bytecheckpoint.storage.budget import Budget
 from bytecheckpoint.storage.codecs import decode_frame
 
 _MIN_DIRECT_BYTES = 1 << 16
@@ -82,7 +83,7 @@ class Arrivals:
 
     def break_off(self) -> None:
         """Nobody waits for scratch memory any longer."""
-        self._scratch.break_off()
+        self._scratch.break_off(PeerLeftError)
 
     def _memory(self, item: Part | Frame) -> memoryview | None:
         """The tensor memory that the bytes of an item are for, where that is worth while."""

@@ -28,7 +28,6 @@ from bytecheckpoint.matching import Match
 from bytecheckpoint.outboxes import Activity, Outbox
 from bytecheckpoint.parcels import (
     HEADER_BYTES,
-    Budget,
     Header,
     Parcel,
     Request,
@@ -48,6 +47,7 @@ from bytecheckpoint.planner.exchange_plan import Extents, Run, Share, share_out
 from bytecheckpoint.planner.pieces import Piece, piece_of
 from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.reading import Source
+from bytecheckpoint.storage.budget import Budget
 from bytecheckpoint.storage.reader import Read
 
 _GRACE_S = 1.0
@@ -356,7 +356,7 @@ class _Exchange:
             for connection in self._connections():
                 connection.interrupt()
         self._arrivals.break_off()
-        self._outgoing.break_off()
+        self._outgoing.break_off(PeerLeftError)
         for outbox in self._outboxes:
             outbox.end()
         for connection in inbound:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -98,44 +97,6 @@ def sealed(header: Header, buffers: Sequence[memoryview]) -> Header:
     for buffer in buffers:
         digest.update(buffer)
     return header._replace(digest=digest.intdigest())
-
-
-class Budget:
-    """Bytes of memory that several threads share. One that needs more than there is in all gets it alone."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._free = num_bytes
-        self._is_broken = False
-        self._changed = threading.Condition()
-
-    def take(self, num_bytes: int) -> None:
-        """Waits until there is room. Raises PeerLeftError after `break_off`."""
-        wanted = min(num_bytes, self._num_bytes)
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_broken or self._free >= wanted)
-            if self._is_broken:
-                raise PeerLeftError
-            self._free -= wanted
-
-    def give(self, num_bytes: int) -> None:
-        with self._changed:
-            self._free += min(num_bytes, self._num_bytes)
-            self._changed.notify_all()
-
-    @contextmanager
-    def taken(self, num_bytes: int) -> Iterator[None]:
-        self.take(num_bytes)
-        try:
-            yield
-        finally:
-            self.give(num_bytes)
-
-    def break_off(self) -> None:
-        """Nobody waits any longer."""
-        with self._changed:
-            self._is_broken = True
-            self._changed.notify_all()
 
 
 class Parcel:

@@ -16,10 +16,11 @@ from bytecheckpoint.arrivals import Arrivals
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.greetings import Address, Listener, connect
 from bytecheckpoint.outboxes import Activity, Outbox
-from bytecheckpoint.parcels import FAREWELL, HEADER_BYTES, SIGN_OF_LIFE, Budget, Header, Parcel, decode_header
+from bytecheckpoint.parcels import FAREWELL, HEADER_BYTES, SIGN_OF_LIFE, Header, Parcel, decode_header
 from bytecheckpoint.peers import Connection, Peer, PeerLeftError
 from bytecheckpoint.planner.coalesce import FlatPart
 from bytecheckpoint.planner.exchange_parts import Arrival, Unit
+from bytecheckpoint.storage.budget import Budget
 
 READER, TAKER = Peer(0, 40), Peer(1, 41)
 
@@ -263,7 +264,7 @@ def test_a_budget_is_never_exceeded_but_by_one_alone() -> None:
         waiting.result()
         budget.take(9)
         refused = pool.submit(budget.take, 1)
-        budget.break_off()
+        budget.break_off(PeerLeftError)
         with pytest.raises(PeerLeftError):
             refused.result()
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.storage.budget import Budget
 from bytecheckpoint.storage.codecs import decode_frame
 from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
 
@@ -116,7 +117,7 @@ def run_reads(
     if isinstance(store, GivesBytes):
         longest_bytes = max((read.byte_length for read in reads), default=0)
         own_bytes = max(1, min(threads * longest_bytes, room_bytes - taken_bytes - longest_bytes))
-        own = _Room(own_bytes)
+        own = Budget(own_bytes)
         room_bytes -= own_bytes + longest_bytes
     num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
     scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
@@ -256,27 +257,6 @@ def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview)
             f"{error.message}",
             kind=error.kind,
         ) from error
-
-
-class _Room:
-    """Bytes of memory that reads share. One that needs more than there is in all gets it alone."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = self._free = num_bytes
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, num_bytes: int) -> Iterator[None]:
-        wanted = min(num_bytes, self._num_bytes)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
-            self._free -= wanted
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += wanted
-                self._changed.notify_all()
 
 
 class HostMemory:
