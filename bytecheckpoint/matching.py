@@ -121,7 +121,9 @@ def _leave_out_shared(match: Match) -> None:
 
 
 def _leave_out_read_only(match: Match) -> None:
-    """Memory that nothing can be written to, such as that of a mapped file: trying would kill the process."""
+    """Memory that nothing can be written to from its start on, such as that of a mapped file: trying would kill the
+    process.
+    """
     addresses = [shard.address or (shard.tensor.data_ptr() if shard.tensor.is_cpu else 0) for shard in match.shards]
     for number in np.flatnonzero(are_read_only(np.array(addresses, np.uint64))).tolist()[::-1]:
         fqn = match.shards[number].fqn

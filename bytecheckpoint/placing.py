@@ -98,7 +98,7 @@ def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
     if skipped + length > targets.byte_lengths[want] or content.nbytes < length or not (address or lane or not length):
         fqn = targets.shards[want].fqn
         raise ValueError(f"the plan puts {length} bytes where {fqn} has no memory that takes them")
-    if lane is not None:
+    if lane is not None and length:
         memory = targets.shards[want].tensor.reshape(-1).view(torch.uint8)[skipped : skipped + length]
         lane.copy(memory, content, None)
     elif length:

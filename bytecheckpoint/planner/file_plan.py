@@ -16,10 +16,10 @@ from bytecheckpoint.region import Region
 EXTENT_BYTES = 1 << 20
 """A checksum covers at most this much: what a partial read may have to read beyond what it wants, at each end."""
 LARGE_CHUNK_BYTES = 16 << 20
-"""From here on parts are wanted that are large themselves, and extents are shorter than a sixteenth of the chunk."""
+"""From here on parts are wanted that are large themselves, and extents are at most a sixteenth of the chunk."""
 LARGE_CHUNK_EXTENT_BYTES = 256 << 10
-"""A checksum in such a chunk covers at most this much, and at least half of it, in a checkpoint that is not large
-itself. Checking so short extents takes a tenth longer than those of 1 MiB; at 64 KiB it would be 45%."""
+"""A checksum in such a chunk covers at most this much, and mostly at least half of it, in a checkpoint that is not
+large itself. Checking so short extents takes a tenth longer than those of 1 MiB; at 64 KiB it would be 45%."""
 _MAX_LARGE_EXTENTS = 1 << 20
 """Of a whole checkpoint, about: the checksums in large chunks then take 8 to 16 MB of its manifest, which all ranks get
 from one. Of more than 256 GiB they cover more, from 1 TiB on EXTENT_BYTES."""

@@ -124,25 +124,36 @@ def run_reads(
     files = {read.file.name: read.file for read in reads}
     checks = {name: _Checks(file) for name, file in files.items()} if verify else {}
 
-    def run(read: Read) -> None:
+    def carry_out(read: Read) -> None:
+        fill = _filling(store, read)
+        if read.target is not None:
+            _run(fill, read, read.target(), checks.get(read.file.name))
+            return
+        buffer = scratch.take()
+        try:
+            # What is aligned in the file is aligned in memory.
+            content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
+            _run(fill, read, nullcontext(content), checks.get(read.file.name))
+            _decode_all(read, content, raw_scratch)
+        finally:
+            scratch.give(buffer)
+
+    def run(read: Read, is_over: threading.Event) -> None:
         with nullcontext() if own is None else own.taken(read.byte_length):
-            fill = _filling(store, read)
-            if read.target is not None:
-                _run(fill, read, read.target(), checks.get(read.file.name))
+            if is_over.is_set():  # another read has failed while this one waited
                 return
-            buffer = scratch.take()
             try:
-                # What is aligned in the file is aligned in memory.
-                content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
-                _run(fill, read, nullcontext(content), checks.get(read.file.name))
-                _decode_all(read, content, raw_scratch)
-            finally:
-                scratch.give(buffer)
+                carry_out(read)
+            except BaseException:
+                is_over.set()
+                raise
 
     _run_all(run, reads, threads=threads, submit=submit)
 
 
-def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int, submit: Submit) -> None:
+def _run_all(
+    run: Callable[[Read, threading.Event], None], reads: Sequence[Read], *, threads: int, submit: Submit
+) -> None:
     """On so many threads, of which the caller's is one, because who waits for others to begin waits for a core. When it
     returns or raises, none is at work. Where there can be fewer threads, those that there are do all of it.
     """
@@ -156,7 +167,7 @@ def _run_all(run: Callable[[Read], None], reads: Sequence[Read], *, threads: int
                     read = next(pending, None)
                 if read is None:
                     return
-                run(read)
+                run(read, is_over)
         except BaseException:
             is_over.set()
             raise

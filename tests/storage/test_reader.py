@@ -112,3 +112,36 @@ def test_what_comes_first_is_placed_first_whatever_was_asked_for_before_it() -> 
 
     run_each(begin, [lambda _: order.append(1), place_second], threads=2)
     assert order == [2, 1]
+
+
+class Giving(Meeting):
+    """One that has what is read in memory of its own."""
+
+    def read_bytes(self, _name: str, byte_offset: int, byte_length: int) -> bytes:
+        self._begin(byte_offset)
+        return CONTENT[byte_offset : byte_offset + byte_length]
+
+
+def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    asked, all_ask = [], threading.Event()
+    take = reader.Budget.take
+
+    def take_told(budget: reader.Budget, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        if len(asked) == 4:
+            all_ask.set()
+        take(budget, num_bytes)
+
+    def fail(byte_offset: int) -> None:
+        begun.append(byte_offset)
+        assert all_ask.wait(WAIT_S)
+        raise OSError("gone")
+
+    monkeypatch.setattr(reader.Budget, "take", take_told)
+    file = DataFile("f", len(CONTENT))
+    reads = [reader.Read(file, "f", 25 * number, 25, None, pytest.fail, lambda *_: "x") for number in range(4)]
+    memory, submit = reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    with pytest.raises(OSError, match="gone"):
+        reader.run_reads(Giving(fail), reads, threads=4, verify=False, scratch_bytes=1, memory=memory, submit=submit)
+    assert len(begun) == 1
