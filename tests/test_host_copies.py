@@ -115,3 +115,11 @@ def test_memory_that_is_read_only_is_found_before_anything_is_changed(tmp_path: 
         assert (model["a"] == 0).all()
     bcp.load(tmp_path / "saved", {"model": model | {"strided": torch.zeros(2, numel // 2)}}, strict=False)
     assert (model["a"] == 1).all()
+
+
+def test_every_one_of_many_small_tensors_is_loaded(tmp_path: Path) -> None:
+    whole = {f"t{number}": torch.full((number % 7,), float(number)) for number in range(2_500)}
+    bcp.save(tmp_path, {"model": whole})
+    model = {name: torch.full_like(value, -1) for name, value in whole.items()}
+    bcp.load(tmp_path, {"model": model})
+    assert [name for name, value in whole.items() if not torch.equal(model[name], value)] == []
