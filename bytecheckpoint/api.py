@@ -273,7 +273,10 @@ def load(
 
     with together(ranks, f"matching the state with {about.path}", about=about):
         view = View(source.manifest, ranks.rank, key_map, _globs(include), _globs(exclude))
-        entries, stored, match = match_named(ranks, view, state, lambda: entries_of(state, framework), cast=cast)
+        entries, stored, match, manifest = match_named(
+            ranks, view, state, lambda: entries_of(state, framework), cast=cast
+        )
+        source = source.showing(manifest)
         fetches = source.plan(match.shards, match.stored_fqns)
         # The last of what can be refused: who hears the verdict knows that every rank has come this far.
         verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)

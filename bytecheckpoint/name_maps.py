@@ -119,9 +119,8 @@ def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) 
 def _facts(manifest: Manifest, beside: Beside) -> Facts:
     """What the checkpoint says of itself: its plain data, and a `config.json` beside it."""
     values = {name: value for fqn, data in manifest.objects.items() for name, value in _values(decode_plain(data), fqn)}
-    config = _config(beside)
-    of_config = config.items() if isinstance(config, dict) else ()
-    return Facts(values | {join_fqn(_CONFIG_NAME, key): value for key, value in of_config})
+    config = read_config(beside)
+    return Facts(values | {join_fqn(_CONFIG_NAME, key): value for key, value in config.items()})
 
 
 def _values(tree: Any, fqn: str) -> Iterator[tuple[str, object]]:
@@ -137,8 +136,11 @@ def _values(tree: Any, fqn: str) -> Iterator[tuple[str, object]]:
         yield from _values(item, join_fqn(fqn, key))
 
 
-def _config(beside: Beside) -> Any:
-    """What stands in the `config.json` of Hugging Face beside the checkpoint; {} where there is none."""
+def read_config(beside: Beside) -> Mapping[str, Any]:
+    """The `config.json` of Hugging Face beside a checkpoint; {} where there is none, or it holds no object.
+
+    Raises CheckpointCorruptError and UnsafeCheckpointError (limits_exceeded).
+    """
     num_bytes = beside.store.list(beside.folder).get(_CONFIG)
     if num_bytes is None:
         return {}
@@ -147,6 +149,7 @@ def _config(beside: Beside) -> Any:
         raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")
     content = FileBytes(beside.store, join_name(beside.folder, _CONFIG), num_bytes).read(0, num_bytes)
     try:
-        return json.loads(content)
+        config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"it is no JSON: {error}") from error
+    return config if isinstance(config, dict) else {}

@@ -14,6 +14,7 @@ from bytecheckpoint.adapters.state import Entry
 from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.matching import Match, match_state
+from bytecheckpoint.planner.fused_experts import with_fused_experts
 from bytecheckpoint.ranks import Ranks
 
 _Fit = tuple[int, int]
@@ -41,6 +42,8 @@ class Matched(NamedTuple):
     entries: list[Entry]
     stored: Stored
     match: Match
+    manifest: Manifest
+    """Of the checkpoint as it was compared: with stacks of experts, or as it is."""
 
     @property
     def fit(self) -> _Fit:
@@ -58,26 +61,52 @@ def _total(fits: Iterable[_Fit]) -> tuple[bool, int]:
 def match_named(
     ranks: Ranks, view: View, state: Mapping[str, Any], take_apart: Callable[[], list[Entry]], *, cast: bool
 ) -> Matched:
-    """The state compared with the checkpoint as it is, or, where that is foreign and the state has one name only, with
-    the whole checkpoint below that name: whichever fits better, on all ranks together.
+    """Compares the state with the checkpoint as it is, or, where that is foreign and the state has one name only, with
+    the whole checkpoint below that name: whichever fits better, on all ranks together. Where neither fits whole, and
+    the checkpoint has experts in separate tensors, they are compared as stacks, too.
 
     `take_apart` makes the entries of the state, which serve for one comparison.
     """
 
-    def below(name: str) -> Matched:
-        entries, stored = take_apart(), view.stored(name)
-        return Matched(entries, stored, match_state(entries, stored, cast=cast))
+    def compare(shown: View) -> list[Matched]:
+        names = ["", str(*state)] if shown.manifest.foreign_format and len(state) == 1 else [""]
+        return [_matched(shown, take_apart(), below=name, cast=cast) for name in names]
 
-    as_it_is = below("")
-    if not view.manifest.foreign_format:
-        return as_it_is
-    named = below(str(*state)) if len(state) == 1 else None
-    fits = (as_it_is.fit, (named or as_it_is).fit)
+    found = compare(view)
+    fused = with_fused_experts(view.manifest)
+    if fused is None and not view.manifest.foreign_format:
+        return found[0]
+    best = _best(ranks, found)
+    if fused is None or best.is_whole:
+        return found[best.number]
+    found = [found[best.number], *compare(view._replace(manifest=fused))]
+    return found[_best(ranks, found).number]
+
+
+def _matched(view: View, entries: list[Entry], *, below: str, cast: bool) -> Matched:
+    stored = view.stored(below)
+    return Matched(entries, stored, match_state(entries, stored, cast=cast), view.manifest)
+
+
+class _Best(msgspec.Struct, frozen=True, array_like=True):
+    """The comparison that fits best on all ranks together."""
+
+    number: int
+    is_whole: bool
+    """It has no problem on any rank."""
+
+
+def _best(ranks: Ranks, found: Sequence[Matched]) -> _Best:
+    """The first of the best. A rank whose state has more names than one has fewer to choose from."""
 
     def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        found = [msgspec.msgpack.decode(payload, type=tuple[_Fit, _Fit]) for payload in payloads]
-        is_better = _total(second for _, second in found) > _total(first for first, _ in found)
-        return [msgspec.msgpack.encode(is_better)] * len(payloads)
+        of_ranks = [msgspec.msgpack.decode(payload, type=list[_Fit]) for payload in payloads]
+        num_all = max(map(len, of_ranks))
+        totals = [_total(fits[min(number, len(fits) - 1)] for fits in of_ranks) for number in range(num_all)]
+        number = totals.index(max(totals))
+        is_whole = all(found == balance for found, balance in (fits[min(number, len(fits) - 1)] for fits in of_ranks))
+        return [msgspec.msgpack.encode(_Best(number, is_whole))] * len(payloads)
 
-    is_better = msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(fits), choose), type=bool)
-    return named if is_better and named is not None else as_it_is
+    payload = msgspec.msgpack.encode([matched.fit for matched in found])
+    best = msgspec.msgpack.decode(ranks.consult(payload, choose), type=_Best)
+    return _Best(min(best.number, len(found) - 1), best.is_whole)

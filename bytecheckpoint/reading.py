@@ -62,6 +62,13 @@ class Source:
         """The most that is to be read at once."""
         return fetch_bytes(self.store, scratch_bytes=self._scratch_bytes, threads=self.options.reader_threads)
 
+    def showing(self, manifest: Manifest) -> Source:
+        """The same checkpoint with its tensors under other names and in other shapes."""
+        if manifest is self.manifest:
+            return self
+        options, is_exchanged = self.options, self.is_exchanged
+        return Source(self.store, self.folder, manifest, options, is_exchanged=is_exchanged, path=self.path)
+
     def unit_bytes(self, fetches: Sequence[Fetch]) -> int:
         """The most that is read at once of what others want too, unless an extent is longer."""
         has_frames = any(fetch.frames for fetch in fetches)

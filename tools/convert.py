@@ -12,6 +12,7 @@ import click
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.options import NameMap
+from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED
 from bytecheckpoint.planner.map_options import parse_options
 from bytecheckpoint.storage.opening import is_local
 
@@ -114,6 +115,14 @@ def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequen
 )
 @click.option("--keep-names", is_flag=True, help="With --to hf: drop no name that stands before all others.")
 @click.option(
+    "--experts",
+    type=click.Choice((*EXPERT_NAMES, FUSED)),
+    metavar="NAMES",
+    help="With --to hf: names for experts that transformers 5 holds in one tensor. qwen2_moe: gate_proj, up_proj and "
+    "down_proj of each. mixtral: w1, w3 and w2 below block_sparse_moe. fused: as they are. Without it: what model_type "
+    "in a config.json at DST or in SRC asks for, else qwen2_moe.",
+)
+@click.option(
     "--max-shard-size",
     type=ByteSize("1MB"),
     metavar="SIZE",
@@ -146,6 +155,7 @@ def convert(
     map_option: Mapping[str, int | str],
     keep_unmapped: bool,
     keep_names: bool,
+    experts: str | None,
     max_shard_size: int | None,
     memory: int,
     overwrite: bool,
@@ -158,7 +168,7 @@ def convert(
     Tensors are streamed: memory stays bounded, whatever their size. DST is there whole or not at all. What the target
     has no place for is told. Under torchrun the ranks share the work.
     """
-    _refuse_idle(to, link=link, keep_names=keep_names, max_shard_size=max_shard_size)
+    _refuse_idle(to, link=link, keep_names=keep_names, experts=experts, max_shard_size=max_shard_size)
     if not map_name and (map_option or keep_unmapped or map_name is not None):
         raise click.UsageError("--map takes a name or a file; --map-option and --keep-unmapped are for --map")
     of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
@@ -166,7 +176,15 @@ def convert(
     from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
     from bytecheckpoint.sources import Asked  # noqa: PLC0415
 
-    wish = Wish(to=to, include=include, exclude=exclude, rename=rename, keep_names=keep_names, dtype=dtype)
+    wish = Wish(
+        to=to,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        keep_names=keep_names,
+        dtype=dtype,
+        experts=experts or "",
+    )
     default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
     request = Request(
         source=Asked(src, "latest" if step is None else step, of_source),
@@ -182,12 +200,14 @@ def convert(
     return _run(request, as_json=as_json)
 
 
-def _refuse_idle(to: str, *, link: bool, keep_names: bool, max_shard_size: int | None) -> None:
+def _refuse_idle(to: str, *, link: bool, keep_names: bool, experts: str | None, max_shard_size: int | None) -> None:
     """Raises click.UsageError for options that would do nothing."""
     if link and to != "bcp":
         raise click.UsageError(f"--link writes a manifest, which only --to bcp has, not --to {to}")
     if keep_names and to != "hf":
         raise click.UsageError(f"--keep-names is for --to hf: --to {to} keeps all names")
+    if experts is not None and to != "hf":
+        raise click.UsageError(f"--experts is for --to hf: --to {to} keeps experts as they are")
     if max_shard_size is not None and (link or to not in _MAX_FILE):
         raise click.UsageError(f"--max-shard-size is for --to hf and --to bcp, not --{'link' if link else f'to {to}'}")
 
@@ -252,6 +272,7 @@ def _as_json(request: Request, result: Converted, seconds: float) -> dict[str, A
         "aliases": [{"fqn": alias, "alias_of": fqn} for alias, fqn in result.aliases.items()],
         "dropped_prefix": result.dropped_prefix or None,
         "name_map": None if result.sides is None else {"from": result.sides[0], "to": result.sides[1]},
+        "experts": result.experts or None,
         "left_out": [item._asdict() for item in result.left_out],
         "seconds": round(seconds, 6),
     }
@@ -271,6 +292,8 @@ def _print(result: Converted, seconds: float) -> None:
         screen.line(f"  converted to another dtype: {count_text(result.num_cast, 'tensor')}")
     if result.dropped_prefix:
         screen.line(f"  names are without the {result.dropped_prefix!r} that stood before all of them")
+    if result.experts:
+        screen.line(f"  experts are named as those of {result.experts}; --experts gives other names")
     for alias, fqn in result.aliases.items():
         screen.line(f"  tied: {alias} is stored as {fqn}")
     for item in result.left_out:

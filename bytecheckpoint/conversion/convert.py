@@ -19,7 +19,7 @@ from bytecheckpoint.conversion.dcp_target import plan_dcp
 from bytecheckpoint.conversion.elements import Elements
 from bytecheckpoint.conversion.hf_target import plan_hf
 from bytecheckpoint.conversion.linking import check_reachable, link_manifest, write_link
-from bytecheckpoint.conversion.mapping import view_of
+from bytecheckpoint.conversion.mapping import names_for_experts, view_of
 from bytecheckpoint.conversion.own_target import plan_own
 from bytecheckpoint.conversion.plain_trees import PlainData
 from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, select
@@ -32,6 +32,7 @@ from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.convert_plan import check_wanted
+from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.reading import Source
 from bytecheckpoint.sources import Asked, open_together
@@ -94,6 +95,8 @@ class Converted:
     """Tensors of another dtype than in the source."""
     sides: tuple[str, str] | None
     """From which framework to which, by the name map."""
+    experts: str = ""
+    """The key in EXPERT_NAMES after which tensors of single experts are named, where stacks were taken apart."""
 
 
 class _Plan(NamedTuple):
@@ -106,6 +109,7 @@ class _Plan(NamedTuple):
     standing: Standing
     target: Target
     save_id: str
+    experts: str = ""
 
 
 def convert(
@@ -199,7 +203,10 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
     check_wanted(selection.wanted, source.manifest)
     plain = PlainData(manifest, selection, wish)
     place = open_place(request.target, wish.to, Opening(request.target_options))
-    standing, save_id = _agreed(request, place, ranks)
+    standing, save_id, experts = _agreed(request, source, place, ranks)
+    num_selected = len(selection.wanted)
+    if experts in EXPERT_NAMES:
+        selection = replace(selection, wanted=with_separate_experts(selection.wanted, EXPERT_NAMES[experts]))
     infix = f"{save_id[:8]}-" if standing.is_in_the_way else ""
     num_ranks, max_bytes = ranks.num_ranks, limits.max_file_bytes
     if wish.to == "hf":
@@ -212,16 +219,18 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
         target = plan_own(manifest, selection, plain, max_file_bytes=max_bytes, num_ranks=num_ranks, save_id=save_id)
     if wish.to != "bcp":  # whose files all have new names, and are there before the old ones go
         refuse_own_files(place, standing, (file.name for file in target.files), source)
-    return _Plan(source, view.sides, selection, place, standing, target, save_id)
+    experts = experts if len(selection.wanted) > num_selected else ""
+    return _Plan(source, view.sides, selection, place, standing, target, save_id, experts)
 
 
-def _agreed(request: Request, place: Place, ranks: Ranks) -> tuple[Standing, str]:
-    """What one rank has found at the target, and the id that it has drawn, on every rank."""
-    told = b""
+def _agreed(request: Request, source: Source, place: Place, ranks: Ranks) -> tuple[Standing, str, str]:
+    """Gives every rank what the first one found at the target, the save id that it drew, and its names for experts."""
+    payload = b""
     if ranks.rank == COORDINATOR:
         found = look_at(place, request.wish.to, overwrite=request.overwrite, beside=False)
-        told = msgspec.msgpack.encode((found, uuid.uuid4().hex[:16]))
-    return msgspec.msgpack.decode(ranks.broadcast(told), type=tuple[Standing, str])
+        experts = names_for_experts(request.wish, source, place.store) if request.wish.to == "hf" else FUSED
+        payload = msgspec.msgpack.encode((found, uuid.uuid4().hex[:16], experts))
+    return msgspec.msgpack.decode(ranks.broadcast(payload), type=tuple[Standing, str, str])
 
 
 def _check_space(plan: _Plan) -> None:
@@ -376,4 +385,5 @@ def _converted(plan: _Plan) -> Converted:
         dropped_prefix=selection.dropped_prefix,
         num_cast=sum(is_cast),
         sides=plan.sides,
+        experts=plan.experts,
     )

@@ -8,15 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bytecheckpoint.conversion.selecting import LeftOut, ModelNames
+from bytecheckpoint.conversion.selecting import LeftOut, ModelNames, Wish
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest, tensor_record
 from bytecheckpoint.mapped_objects import LEFT_OUT_BY_MAP, mapped_objects
-from bytecheckpoint.name_maps import Beside, as_mapped, as_state, map_checkpoint
+from bytecheckpoint.name_maps import Beside, as_mapped, as_state, map_checkpoint, read_config
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.convert_plan import Piece, Wanted
+from bytecheckpoint.planner.fused_experts import TRANSPOSED_TYPES, expert_names_of
 from bytecheckpoint.reading import Source
 from bytecheckpoint.region import whole
+from bytecheckpoint.storage.store import Store
 
 
 class View(NamedTuple):
@@ -67,6 +70,25 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
         left_out,
         mapped.sides,
     )
+
+
+def names_for_experts(wish: Wish, source: Source, target: Store) -> str:
+    """The names that experts get in an HF target: those that `wish` asks for, else those of the model family that a
+    `config.json` at the target or beside the source names, else Qwen2-MoE's.
+
+    Raises CheckpointMismatchError (conflict) for a family whose files hold experts transposed.
+    """
+    if wish.experts:
+        return wish.experts
+    configs = (read_config(Beside(target, "")), read_config(Beside(source.store, source.folder)))
+    model_type = next((str(config["model_type"]) for config in configs if "model_type" in config), "")
+    if model_type in TRANSPOSED_TYPES:
+        raise CheckpointMismatchError(
+            f"the files of {model_type} hold experts transposed, which no conversion here does; nothing was written: "
+            "load the checkpoint into the model and use its save_pretrained, or choose names with --experts",
+            kind="conflict",
+        )
+    return expert_names_of(model_type)
 
 
 def _dropped(manifest: Manifest, fqn: str) -> LeftOut:

@@ -40,6 +40,9 @@ class Wish:
     """Drop no name that stands before all others."""
     dtype: str | None = None
     """For what has one of FLOAT_DTYPES."""
+    experts: str = ""
+    """Names for the experts of an HF target: a key of EXPERT_NAMES, FUSED, or "" for those that `config.json` asks
+    for."""
 
     def takes(self, fqn: str) -> bool:
         """A tensor that differs from rank to rank goes by the name of its value, too."""

@@ -117,7 +117,7 @@ def copies_of(wanted: Wanted, first: int, numel: int) -> Iterator[Copy]:
 
 
 def _copies(first: int, block: Region, common: Region, piece: Piece) -> Iterator[Copy]:
-    source = _same_part(common, piece)
+    source = same_part(common, piece)
     if source is not None:
         yield Copy(first, block, common, piece.fqn, source)
     elif is_contiguous_in(common, piece.region) and is_contiguous_in(common, block):
@@ -128,7 +128,7 @@ def _copies(first: int, block: Region, common: Region, piece: Piece) -> Iterator
             yield from _copies(first, block, rows(common, dim, row, 1), piece)
 
 
-def _same_part(common: Region, piece: Piece) -> Region | None:
+def same_part(common: Region, piece: Piece) -> Region | None:
     """What of the source stands for a part of the piece, where both have the same dimensions, but for those of 1."""
     source = piece.source_region
     if piece.fqn is None:
