@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, i
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizer_wrappers import OptimizerWrapperEntry, Wrapper, wrapper_of
 from bytecheckpoint.adapters.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
@@ -32,7 +33,7 @@ FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed"
 
 _CONTAINERS = (dict, list, tuple)
 _MODULES = ModuleEntry | MegatronEntry
-_OPTIMIZERS = OptimizerEntry | MegatronOptimizerEntry
+_OPTIMIZERS = OptimizerEntry | OptimizerWrapperEntry | MegatronOptimizerEntry
 
 
 class Entry(Protocol):
@@ -57,7 +58,7 @@ class Entry(Protocol):
 
 def _is_of_deepspeed(entry: Entry) -> bool:
     return (isinstance(entry, ModuleEntry) and bool(entry.engines)) or (
-        isinstance(entry, OptimizerEntry) and bool(entry.wrapped)
+        isinstance(entry, OptimizerEntry | OptimizerWrapperEntry) and bool(entry.wrapped)
     )
 
 
@@ -104,20 +105,30 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
 
 def _optimizer_entries(
     given: Sequence[_Optimizers | MegatronOptimizerEntry], modules: Sequence[ModuleEntry | MegatronEntry]
-) -> list[OptimizerEntry | MegatronOptimizerEntry]:
+) -> list[OptimizerEntry | OptimizerWrapperEntry | MegatronOptimizerEntry]:
     """The entries of all optimizers, once the modules have learnt what they keep flat."""
     of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
     engines = [engine for entry in of_torch for engine in entry.engines]
-    optimizers = [
-        OptimizerEntry(each.fqn, [flat_optimizer(each.fqn, value, engines) or value for value in each.values])
-        if isinstance(each, _Optimizers)
-        else each
-        for each in given
-    ]
-    wrapped = [each for entry in optimizers if isinstance(entry, OptimizerEntry) for each in entry.wrapped]
+    optimizers = [_optimizer_entry(each, engines) if isinstance(each, _Optimizers) else each for each in given]
+    wrapped = [each for entry in optimizers if not isinstance(entry, MegatronOptimizerEntry) for each in entry.wrapped]
     for module in of_torch:
         module.find_flat(wrapped)
     return optimizers
+
+
+def _optimizer_entry(given: _Optimizers, engines: Sequence[Any]) -> OptimizerEntry | OptimizerWrapperEntry:
+    def known(value: Any) -> Any:
+        return flat_optimizer(given.fqn, value, engines) or value
+
+    values = list(map(known, given.values))
+    wrappers = [wrapper_of(value) for value in values]
+    if not any(wrappers):
+        return OptimizerEntry(given.fqn, values)
+    found = [
+        Wrapper(value, [value]) if wrapper is None else Wrapper(value, list(map(known, wrapper.inner)))
+        for value, wrapper in zip(values, wrappers, strict=True)
+    ]
+    return OptimizerWrapperEntry(given.fqn, found)
 
 
 def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
