@@ -16,6 +16,7 @@ from bytecheckpoint.adapters.megatron import MegatronEntry
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module, refuse_inside
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
+from bytecheckpoint.adapters.model_wrappers import ReloadEntry, stages_inside
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizer_wrappers import OptimizerWrapperEntry, Wrapper, wrapper_of
@@ -214,7 +215,7 @@ def _walk(container: Any, fqn: str, framework: str) -> Iterator[Entry | _Optimiz
         if not is_special:
             yield from _walk(value, child, framework)
         elif not is_sharded_leaf(value):
-            yield _special_entry(value, child, framework)
+            yield from _special_entries(value, child, framework)
 
 
 def _plain_entry(container: Any, key: Any, value: Any, fqn: str) -> PlainEntry:
@@ -256,20 +257,23 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
     )
 
 
-def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
+def _special_entries(value: Any, fqn: str, framework: str) -> list[Entry | _Optimizers]:
     stages = stages_of(value)
     if stages:
-        return _entry_of_modules(fqn, stages, framework)
+        return [_entry_of_modules(fqn, stages, framework)]
     if is_megatron_optimizer(value):
-        return _entry_of_megatron_optimizer(fqn, value, framework)
+        return [_entry_of_megatron_optimizer(fqn, value, framework)]
     items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
-        return _Optimizers(fqn, items)
+        return [_Optimizers(fqn, items)]
     if isinstance(value, RankLocal):
-        return RankLocalEntry(fqn, value)
+        return [RankLocalEntry(fqn, value)]
     if isinstance(value, RngState):
-        return RankLocalEntry(fqn, RankLocal(value, missing="keep"))
-    return StatefulEntry(fqn, value)
+        return [RankLocalEntry(fqn, RankLocal(value, missing="keep"))]
+    inside = stages_inside(value)
+    if inside:
+        return [_entry_of_modules(fqn, inside, framework), ReloadEntry(fqn, value, inside)]
+    return [StatefulEntry(fqn, value)]
 
 
 def _entry_of_megatron_optimizer(fqn: str, value: Any, framework: str) -> Entry:
