@@ -32,9 +32,8 @@ from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, unsupported
 from bytecheckpoint.adapters.whole_state import (
     CreatedTensors,
     WholeState,
-    check_has_state,
     collect_state,
-    kept_elsewhere,
+    refuse_zero_redundancy,
 )
 
 
@@ -64,8 +63,7 @@ class OptimizerEntry:
         optimizers of this entry hold.
         """
         for optimizer in self.optimizers:
-            if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-                raise kept_elsewhere(self.fqn, optimizer)
+            refuse_zero_redundancy(self.fqn, optimizer)
         self._optimized = name_parameters(self.fqn, self._parameters(), modules)
         self._has_model = any(module.fqn == MODEL for module in modules)
 
@@ -76,7 +74,6 @@ class OptimizerEntry:
         keys: set[str] = set()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         for optimizer in self.optimizers:
-            check_has_state(self.fqn, optimizer)
             for _, parameter, names in self._named(optimizer):
                 state = optimizer.state.get(parameter)
                 plain = collect_state(f"{self.fqn}.state.{names.name}.", state, tensors, keys) if state else None

@@ -172,7 +172,8 @@ def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> Par
         raise unsupported(
             optimizer_fqn,
             f"an optimizer with a parameter of shape {list(parameter.shape)} that no module of the state has",
-            "pass the model beside it, or build the optimizer from model.named_parameters()",
+            "pass the model beside it (the module itself, not its state_dict() and no object around it), or build the "
+            "optimizer from model.named_parameters()",
         )
     name = plain_name(name)
     return ParameterNames(name, (name, join_fqn(MODEL, name)))

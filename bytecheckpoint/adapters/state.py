@@ -16,8 +16,10 @@ from bytecheckpoint.adapters.megatron import MegatronEntry
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module, refuse_inside
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
+from bytecheckpoint.adapters.model_wrappers import ReloadEntry, stages_inside
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizer_wrappers import OptimizerWrapperEntry, Wrapper, wrapper_of
 from bytecheckpoint.adapters.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
@@ -32,7 +34,7 @@ FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed"
 
 _CONTAINERS = (dict, list, tuple)
 _MODULES = ModuleEntry | MegatronEntry
-_OPTIMIZERS = OptimizerEntry | MegatronOptimizerEntry
+_OPTIMIZERS = OptimizerEntry | OptimizerWrapperEntry | MegatronOptimizerEntry
 
 
 class Entry(Protocol):
@@ -57,7 +59,7 @@ class Entry(Protocol):
 
 def _is_of_deepspeed(entry: Entry) -> bool:
     return (isinstance(entry, ModuleEntry) and bool(entry.engines)) or (
-        isinstance(entry, OptimizerEntry) and bool(entry.wrapped)
+        isinstance(entry, OptimizerEntry | OptimizerWrapperEntry) and bool(entry.wrapped)
     )
 
 
@@ -104,20 +106,30 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
 
 def _optimizer_entries(
     given: Sequence[_Optimizers | MegatronOptimizerEntry], modules: Sequence[ModuleEntry | MegatronEntry]
-) -> list[OptimizerEntry | MegatronOptimizerEntry]:
+) -> list[OptimizerEntry | OptimizerWrapperEntry | MegatronOptimizerEntry]:
     """The entries of all optimizers, once the modules have learnt what they keep flat."""
     of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
     engines = [engine for entry in of_torch for engine in entry.engines]
-    optimizers = [
-        OptimizerEntry(each.fqn, [flat_optimizer(each.fqn, value, engines) or value for value in each.values])
-        if isinstance(each, _Optimizers)
-        else each
-        for each in given
-    ]
-    wrapped = [each for entry in optimizers if isinstance(entry, OptimizerEntry) for each in entry.wrapped]
+    optimizers = [_optimizer_entry(each, engines) if isinstance(each, _Optimizers) else each for each in given]
+    wrapped = [each for entry in optimizers if not isinstance(entry, MegatronOptimizerEntry) for each in entry.wrapped]
     for module in of_torch:
         module.find_flat(wrapped)
     return optimizers
+
+
+def _optimizer_entry(given: _Optimizers, engines: Sequence[Any]) -> OptimizerEntry | OptimizerWrapperEntry:
+    def known(value: Any) -> Any:
+        return flat_optimizer(given.fqn, value, engines) or value
+
+    values = list(map(known, given.values))
+    wrappers = [wrapper_of(value) for value in values]
+    if not any(wrappers):
+        return OptimizerEntry(given.fqn, values)
+    found = [
+        Wrapper(value, [value]) if wrapper is None else Wrapper(value, list(map(known, wrapper.inner)))
+        for value, wrapper in zip(values, wrappers, strict=True)
+    ]
+    return OptimizerWrapperEntry(given.fqn, found)
 
 
 def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
@@ -203,7 +215,7 @@ def _walk(container: Any, fqn: str, framework: str) -> Iterator[Entry | _Optimiz
         if not is_special:
             yield from _walk(value, child, framework)
         elif not is_sharded_leaf(value):
-            yield _special_entry(value, child, framework)
+            yield from _special_entries(value, child, framework)
 
 
 def _plain_entry(container: Any, key: Any, value: Any, fqn: str) -> PlainEntry:
@@ -245,20 +257,23 @@ def _holds_special(value: Any, fqn: str, depth: int) -> bool:
     )
 
 
-def _special_entry(value: Any, fqn: str, framework: str) -> Entry | _Optimizers:
+def _special_entries(value: Any, fqn: str, framework: str) -> list[Entry | _Optimizers]:
     stages = stages_of(value)
     if stages:
-        return _entry_of_modules(fqn, stages, framework)
+        return [_entry_of_modules(fqn, stages, framework)]
     if is_megatron_optimizer(value):
-        return _entry_of_megatron_optimizer(fqn, value, framework)
+        return [_entry_of_megatron_optimizer(fqn, value, framework)]
     items = list(value) if isinstance(value, list | tuple) else [value]
     if isinstance(items[0], torch.optim.Optimizer) or is_wrapper(items[0]):
-        return _Optimizers(fqn, items)
+        return [_Optimizers(fqn, items)]
     if isinstance(value, RankLocal):
-        return RankLocalEntry(fqn, value)
+        return [RankLocalEntry(fqn, value)]
     if isinstance(value, RngState):
-        return RankLocalEntry(fqn, RankLocal(value, missing="keep"))
-    return StatefulEntry(fqn, value)
+        return [RankLocalEntry(fqn, RankLocal(value, missing="keep"))]
+    inside = stages_inside(value)
+    if inside:
+        return [_entry_of_modules(fqn, inside, framework), ReloadEntry(fqn, value, inside)]
+    return [StatefulEntry(fqn, value)]
 
 
 def _entry_of_megatron_optimizer(fqn: str, value: Any, framework: str) -> Entry:

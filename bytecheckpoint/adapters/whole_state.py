@@ -27,21 +27,15 @@ from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.stored_subclasses import SubclassState
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype, unsupported
-from bytecheckpoint.errors import CheckpointSaveError
 
 
-def check_has_state(fqn: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses an optimizer that keeps its state elsewhere than torch's do, so that none of it would be saved."""
-    overrides = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-    if overrides and not optimizer.state and optimizer.state_dict().get("state"):
-        raise kept_elsewhere(fqn, optimizer)
-
-
-def kept_elsewhere(fqn: str, optimizer: torch.optim.Optimizer) -> CheckpointSaveError:
-    what = f"a {type(optimizer).__name__}, which does not keep its state in `.state`"
-    return unsupported(
-        fqn, what, "pass the optimizer inside it, or shard with fully_shard (FSDP2) and a torch optimizer"
-    )
+def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for torch's ZeroRedundancyOptimizer, which has whole parameters
+    and the state of some of them on each rank.
+    """
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+        what = f"a {type(optimizer).__name__}, which keeps the state of some parameters on each rank"
+        raise unsupported(fqn, what, "shard with fully_shard (FSDP2) and a torch optimizer")
 
 
 def collect_state(

@@ -1,0 +1,92 @@
+"""Objects around modules whose state is that of the modules: saved and loaded as the modules themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_shapes import Container, Wrapped
+from torch import nn
+from training import Tied, mlp, same_module, same_value, train
+
+import bytecheckpoint as bcp
+
+
+def staged(seed: int) -> tuple[nn.Module, list[nn.Module]]:
+    """A model, and its parts, whose parameters have the names of the whole model."""
+    model = mlp(seed)
+    return model, [nn.ModuleDict({"0": model[0], "1": model[1]}), nn.ModuleDict({"3": model[3]})]
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+@pytest.mark.parametrize("is_wrapped", [(True, True), (True, False), (False, True)])
+def test_the_state_that_torchtitan_has_is_saved_and_loaded_as_it_is(
+    tmp_path: Path, has_names: bool, is_wrapped: tuple[bool, bool]
+) -> None:
+    def state(parts: list[nn.Module], container: Container, *, is_wrapped: bool) -> dict[str, Any]:
+        bare = {"model": parts, "optimizer": container.optimizers}
+        return {"model": Wrapped(parts), "optimizer": container} if is_wrapped else bare
+
+    (model, parts), (other, other_parts) = staged(0), staged(1)
+    container, restored = Container(parts, has_names=has_names), Container(other_parts, has_names=has_names)
+    train(model, [container], 3)
+    bcp.save(tmp_path, state(parts, container, is_wrapped=is_wrapped[0]))
+    assert {"model.3.weight", "optimizer.state.3.weight.exp_avg"} <= set(bcp.open(tmp_path).keys())
+    bcp.load(tmp_path, state(other_parts, restored, is_wrapped=is_wrapped[1]))
+    assert same_module(model, other)
+    assert same_value(container.state_dict(), restored.state_dict())
+    train(model, [container], 2, seed=1)
+    train(other, [restored], 2, seed=1)
+    assert same_module(model, other)
+
+
+def test_a_wrapper_is_given_the_state_that_its_modules_have_got(tmp_path: Path) -> None:
+    """It may keep a copy, as torchtitan's does: of a module on the meta device that has no memory."""
+    model = mlp(0)
+    bcp.save(tmp_path, {"model": Wrapped(model)})
+    with torch.device("meta"):
+        other = mlp(1)
+    wrapper = Wrapped(other)
+    bcp.load(tmp_path, {"model": wrapper})
+    assert same_module(model, other)
+    assert same_value(dict(model.state_dict()), wrapper.state_dict())
+
+
+def test_ties_inside_a_wrapper_are_stored_once(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    bcp.save(tmp_path, {"model": Wrapped(model), "optimizer": torch.optim.Adam(model.parameters())})
+    bcp.load(tmp_path, {"model": Wrapped(other)})
+    assert same_module(model, other)
+    assert other.head.weight is other.embedding.weight
+
+
+class Averages:
+    """The names of a module's state, and other values: as a moving average of the weights has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow = {name: value.clone() + 1 for name, value in model.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shadow
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shadow = dict(state_dict)
+
+
+def test_an_object_with_values_of_its_own_is_not_taken_for_its_modules(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    averages, restored = Averages(model), Averages(other)
+    bcp.save(tmp_path, {"model": model, "average": averages})
+    bcp.load(tmp_path, {"model": other, "average": restored})
+    assert same_value(averages.shadow, restored.shadow)
+    assert same_module(model, other)
+
+
+def test_the_advice_says_what_to_pass(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(bcp.CheckpointSaveError, match=r"the module itself, not its state_dict\(\)"):
+        bcp.save(tmp_path, {"model": model.state_dict(), "optimizer": optimizer})
