@@ -30,6 +30,7 @@ from megatron_like import (
 from torch import Tensor, nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters import hyperparameters
 from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
 
 ONE = Grid(1, 1, 1)
@@ -544,6 +545,47 @@ def test_parts_of_a_parameter_have_one_set_of_hyperparameters(tmp_path: Path) ->
     optimizer = DistributedOptimizer(groups, adam, ONE)
     with pytest.raises(bcp.CheckpointSaveError, match="different hyperparameters"):
         bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+
+
+def experts(num_ranks: int, expert_lr: float = 0.1) -> dict[str, Any]:
+    """A router and an expert, in the groups that Megatron makes for so many expert-parallel ranks."""
+    model = Model([Spec("router.weight", (2, 3)), Spec("expert.weight", (2, 3))], ONE, counting)
+    router, expert = model.parameters()
+    flags = {"is_expert_parallel": False}, {"is_expert_parallel": num_ranks > 1}
+    groups = [([router], {"lr": 0.1, **flags[0]}), ([expert], {"lr": expert_lr, **flags[1]})]
+    if num_ranks == 1 and expert_lr == 0.1:
+        groups = [([router, expert], groups[0][1])]
+    return {"model": model, "optimizer": DistributedOptimizer(groups, torch.optim.Adam, ONE)}
+
+
+def rates_and_flags(state: dict[str, Any]) -> list[tuple[float, bool]]:
+    groups = state["optimizer"].optimizer.param_groups
+    return [(group["lr"], group["is_expert_parallel"]) for group in groups]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+def test_the_flag_of_groups_that_expert_ranks_divide_stays_as_the_layout_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int, loaded: int, is_old: bool
+) -> None:
+    """Also where a checkpoint of an earlier version holds it."""
+    with monkeypatch.context() as patch:
+        if is_old:
+            patch.setattr(hyperparameters, "_NOT_HYPERPARAMETERS", {"params", "param_names"})
+        bcp.save(tmp_path, experts(saved))
+    state = experts(loaded)
+    for group in state["optimizer"].optimizer.param_groups:
+        group["lr"] = 0.5
+    bcp.load(tmp_path, state)
+    assert rates_and_flags(state) == [(0.1, False), (0.1, True)][:loaded]
+    held = any("is_expert_parallel" in fqn for fqn in bcp.open(tmp_path).objects)
+    assert held == is_old
+
+
+def test_other_hyperparameters_of_experts_are_compared(tmp_path: Path) -> None:
+    bcp.save(tmp_path, experts(2, expert_lr=0.2))
+    with pytest.raises(bcp.CheckpointMismatchError, match="different values of 'lr'"):
+        bcp.load(tmp_path, experts(1))
 
 
 def test_flat_memory_of_strided_parts_is_refused(tmp_path: Path) -> None:

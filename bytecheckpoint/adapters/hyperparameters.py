@@ -14,7 +14,11 @@ from bytecheckpoint.adapters.stored import Problem, Stored
 from bytecheckpoint.adapters.stored_optimizer import StoredGroup, StoredOptimizer
 from bytecheckpoint.adapters.tensors import unsupported
 
-_NOT_HYPERPARAMETERS = {"params", "param_names"}
+_NOT_HYPERPARAMETERS = {"params", "param_names", "is_expert_parallel"}
+"""Keys of a group that are neither saved nor loaded: its parameters, and Megatron's flag of the groups whose parameters
+expert-parallel ranks divide. That flag belongs to the layout of a run: the same parameters have it with two expert
+ranks and not with one, and Megatron finds a group by it. Checkpoints of earlier versions may hold it.
+"""
 
 
 def by_first_parameter(
@@ -48,7 +52,8 @@ def agreed(
     by_parameter = map(found.group, parameters)
     groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
     values, problems = {}, []
-    for key in dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values):
+    keys = dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values)
+    for key in (key for key in keys if key not in _NOT_HYPERPARAMETERS):
         taken = [of_parameters for of_parameters in groups.values() if found.takes(of_parameters, key)]
         if not taken:
             continue

@@ -14,9 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import bytecheckpoint as bcp
 from distributed import truth
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 4, 16, 4, 130
+NUM_EXPERTS = 4
+LEARNING_RATE = 0.125
+
+
+class Experts(NamedTuple):
+    """A mixture of experts, and the ranks that share it."""
+
+    ep: int = 1
+    etp: int | None = None
+    """Ranks that share the tensors of an expert; as many as those of the other tensors unless it is given."""
+    every: int = 1
+    """1: every layer has experts, and layers are one tensor; 2: every second one, and each layer has its name."""
 
 
 class Layout(NamedTuple):
@@ -31,6 +44,7 @@ class Layout(NamedTuple):
     """Parameters are bfloat16, and not fp32."""
     overlaps: bool = False
     """Parameters are gathered as the next forward pass meets them, and not at the end of a step."""
+    experts: Experts | None = None
 
 
 class _OnHost(TorchFunctionMode):
@@ -54,7 +68,14 @@ def on_host(layout: Layout) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
         stack.enter_context(_OnHost())
         virtual = layout.num_chunks if layout.num_chunks > 1 else None
-        parallel_state.initialize_model_parallel(layout.tp, layout.pp, virtual)
+        of_experts = layout.experts or Experts()
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            virtual,
+            expert_model_parallel_size=of_experts.ep,
+            expert_tensor_parallel_size=of_experts.etp,
+        )
         stack.callback(parallel_state.destroy_model_parallel)
         yield
 
@@ -74,7 +95,6 @@ def build(layout: Layout) -> Built:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
@@ -95,6 +115,7 @@ def build(layout: Layout) -> Built:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.num_chunks if layout.num_chunks > 1 else None,
         hetereogenous_dist_checkpoint=not layout.is_homogeneous,
+        **_moe_settings(layout),
     )
     rows = 8 * layout.tp
     of_data = DistributedDataParallelConfig(
@@ -107,7 +128,7 @@ def build(layout: Layout) -> Built:
         stage = {"ignore_virtual": False, "vp_stage": index if layout.num_chunks > 1 else None}
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            _layers(config, layout, stage["vp_stage"]),
             vocab_size=-(-VOCABULARY // rows) * rows,
             max_sequence_length=8,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -127,6 +148,29 @@ def build(layout: Layout) -> Built:
         overlap_param_gather=layout.overlaps,
     )
     return Built(chunks, get_megatron_optimizer(of_optimizer, chunks))
+
+
+def _moe_settings(layout: Layout) -> dict[str, Any]:
+    if layout.experts is None:
+        return {}
+    return {
+        "num_moe_experts": NUM_EXPERTS,
+        "moe_layer_freq": layout.experts.every,
+        "moe_ffn_hidden_size": 8,
+        "moe_shared_expert_intermediate_size": 8,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",  # the only one with a bias
+        "expert_model_parallel_size": layout.experts.ep,
+        "expert_tensor_parallel_size": layout.experts.etp,
+    }
+
+
+def _layers(config: Any, layout: Layout, vp_stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    if layout.experts is None:
+        return get_gpt_layer_local_spec()
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
 
 
 def sharded_parameters(built: Built) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -160,9 +204,12 @@ def held_by(built: Built) -> Iterator[tuple[nn.Parameter, Any, Tensor, slice, to
     sharded_of = {id(parameter): sharded for parameter, sharded in sharded_parameters(built)}
     for owner in built.optimizer.chained_optimizers:
         is_distributed = hasattr(owner, "shard_fp32_groups")
+        is_single = not is_distributed and not hasattr(owner, "float16_groups")
         if is_distributed:
             of_model = owner.model_float16_groups + owner.model_fp32_groups
             of_optimizer = owner.shard_fp32_from_float16_groups + owner.shard_fp32_groups
+        elif is_single:
+            of_model = of_optimizer = [group["params"] for group in owner.optimizer.param_groups]
         else:
             of_model = owner.float16_groups + owner.fp32_from_fp32_groups
             of_optimizer = owner.fp32_from_float16_groups + owner.fp32_from_fp32_groups
@@ -188,6 +235,9 @@ def fill(built: Built, prefix: str = "") -> None:
                     for key in ("exp_avg", "exp_avg_sq")
                 },
             }
+    for owner in built.optimizer.chained_optimizers:
+        for group in owner.optimizer.param_groups:
+            group["lr"] = 0.5 if prefix else LEARNING_RATE
 
 
 def differences(built: Built) -> list[str]:
@@ -205,6 +255,18 @@ def differences(built: Built) -> list[str]:
                 wrong.append(f"{sharded.key}{suffix} {elements}")
         if state.get("step") != 3:
             wrong.append(f"{sharded.key}.step is {state.get('step')}")
+    return wrong + _wrong_groups(built)
+
+
+def _wrong_groups(built: Built) -> list[str]:
+    """Groups without what was saved of them, or with what another layout has: Megatron finds its groups by the flag."""
+    wrong = []
+    for parameter, sharded, held, _, inner in held_by(built):
+        group = next(group for group in inner.param_groups if any(each is held for each in group["params"]))
+        found = group["lr"], group["wd_mult"], group["is_expert_parallel"]
+        wanted = LEARNING_RATE, 1.0 if parameter.dim() > 1 else 0.0, not getattr(parameter, "allreduce", True)
+        if found != wanted:
+            wrong.append(f"the group of {sharded.key} has {found}, not {wanted}")
     return wrong
 
 
@@ -213,3 +275,38 @@ def step(built: Built) -> None:
     for parameter, sharded in sharded_parameters(built):
         parameter.main_grad.copy_(true_part(sharded, "{}.grad"))
     assert built.optimizer.step()[0]
+
+
+def save_truth(rank: int, world_size: int, layout: Layout, path: str) -> None:
+    with on_host(layout):
+        built = build(layout)
+        fill(built)
+        assert not differences(built)
+        bcp.save(path, built.state)
+
+
+def load_all(rank: int, world_size: int, layout: Layout, paths: dict[str, str]) -> dict[str, list[str]]:
+    """What is wrong, by source: of a new optimizer, and of one that had other state."""
+    wrong: dict[str, list[str]] = {}
+    with on_host(layout):
+        for source, path in paths.items():
+            built = build(layout)
+            if len(source) % 2:
+                fill(built, "noise.")
+            bcp.load(path, built.state, "megatron")
+            wrong[source] = differences(built)
+    return wrong
+
+
+def go_on(rank: int, world_size: int, layout: Layout, path: str, after: str) -> None:
+    with on_host(layout):
+        built = build(layout)
+        bcp.load(path, built.state)
+        step(built)
+        bcp.save(after, built.state)
+
+
+def common(fqn: str, tensor: Tensor) -> Tensor:
+    """The part of a stored tensor that all layouts have: they pad the vocabulary to other lengths."""
+    is_padded = tensor.dim() > 0 and ("word_embeddings" in fqn or "output_layer" in fqn)
+    return tensor[:VOCABULARY] if is_padded else tensor

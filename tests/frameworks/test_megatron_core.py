@@ -12,7 +12,7 @@ import torch
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
-from frameworks.real_megatron import VOCABULARY, Layout, build, differences, fill, on_host, step
+from frameworks.real_megatron import Layout, build, common, fill, go_on, load_all, on_host, save_truth, step
 
 pytestmark = [
     pytest.mark.frameworks,
@@ -30,35 +30,6 @@ LAYOUTS = {
     "tp2_dp2": (4, Layout(tp=2)),
     "replicated_tp2_pp2": (4, Layout(tp=2, pp=2, is_distributed=False)),
 }
-
-
-def save_truth(rank: int, world_size: int, layout: Layout, path: str) -> None:
-    with on_host(layout):
-        built = build(layout)
-        fill(built)
-        assert not differences(built)
-        bcp.save(path, built.state)
-
-
-def load_all(rank: int, world_size: int, layout: Layout, paths: dict[str, str]) -> dict[str, list[str]]:
-    """What is wrong, by source: of a new optimizer, and of one that had other state."""
-    wrong: dict[str, list[str]] = {}
-    with on_host(layout):
-        for source, path in paths.items():
-            built = build(layout)
-            if len(source) % 2:
-                fill(built, "noise.")
-            bcp.load(path, built.state, "megatron")
-            wrong[source] = differences(built)
-    return wrong
-
-
-def go_on(rank: int, world_size: int, layout: Layout, path: str, after: str) -> None:
-    with on_host(layout):
-        built = build(layout)
-        bcp.load(path, built.state)
-        step(built)
-        bcp.save(after, built.state)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +59,7 @@ def test_training_goes_on_to_the_same_bits(workers: WorkerPool, saved: dict[str,
     for name in sorted(path.name for path in tmp_path.iterdir()):
         found = bcp.open(tmp_path / name).state_dict()
         assert found.keys() == wanted.keys()
-        wrong = [fqn for fqn in found if not torch.equal(_common(fqn, found[fqn]), _common(fqn, wanted[fqn]))]
+        wrong = [fqn for fqn in found if not torch.equal(common(fqn, found[fqn]), common(fqn, wanted[fqn]))]
         assert not wrong, f"{name}: {wrong}"
 
 
@@ -116,12 +87,6 @@ def test_a_save_does_not_wait_for_parameters_to_be_gathered(workers: WorkerPool,
     wanted, found = (bcp.open(tmp_path / name).state_dict() for name in ("one", "two"))
     assert found.keys() == wanted.keys()
     assert [fqn for fqn in found if not torch.equal(found[fqn], wanted[fqn])] == []
-
-
-def _common(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """What all layouts have of it: they pad the vocabulary to other lengths."""
-    is_padded = tensor.dim() > 0 and ("word_embeddings" in fqn or "output_layer" in fqn)
-    return tensor[:VOCABULARY] if is_padded else tensor
 
 
 def test_layers_may_have_names_of_their_own(workers: WorkerPool, tmp_path: Path) -> None:
