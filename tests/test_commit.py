@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from bytecheckpoint.agreement import Agreed
 from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
 from bytecheckpoint.plan_cache import KnownPlan
 from bytecheckpoint.reporting import WrittenFile
+from bytecheckpoint.storage import fsspec_store
 from bytecheckpoint.storage.store import Block, Store
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -88,6 +90,24 @@ def test_an_overwrite_deletes_only_after_its_commit_and_only_what_it_replaced(tm
     save_watched(seen.append, tmp_path, state_of(0, 2.0), options=OVERWRITING)
     assert seen[-len(old) - 1 :] == ["manifest.bcp", *(f"delete {name}" for name in old)]
     assert loads_as(tmp_path, 0, 2.0)
+
+
+def test_nothing_is_deleted_where_the_store_reports_a_replacement_that_it_did_not_do() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    bcp.save(url, state_of(0, 1.0))
+    send = fsspec_store.send
+
+    def ignoring(fs: Any, upload: Any, *arguments: Any) -> None:
+        if not (upload.replace and upload.path.endswith("manifest.bcp")):
+            send(fs, upload, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsspec_store, "send", ignoring)
+        with pytest.raises(bcp.CheckpointSaveError) as raised:
+            bcp.save(url, state_of(0, 2.0), options=OVERWRITING)
+    assert raised.value.kind == "storage"
+    assert "another manifest stands there" in str(raised.value)
+    assert loads_as(url, 0, 1.0)
 
 
 def test_a_committed_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fsspec.spec import AbstractFileSystem
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.storage.blocks import count_bytes
 from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url, tells_secret
-from bytecheckpoint.storage.fsspec_upload import Upload, send, takes
+from bytecheckpoint.storage.fsspec_upload import Upload, reason_against_replacing, send, takes
 from bytecheckpoint.storage.names import TEMPORARY_PREFIX, check_name, join_name
 from bytecheckpoint.storage.os_errors import (
     already_exists,
@@ -93,10 +93,13 @@ class FsspecStore:
         """As the protocol says. Where the backend has no create-only write, two writers at once may both succeed."""
         path, shown = self._path(name), self._show(name)
         upload = Upload(path, count_bytes(blocks), replace=replace)
+        is_kept = bool(reason_against_replacing(self._fs))
         with self._translated(shown, read_error):
-            taken = not replace and self._has_object(path)
-        if taken:
+            is_taken = (is_kept or not replace) and self._has_object(path)
+        if is_taken and not replace:
             raise already_exists(shown)
+        if is_taken:
+            self.check_replaceable()
 
         def to_error(error: BaseException, path: str, *, reason: str) -> CheckpointError:
             # There was nothing under this name before, and what is there now is not ours: another writer's.
@@ -149,7 +152,7 @@ class FsspecStore:
             entry_path = str(entry["name"]).strip("/")
             is_folder = entry["type"] == "directory"
             if entry_path == path.strip("/"):
-                if is_folder or str(entry["name"]).endswith("/"):
+                if is_folder or (str(entry["name"]).endswith("/") and "pathSuffix" not in entry):
                     continue  # an object that marks a folder: consoles make them
                 raise is_a_file(shown)
             last = entry_path.rpartition("/")[2]
@@ -160,6 +163,18 @@ class FsspecStore:
     def delete(self, name: str) -> None:
         with suppress(CheckpointNotFoundError), self._translated(self._show(name), _delete_error):
             self._fs.rm_file(self._path(name))
+
+    def check_replaceable(self) -> None:
+        """As the protocol says."""
+        reason = reason_against_replacing(self._fs)
+        if reason:
+            raise StorageError(
+                f"{self._shown} cannot replace a checkpoint in one step ({reason}), so a failure would leave none; "
+                "nothing was written, and what stands there is as it was: save to another path or step, or delete the "
+                "checkpoint first with bcp.delete",
+                kind="unsupported",
+                path=self._shown,
+            )
 
     def check_writable(self) -> None:
         """As the protocol says: an empty object is written and deleted again, under a name that no listing shows."""

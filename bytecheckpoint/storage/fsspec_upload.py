@@ -39,6 +39,14 @@ _CREATING_MOVE = frozenset({"webdav", "dav"})
 _MOVING = _CREATING_MOVE | frozenset({"sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs"})
 _MOVING |= {"file", "local"}
 """File systems: a half-written file is visible, and a move is atomic."""
+_WEBHDFS = frozenset({"webhdfs", "webHDFS"})
+_KEEPING_TARGETS = {
+    **dict.fromkeys(("hdfs", "arrow_hdfs"), "pyarrow deletes the target first and moves then"),
+    "smb": "an SMB rename refuses a target that exists",
+    "ftp": "an FTP rename onto a target that exists does what each server pleases",
+    "dbfs": "its move refuses a target that exists",
+}
+"""The protocols that cannot replace a file in one step, with the reason."""
 
 
 class Calling(Protocol):
@@ -89,6 +97,12 @@ def send(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> 
         data = _copy(upload, blocks)
         with calling(may_be_done=True):
             _put(fs, upload, data)
+
+
+def reason_against_replacing(fs: Any) -> str:
+    """The reason why this backend cannot replace an object in one step; empty where it can."""
+    reasons = (f"{name}://: {_KEEPING_TARGETS[name]}" for name in sorted(_protocols(fs)) if name in _KEEPING_TARGETS)
+    return next(reasons, "")
 
 
 def _protocols(fs: Any) -> set[str]:
@@ -145,6 +159,7 @@ def _send_and_move(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Ca
         _fill(file, upload, blocks, calling, closing_publishes=False)
         with calling(may_be_done=True):
             _move(fs, temporary, upload)
+            _check_moved(fs, temporary, upload)
     except BaseException:
         with suppress(CheckpointError), calling():
             fs.rm_file(temporary)
@@ -154,9 +169,25 @@ def _send_and_move(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Ca
 def _move(fs: Any, temporary: str, upload: Upload) -> None:
     if _protocols(fs) & _CREATING_MOVE:
         fs.client.move(temporary, upload.path, overwrite=upload.replace)
+    elif _protocols(fs) & _WEBHDFS:
+        # `mv` ignores the answer, and asks for no replacement: HDFS then says 200, "false", and moves nothing.
+        options = {"renameoptions": "OVERWRITE"} if upload.replace else {}
+        fs._call("RENAME", method="put", path=temporary, destination=fs._strip_protocol(upload.path), **options)
     else:
         # Hazard: it replaces. Of two writers that both found the name free the later one wins.
         fs.mv(temporary, upload.path)
+
+
+def _check_moved(fs: Any, temporary: str, upload: Upload) -> None:
+    """Raises OSError where the backend reported success and did not move the file."""
+    for path in (temporary, upload.path):
+        fs.invalidate_cache(path)
+    if not fs.exists(temporary) and fs.info(upload.path)["size"] == upload.num_bytes:
+        return
+    if not upload.replace and fs.exists(upload.path):
+        raise FileExistsError(errno.EEXIST, "another writer was faster", upload.path)
+    cannot = ", and it cannot replace a file" if upload.replace else ""
+    raise OSError(errno.EIO, f"the storage answered that it has moved the written file here, but it has not{cannot}")
 
 
 def _put(fs: Any, upload: Upload, data: bytes) -> None:

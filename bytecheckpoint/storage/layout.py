@@ -15,11 +15,12 @@ from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointSaveError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import BlindStore, Block, Store
 
 MANIFEST_NAME = "manifest.bcp"
 DATA_FOLDER = "data"
@@ -242,8 +243,12 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
     """Creates the (encoded) manifest: from here on the checkpoint exists.
 
-    Raises CheckpointExistsError (exists) where another one stands, with `replace` only where it came meanwhile, and
-    what `Store.write` raises.
+    With `replace`, a store that replaces without a condition is read back: when this returns, the manifest that stands
+    there is this one, and what it replaced may be deleted.
+
+    Raises CheckpointExistsError (exists) where another one stands, with `replace` only where it came meanwhile;
+    CheckpointSaveError (storage) where the store reports success and something else stands; and what `Store.write`
+    raises.
     """
     content = memoryview(manifest)
     block = Block(0, content.nbytes, lambda: nullcontext(content))
@@ -256,6 +261,15 @@ def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None
             if replace:
                 raise
             raise exists_error(join_name(str(store), folder)) from error
+    if replace and isinstance(store, BlindStore) and not _stands(store, folder, manifest):
+        path = join_name(str(store), folder, MANIFEST_NAME)
+        raise CheckpointSaveError(
+            f"the storage reported that {path} was replaced, but another manifest stands there: either it does not "
+            "replace, or another save was faster. Nothing was deleted: let only one save at a time write to a path, "
+            "then save again",
+            kind="storage",
+            path=path,
+        )
 
 
 def _stands(store: Store, folder: str, manifest: bytes) -> bool:

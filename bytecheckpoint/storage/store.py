@@ -122,3 +122,13 @@ class RemoteStore(Store, Protocol):
 
     def check_writable(self) -> None:
         """Raises what a write would raise, within seconds where nobody answers. Leaves nothing there."""
+
+
+@runtime_checkable
+class BlindStore(Store, Protocol):
+    """A store that replaces an object without a condition on what is there. After a replacement, only a look at the
+    object tells that it is the new one.
+    """
+
+    def check_replaceable(self) -> None:
+        """Raises StorageError (unsupported) where the store cannot replace an object in one step."""
