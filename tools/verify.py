@@ -23,8 +23,9 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
+from .column_widths import Column
 from .progress import byte_progress
-from .screen import Column, Screen, print_json
+from .screen import Screen, print_json
 from .wording import count_text, size_text, some_of
 
 _STORE_KINDS = {"permission", "unavailable", "unsupported"}
