@@ -15,6 +15,7 @@ from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify
 
 from . import exit_codes
 from .arguments import (
+    AnyStep,
     Opened,
     files_opened,
     finite,
@@ -41,7 +42,7 @@ Example:
 
 @click.command(short_help="Read and check every byte of a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
-@with_step_option
+@with_step_option()
 @click.option(
     "--sample",
     "sample_percent",
@@ -65,7 +66,7 @@ Example:
 def verify(
     *,
     ckpt: str,
-    step: int | None,
+    step: AnyStep,
     sample_percent: float,
     threads: int,
     limit: int,
