@@ -21,9 +21,7 @@ class LocalFile(click.Path):
         folder = Path(value).parent
         if not folder.is_dir():
             what = "is no folder" if folder.exists() else "does not exist"
-            self.fail(
-                f"cannot write {value!r}: the folder {str(folder)!r} {what}; give a path in one that does", param, ctx
-            )
+            self.fail(f"cannot write {value!r}: the folder {str(folder)!r} {what}; give another path", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.info import OWN_FORMAT
 
 from . import exit_codes
 from .arguments import (
@@ -162,6 +163,7 @@ def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
     writers, packed = writers_of(manifest), compressed(manifest)
     return {
         "path": opened.path,
+        "format": manifest.foreign_format or OWN_FORMAT,
         "step": manifest.step,
         "save_id": manifest.save_id,
         "created_at": manifest.provenance.get("created_at"),

@@ -68,19 +68,20 @@ def print_summary(screen: Screen, opened: Opened, contents: Contents) -> None:
 
 
 def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
-    """What to know first: names and values."""
+    """What to know first: names and values, without those of which nothing is known."""
     manifest = opened.manifest
     info = describe_checkpoint(manifest, path=opened.path, seconds={})
     age = age_text(info.created_at, datetime.now(UTC))
-    saved = f"{time_text(info.created_at)} ({age})" if info.created_at else "-"
+    saved = f"{time_text(info.created_at)} ({age})" if info.created_at else ""
     by = f" by {count_text(info.world_size, 'rank')}" if info.world_size is not None else ""
     tied = f", {count_text(len(manifest.aliases), 'tied name')}" if manifest.aliases else ""
     metadata = list(manifest.metadata.items())
     rest = [("metadata", f"... and {len(metadata) - _MAX_SUMMARY_ROWS:,} more: --json has all")]
-    return [
-        ("step", "-" if manifest.step is None else str(manifest.step)),
-        ("saved", saved + by),
-        ("with", _versions(manifest.provenance) or "-"),
+    rows = [
+        ("format", info.format if manifest.foreign_format else ""),
+        ("step", "" if manifest.step is None else str(manifest.step)),
+        ("saved", (saved + by).strip()),
+        ("with", _versions(manifest.provenance)),
         *_written_by(manifest),
         *_compressed(manifest),
         ("size", f"{size_text(info.num_bytes)} in {count_text(len(manifest.files), 'file')}"),
@@ -93,6 +94,7 @@ def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
         ),
         *(rest if len(metadata) > _MAX_SUMMARY_ROWS else []),
     ]
+    return [(name, value) for name, value in rows if value]
 
 
 def _written_by(manifest: Manifest) -> list[tuple[str, str]]:
@@ -138,7 +140,7 @@ def _versions(provenance: Mapping[str, Any]) -> str:
 
 def _objects(manifest: Manifest) -> str:
     names = [*manifest.objects, *(f"{fqn} (by rank)" for fqn in manifest.rank_objects)]
-    return some_of(sorted(names), 8) or "none"
+    return some_of(sorted(names), 8)
 
 
 def print_tensors(screen: Screen, tensors: Sequence[Tensor], stats: Mapping[str, Stats] | None, *, limit: int) -> None:
