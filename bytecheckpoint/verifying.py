@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +28,11 @@ from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.scan import Fault, Piece, find_files, pieces_of, scan, size_faults
 from bytecheckpoint.storage.store import Store
 
+_PLACED = frozenset({"checksum", "bad_manifest"})
+"""Kinds of faults beside which the rest of a file was read and compared. After all others it was not, or a load refuses
+the file because of its length.
+"""
+
 
 class Damage(NamedTuple):
     """Something in a checkpoint that is not as it was written."""
@@ -39,7 +44,7 @@ class Damage(NamedTuple):
     byte_offset: int
     byte_length: int
     tensors: Sequence[str]
-    """FQNs of those that have bytes there, in file order."""
+    """FQNs of those that have bytes there, or in an extent that reaches into it, in file order."""
     what: str
     """Found against expected."""
 
@@ -54,6 +59,10 @@ class Verification:
     """Compared with a checksum."""
     unchecked_files: Sequence[str]
     """Data files without checksums in the manifest: only their presence and size is known."""
+    num_hit: int
+    """Tensors that the damage names; a tied one counts once."""
+    num_sound: int | None
+    """Tensors that a load reads as they were written: every byte was compared. None where only a sample was."""
 
 
 def verify_checkpoint(
@@ -98,15 +107,29 @@ def verify_checkpoint(
     broken = _broken_starts(files, sizes, faults)
     faults += _header_faults(store, names, manifest, contents, broken_starts=broken, threads=threads)
     ordered = sorted(faults, key=lambda fault: (fault.file, fault.byte_offset))
+    damage = [*_tiling_damage(manifest), *(contents.describe(fault) for fault in ordered)]
+    unchecked = [
+        index
+        for index, (file, size) in enumerate(zip(files, sizes, strict=True))
+        if size is not None and file.byte_length and not file.extent_lengths
+    ]
+    hit = {fqn for item in damage for fqn in item.tensors}
+    doubtful = {*unchecked, *(fault.file for fault in faults if fault.kind not in _PLACED)}
     return Verification(
-        damage=[*_tiling_damage(manifest), *(contents.describe(fault) for fault in ordered)],
+        damage=damage,
         num_bytes_checked=num_bytes_checked,
-        unchecked_files=[
-            file.name
-            for file, size in zip(files, sizes, strict=True)
-            if size is not None and file.byte_length and not file.extent_lengths
-        ],
+        unchecked_files=[files[index].name for index in unchecked],
+        num_hit=len(hit),
+        num_sound=_count_sound(manifest, hit, doubtful) if sample_percent >= 100 else None,
     )
+
+
+def _count_sound(manifest: Manifest, hit: Collection[str], doubtful_files: Collection[int]) -> int:
+    """The tensors that are not hit and have no byte in a doubtful file."""
+    others = (fqn for fqn in manifest.tensors if fqn not in hit)
+    if not doubtful_files:
+        return len(manifest.tensors) - len(hit)
+    return sum(doubtful_files.isdisjoint(manifest.tensors[fqn].files) for fqn in others)
 
 
 def bytes_to_read(manifest: Manifest, sample_percent: float) -> int:
@@ -136,18 +159,25 @@ class _Contents:
     def describe(self, fault: Fault) -> Damage:
         """The fault with the tensors that it hits."""
         items = self.of_file(fault.file)
-        end = fault.byte_offset + fault.byte_length
-        # Chunks do not overlap, so those before the one that reaches into the range are over before it starts.
-        first = max(bisect_right(items, fault.byte_offset, key=lambda item: item[0]) - 1, 0)
+        start, end = self._first_unread_byte(fault), fault.byte_offset + fault.byte_length
+        # Chunks do not overlap, so those before the one that reaches into the range are over before it starts. Those of
+        # other formats may.
+        first = max(bisect_right(items, start, key=lambda item: item[0]) - 1, 0)
+        first = 0 if self._manifest.foreign_format else first
         last = bisect_left(items, end, key=lambda item: item[0])
-        tensors = [
-            fqn
-            for start, fqn, chunk in items[first:last]
-            if chunk.byte_length and start + chunk.byte_length > fault.byte_offset
-        ]
+        tensors = [fqn for at, fqn, chunk in items[first:last] if chunk.byte_length and at + chunk.byte_length > start]
         name = self._manifest.files[fault.file].name
         unique = list(dict.fromkeys(tensors))
         return Damage(fault.kind, name, fault.byte_offset, fault.byte_length, unique, fault.what)
+
+    def _first_unread_byte(self, fault: Fault) -> int:
+        """The start of the extent in which a file is cut off: its checksum is about bytes that are gone."""
+        position = 0
+        for length in self._manifest.files[fault.file].extent_lengths if fault.kind == "truncated" else ():
+            if position + length > fault.byte_offset:
+                return position
+            position += length
+        return fault.byte_offset
 
 
 def _broken_starts(files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[Fault]) -> set[int]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import click
 
 from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
 from bytecheckpoint.storage.store import Store
+
+from .exit_codes import UnfollowedLinkError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -43,14 +46,33 @@ def with_output_options(command: _Command) -> _Command:
     )(command)
 
 
-def with_step_option(command: _Command) -> _Command:
-    """Adds `--step`, for commands that look at one checkpoint."""
+class Step(click.ParamType[int | Literal["latest"]]):
+    """A step as `bcp.open` takes it."""
+
+    name = "step"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["latest"]:
+        if value == "latest":
+            return "latest"
+        text = str(value)
+        if not (text.isascii() and text.isdecimal() and int(text) < 1 << 63):
+            self.fail(f"{text!r} is no step: 0, 1, 2, ... or latest", param, ctx)
+        return int(text)
+
+
+AnyStep = int | Literal["latest"]
+
+
+def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
+    """Adds `--step`, for commands that look at one checkpoint `under` a root."""
     return click.option(
         "--step",
-        type=click.IntRange(min=0),
+        type=Step(),
+        default="latest",
         metavar="N",
-        help="This step under a root. Without it: the checkpoint at the path, or the newest committed step under it.",
-    )(command)
+        help=f"This step under {under}. Without it, or with latest: the checkpoint at the path, or the newest "
+        "committed step under it.",
+    )
 
 
 def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
@@ -99,17 +121,24 @@ def with_link_option(command: _Command) -> _Command:
     )(command)
 
 
-def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
+def open_manifest(path: str, *, step: AnyStep, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
     """The checkpoint that is meant. Raises what `bcp.open` raises."""
     opening = opening_at(path, Opening(storage_options), follow_links=follow_links)
-    found = find_checkpoint(path, "latest" if step is None else step, opening)
+    found = find_checkpoint(path, step, opening)
     return Opened(found.store, found.folder, manifest_of(found), found.path)
 
 
 def files_opened(opened: Opened, *, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
-    """The same with the store and folder of its data files. Raises UnsafeCheckpointError (path_escape) for a link that
-    is not to be followed.
+    """The same with the store and folder of its data files. Raises UnfollowedLinkError for a link that is not to be
+    followed.
     """
+    if opened.manifest.linked_to and not follow_links:
+        raise UnfollowedLinkError(
+            f"{opened.path} is a link to {showable_url(opened.manifest.linked_to)!r:.300}, where no file was looked "
+            "at, so nothing is known of them: if you trust whoever made the link, follow it with --follow-links",
+            kind="path_escape",
+            path=opened.path,
+        )
     here = Files(opened.store, opened.folder)
     opening = Opening(storage_options)
     files = files_of(here, opened.manifest, opening, follow_links=follow_links, path=opened.path)

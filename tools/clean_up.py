@@ -21,16 +21,17 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
 from .arguments import with_output_options
-from .screen import Column, Screen, print_json
+from .column_widths import Column
+from .screen import Screen, print_json
 from .wording import age_text, count_text, size_text, some_of
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _COLUMNS = [
-    Column("save id", style="bold cyan"),
+    Column("save id", style="bold cyan", is_whole=True),
     Column("size", is_right=True),
-    Column("files", is_right=True),
-    Column("uploads", is_right=True),
-    Column("last change"),
+    Column("files", is_right=True, drop=2),
+    Column("uploads", is_right=True, drop=1),
+    Column("last change", is_whole=True, drop=3),
     Column("folder", style="dim"),
     Column("state"),
 ]

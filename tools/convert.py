@@ -17,7 +17,15 @@ from bytecheckpoint.planner.map_options import parse_options
 from bytecheckpoint.storage.opening import is_local
 
 from . import exit_codes
-from .arguments import options_for, with_link_option, with_output_options
+from .arguments import (
+    AnyStep,
+    files_opened,
+    open_manifest,
+    options_for,
+    with_link_option,
+    with_output_options,
+    with_step_option,
+)
 from .byte_sizes import ByteSize
 from .progress import byte_progress
 from .screen import Screen, print_json
@@ -73,12 +81,7 @@ def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequen
     help="bcp: this library's own. hf: safetensors of one model, in a folder. dcp: a folder of "
     "torch.distributed.checkpoint. torch: a file of torch.save.",
 )
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="This step under the root SRC. Without it: the checkpoint at SRC, or the newest committed step under it.",
-)
+@with_step_option("the root SRC")
 @click.option("--link", is_flag=True, help="Only with --to bcp: write a manifest that points into the files of SRC.")
 @click.option(
     "--dtype",
@@ -145,7 +148,7 @@ def convert(
     src: str,
     dst: str,
     to: Any,
-    step: int | None,
+    step: AnyStep,
     link: bool,
     dtype: str | None,
     include: Sequence[str],
@@ -187,7 +190,7 @@ def convert(
     )
     default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
     request = Request(
-        source=Asked(src, "latest" if step is None else step, of_source),
+        source=Asked(src, step, of_source),
         target=dst,
         target_options={} if follow_links and is_local(dst) else of_target,
         wish=wish,
@@ -230,6 +233,7 @@ def _run(request: Request, *, as_json: bool) -> int:
             )
         except CheckpointError as error:
             if is_first:
+                _look_for_unfollowed_link(request, error)
                 raise
             return exit_codes.code_of(error)  # every rank has the same error, and one tells it
     if is_first and as_json:
@@ -237,6 +241,16 @@ def _run(request: Request, *, as_json: bool) -> int:
     elif is_first:
         _print(result, time.monotonic() - started)
     return exit_codes.FINE
+
+
+def _look_for_unfollowed_link(request: Request, error: CheckpointError) -> None:
+    """Raises UnfollowedLinkError where that is why the source could not be read."""
+    source = request.source
+    if error.kind == "path_escape" and not (request.follow_links or request.is_link):
+        options = source.storage_options or {}
+        step = "latest" if source.step is None else source.step
+        opened = open_manifest(source.root, step=step, storage_options=options, follow_links=False)
+        files_opened(opened, storage_options=options, follow_links=False)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
 from .arguments import (
+    AnyStep,
     Opened,
     files_opened,
     finite,
@@ -20,6 +21,7 @@ from .arguments import (
     with_limit_option,
     with_link_option,
     with_output_options,
+    with_step_option,
 )
 from .diff_text import print_diff
 from .differences import ObjectDifference, Result, TensorDifference
@@ -38,12 +40,7 @@ Example:
 @click.command(short_help="What differs between two checkpoints.", epilog=_EXAMPLE)
 @click.argument("a")
 @click.argument("b")
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="This step under both roots. Without it: the checkpoint at the path, or the newest committed step under it.",
-)
+@with_step_option("both roots")
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
@@ -70,7 +67,7 @@ def diff(
     *,
     a: str,
     b: str,
-    step: int | None,
+    step: AnyStep,
     atol: float | None,
     rtol: float | None,
     ignore_dtype: bool,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .column_widths import Column
 from .differences import ObjectDifference, Result, TensorDifference
-from .screen import Column, Screen
+from .screen import Screen
 from .value_difference import larger
 from .wording import count_text, number_text, shape_text, shortened, size_text
 
@@ -83,7 +84,8 @@ def _print_kinds(screen: Screen, tensors: Sequence[TensorDifference], limit: int
     shown = [tensor for tensor in tensors if tensor.shapes[0] != tensor.shapes[1] or "dtype" in tensor.problems]
     if not shown:
         return
-    columns = [Column("tensor", style=_NAME), *(Column(name) for name in ("dtype A", "dtype B", "shape A", "shape B"))]
+    facts = ("dtype A", "dtype B", "shape A", "shape B")
+    columns = [Column("tensor", style=_NAME), *(Column(name, is_whole=True) for name in facts)]
     screen.line()
     screen.table(
         columns,
@@ -97,8 +99,12 @@ def _print_values(screen: Screen, tensors: Sequence[TensorDifference], limit: in
         return
     columns = [
         Column("tensor", style=_NAME),
-        *(Column(name, is_right=True) for name in ("differing", "of", "max abs", "max rel", "NaN/Inf")),
-        Column("first at"),
+        Column("differing", is_right=True),
+        Column("of", is_right=True, drop=2),
+        Column("max abs", is_right=True),
+        Column("max rel", is_right=True, drop=3),
+        Column("NaN/Inf", is_right=True, drop=1),
+        Column("first at", is_whole=True, drop=4),
         Column("A", is_right=True),
         Column("B", is_right=True),
     ]

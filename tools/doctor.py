@@ -22,7 +22,8 @@ from bytecheckpoint.storage.store import Store
 from . import exit_codes
 from .advice import Advice, Compression, advise, measure_compression
 from .arguments import finite, with_output_options
-from .screen import Column, Screen, print_json
+from .column_widths import Column
+from .screen import Screen, print_json
 from .wording import size_text
 
 _MiB = 1 << 20
@@ -214,7 +215,7 @@ def _print(diagnosis: Diagnosis) -> None:
     else:
         screen.line(f"{diagnosis.url}: good for checkpoints", style="bold green")
     screen.line()
-    columns = [Column("promise", style="bold cyan"), Column("kept"), Column("seen")]
+    columns = [Column("promise", style="bold cyan", is_whole=True), Column("kept", is_whole=True), Column("seen")]
     screen.table(columns, [(check.name, _kept_text(check), check.what) for check in diagnosis.checks])
     if diagnosis.folder is not None:
         screen.line()

@@ -8,6 +8,7 @@ from bytecheckpoint.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    UnsafeCheckpointError,
 )
 from bytecheckpoint.errors import StorageError as StoreRefusedError
 
@@ -23,6 +24,10 @@ BROKEN_PIPE = 141
 """128 + SIGPIPE: whoever read the output closed it."""
 
 
+class UnfollowedLinkError(UnsafeCheckpointError):
+    """A link was given to a command that needs its files, without the option to follow it."""
+
+
 def code_of(error: CheckpointError) -> int:
     """The exit code of a command that ends with this error."""
     match error:
@@ -32,6 +37,6 @@ def code_of(error: CheckpointError) -> int:
             return CORRUPT
         case StoreRefusedError() | CheckpointSaveError():
             return STORAGE
-        case CheckpointMismatchError(kind="conflict") | CheckpointExistsError():
+        case CheckpointMismatchError(kind="conflict") | CheckpointExistsError() | UnfollowedLinkError():
             return USAGE
     return CORRUPT

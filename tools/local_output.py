@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from bytecheckpoint.storage.os_errors import describe, write_error
+import click
+
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.storage.os_errors import describe
+
+
+class LocalFile(click.Path):
+    """A file to write: what can be refused at once is wrong usage, before anything is read for it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        folder = Path(value).parent
+        if not folder.is_dir():
+            what = "is no folder" if folder.exists() else "does not exist"
+            self.fail(f"cannot write {value!r}: the folder {str(folder)!r} {what}; give another path", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file, in place of one that stands there. Raises what a store raises where it cannot be written."""
+    """Writes a file, in place of one that stands there. Raises CheckpointSaveError (storage) where it cannot."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        num_bytes = len(text.encode())
-        raise write_error(error, path, reason=describe(error), needed_bytes=num_bytes, free_bytes=None) from error
+        raise CheckpointSaveError(
+            f"cannot write the {len(text.encode())} bytes of {path}: {describe(error)}; the checkpoint was only read: "
+            "free space there, check who may write, or give another path",
+            kind="storage",
+            path=path,
+        ) from error

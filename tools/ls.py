@@ -27,7 +27,8 @@ from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .arguments import with_output_options
-from .screen import Column, Screen, print_json
+from .column_widths import Column
+from .screen import Screen, print_json
 from .wording import age_text, count_text, size_text, time_text
 
 _LOOKS_IN_FLIGHT = 8
@@ -35,12 +36,12 @@ _NOT_COMMITTED = "not committed"
 _COLUMNS = [
     Column("step", is_right=True, style="bold cyan"),
     Column("size", is_right=True),
-    Column("saved"),
-    Column("age"),
-    Column("tensors", is_right=True),
-    Column("ranks", is_right=True),
+    Column("saved", is_whole=True, drop=4),
+    Column("age", is_whole=True, drop=1),
+    Column("tensors", is_right=True, drop=2),
+    Column("ranks", is_right=True, drop=3),
     Column("folder", style="dim"),
-    Column("state"),
+    Column("state", is_whole=True),
 ]
 
 _EXAMPLE = """\b

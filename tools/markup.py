@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from .screen import Column, printable
+from .column_widths import Column
+from .screen import printable
 
 Attributes = Mapping[str, object]
 

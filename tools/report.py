@@ -11,6 +11,7 @@ from bytecheckpoint.manifest import TensorRecord
 
 from .arguments import Opened
 from .chunk_map import ChunkMap, axes_text
+from .column_widths import Column
 from .contents import Contents, Plain, Tensor, file_rows
 from .markup import color, table, tag, text
 from .module_tree import build_tree
@@ -18,7 +19,6 @@ from .report_pictures import bar, chunk_picture, treemap
 from .save_phases import phases_of, slowest_ranks
 from .save_pictures import gantt, heat_map
 from .save_records import SaveRecords
-from .screen import Column
 from .show_text import (
     FILE_COLUMNS,
     OBJECT_COLUMNS,

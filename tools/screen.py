@@ -8,20 +8,11 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, Self, TextIO
 
 import click
 
-GAP = "  "
-
-
-class Column(NamedTuple):
-    """Of a table."""
-
-    title: str
-    is_right: bool = False
-    style: str = ""
-    """For a terminal, in rich's words."""
+from .column_widths import GAP, Column, fit_columns
 
 
 class Styled(str):
@@ -86,26 +77,41 @@ class Screen:
             click.echo(" " * indent + GAP.join(padded).rstrip(), file=self._stream)
 
     def _rich_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], indent: int) -> None:
-        from rich.console import Console  # noqa: PLC0415 - a pipe does not wait for rich
+        from rich.cells import cell_len  # noqa: PLC0415 - a pipe does not wait for rich
+        from rich.console import Console  # noqa: PLC0415
         from rich.padding import Padding  # noqa: PLC0415
         from rich.table import Table  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
+        window = Console(file=self._stream).width
+        lengths = [
+            max(cell_len(printable(cell)) for cell in (column.title, *(row[number] for row in rows)))
+            for number, column in enumerate(columns)
+        ]
+        fitted = fit_columns(columns, lengths, window - indent)
         has_titles = any(column.title for column in columns)
         table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), show_header=has_titles, header_style="dim")
-        for number, column in enumerate(columns):
-            # The first column is the one that may be long: it is folded, never cut.
-            may_wrap = number in {0, len(columns) - 1}
+        for number, width in zip(fitted.numbers, fitted.widths, strict=True):
+            column = columns[number]
+            # Names stand first and explanations last: both go on in the next line. Other texts end with an ellipsis.
+            is_folded = column.is_text and number in {0, len(columns) - 1}
             table.add_column(
                 Text(column.title),
                 justify="right" if column.is_right else "left",
                 style=column.style,
-                no_wrap=not may_wrap,
-                overflow="fold",
+                no_wrap=not is_folded,
+                overflow="fold" if is_folded else "ellipsis",
+                width=width,
             )
         for row in rows:
-            table.add_row(*(Text(printable(cell), cell.style if isinstance(cell, Styled) else "") for cell in row))
-        Console(file=self._stream, highlight=False).print(Padding(table, (0, 0, 0, indent)))
+            cells = [row[number] for number in fitted.numbers]
+            table.add_row(*(Text(printable(cell), cell.style if isinstance(cell, Styled) else "") for cell in cells))
+        # Where even the numbers do not fit, the window folds the lines: nothing of a number is lost.
+        needed = indent + sum(fitted.widths) + len(GAP) * max(len(fitted.widths) - 1, 0)
+        Console(file=self._stream, highlight=False, width=max(window, needed)).print(Padding(table, (0, 0, 0, indent)))
+        if fitted.dropped:
+            names = ", ".join(columns[number].title for number in fitted.dropped)
+            self.line(f"{' ' * indent}not shown: {names}", style="dim")
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import click
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.info import OWN_FORMAT
 
 from . import exit_codes
 from .arguments import (
+    AnyStep,
     Opened,
     files_opened,
     open_manifest,
@@ -20,7 +22,7 @@ from .arguments import (
     with_step_option,
 )
 from .contents import Contents, Tensor, file_rows, plain_objects
-from .local_output import write_text
+from .local_output import LocalFile, write_text
 from .module_tree import Node, build_tree
 from .progress import byte_progress
 from .report import Shown, html_report
@@ -49,7 +51,7 @@ Example:
 
 @click.command(short_help="What is in a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
-@with_step_option
+@with_step_option()
 @click.option(
     "--tree",
     "with_tree",
@@ -77,7 +79,7 @@ Example:
 @click.option(
     "--html",
     "html_path",
-    type=click.Path(dir_okay=False),
+    type=LocalFile(),
     metavar="FILE",
     help="Also write a report with pictures to this local file, in place of one there: sizes of modules, dtypes, where "
     "tensors lie (those of --tensor, or the largest), how the save went. One page that needs nothing but itself.",
@@ -88,7 +90,7 @@ Example:
 def show(
     *,
     ckpt: str,
-    step: int | None,
+    step: AnyStep,
     with_tree: bool,
     patterns: Sequence[str],
     with_files: bool,
@@ -161,6 +163,7 @@ def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
     writers, packed = writers_of(manifest), compressed(manifest)
     return {
         "path": opened.path,
+        "format": manifest.foreign_format or OWN_FORMAT,
         "step": manifest.step,
         "save_id": manifest.save_id,
         "created_at": manifest.provenance.get("created_at"),

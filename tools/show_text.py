@@ -12,10 +12,11 @@ from bytecheckpoint.region import describe
 
 from .arguments import Opened
 from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
+from .column_widths import Column
 from .contents import Contents, Plain, Tensor
 from .module_tree import Node
 from .save_layout import compressed, first_chunks, writers_of
-from .screen import Column, Screen
+from .screen import Screen
 from .tensor_stats import Stats
 from .wording import (
     age_text,
@@ -36,22 +37,22 @@ _STATS = ("min", "max", "mean", "std")
 _COUNTS = ("NaN", "Inf", "zeros")
 TREE_COLUMNS = [
     Column("module", style=_NAME),
-    Column("tensors", is_right=True),
-    Column("dtype"),
-    Column("shape"),
-    Column("elements", is_right=True),
+    Column("tensors", is_right=True, drop=1),
+    Column("dtype", is_whole=True, drop=3),
+    Column("shape", is_whole=True, drop=4),
+    Column("elements", is_right=True, drop=2),
     Column("size", is_right=True),
 ]
 FILE_COLUMNS = [
     Column("file", style=_NAME),
     Column("size", is_right=True),
-    Column("chunks", is_right=True),
-    Column("checksums", is_right=True),
+    Column("chunks", is_right=True, drop=2),
+    Column("checksums", is_right=True, drop=1),
 ]
 OBJECT_COLUMNS = [
     Column("object", style=_NAME),
     Column("rank", is_right=True),
-    Column("type", style="dim"),
+    Column("type", style="dim", drop=1),
     Column("value"),
 ]
 
@@ -67,19 +68,20 @@ def print_summary(screen: Screen, opened: Opened, contents: Contents) -> None:
 
 
 def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
-    """What to know first: names and values."""
+    """What to know first: names and values, without those of which nothing is known."""
     manifest = opened.manifest
     info = describe_checkpoint(manifest, path=opened.path, seconds={})
     age = age_text(info.created_at, datetime.now(UTC))
-    saved = f"{time_text(info.created_at)} ({age})" if info.created_at else "-"
+    saved = f"{time_text(info.created_at)} ({age})" if info.created_at else ""
     by = f" by {count_text(info.world_size, 'rank')}" if info.world_size is not None else ""
     tied = f", {count_text(len(manifest.aliases), 'tied name')}" if manifest.aliases else ""
     metadata = list(manifest.metadata.items())
     rest = [("metadata", f"... and {len(metadata) - _MAX_SUMMARY_ROWS:,} more: --json has all")]
-    return [
-        ("step", "-" if manifest.step is None else str(manifest.step)),
-        ("saved", saved + by),
-        ("with", _versions(manifest.provenance) or "-"),
+    rows = [
+        ("format", info.format if manifest.foreign_format else ""),
+        ("step", "" if manifest.step is None else str(manifest.step)),
+        ("saved", (saved + by).strip()),
+        ("with", _versions(manifest.provenance)),
         *_written_by(manifest),
         *_compressed(manifest),
         ("size", f"{size_text(info.num_bytes)} in {count_text(len(manifest.files), 'file')}"),
@@ -92,6 +94,7 @@ def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
         ),
         *(rest if len(metadata) > _MAX_SUMMARY_ROWS else []),
     ]
+    return [(name, value) for name, value in rows if value]
 
 
 def _written_by(manifest: Manifest) -> list[tuple[str, str]]:
@@ -137,7 +140,7 @@ def _versions(provenance: Mapping[str, Any]) -> str:
 
 def _objects(manifest: Manifest) -> str:
     names = [*manifest.objects, *(f"{fqn} (by rank)" for fqn in manifest.rank_objects)]
-    return some_of(sorted(names), 8) or "none"
+    return some_of(sorted(names), 8)
 
 
 def print_tensors(screen: Screen, tensors: Sequence[Tensor], stats: Mapping[str, Stats] | None, *, limit: int) -> None:
@@ -149,7 +152,11 @@ def print_tensors(screen: Screen, tensors: Sequence[Tensor], stats: Mapping[str,
 def tensor_columns(stats: Mapping[str, Stats] | None) -> list[Column]:
     """Of a table of tensors."""
     numbers = (*_STATS, *_COUNTS) if stats is not None else ("size",)
-    named = [Column("tensor", style=_NAME), Column("dtype"), Column("shape")]
+    named = [
+        Column("tensor", style=_NAME),
+        Column("dtype", is_whole=True, drop=1),
+        Column("shape", is_whole=True, drop=2),
+    ]
     return [*named, *(Column(name, is_right=True) for name in numbers)]
 
 
@@ -240,8 +247,8 @@ def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limi
     positions = {file: position for position, file in enumerate(sorted(set(record.files)))}
     columns = [
         Column(""),
-        Column("region"),
-        Column("first byte", is_right=True),
+        Column("region", is_whole=True),
+        Column("first byte", is_right=True, drop=1),
         Column("size", is_right=True),
         Column("file", style="dim"),
     ]

@@ -12,9 +12,9 @@ import click
 from bytecheckpoint.errors import CheckpointNotFoundError
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, with_limit_option, with_output_options, with_step_option
+from .arguments import AnyStep, Opened, open_manifest, with_limit_option, with_output_options, with_step_option
 from .chrome_trace import chrome_trace
-from .local_output import write_text
+from .local_output import LocalFile, write_text
 from .save_phases import Phase, SlowRank, end_of, first_call, phases_of, slowest_ranks
 from .save_records import RankRecord, SaveRecords, read_save_records
 from .screen import Screen, print_json
@@ -33,11 +33,11 @@ Example:
 
 @click.command(short_help="How a save went: phases by rank.", epilog=_EXAMPLE)
 @click.argument("ckpt")
-@with_step_option
+@with_step_option()
 @click.option(
     "--trace",
     "trace_path",
-    type=click.Path(dir_okay=False),
+    type=LocalFile(),
     metavar="FILE",
     help="Also write a trace for ui.perfetto.dev or chrome://tracing to this local file, in place of one there.",
 )
@@ -50,7 +50,7 @@ Example:
 def timeline(
     *,
     ckpt: str,
-    step: int | None,
+    step: AnyStep,
     trace_path: str | None,
     limit: int,
     as_json: bool,

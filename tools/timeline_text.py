@@ -8,9 +8,10 @@ from datetime import UTC, datetime
 from bytecheckpoint.info import describe_checkpoint
 
 from .arguments import Opened
+from .column_widths import Column
 from .save_phases import Phase, RankRow, SlowRank, end_of, first_call, rank_rows
 from .save_records import SaveRecords
-from .screen import Column, Screen, Styled
+from .screen import Screen, Styled
 from .wording import count_text, shortened, size_text, some_of, time_text
 
 _NAME = "bold cyan"
@@ -21,9 +22,9 @@ PHASE_COLUMNS = [
 SLOW_COLUMNS = [
     Column("last ranks", is_right=True, style=_NAME),
     Column("through after", is_right=True),
-    Column("slow in"),
+    Column("slow in", is_whole=True),
     Column("for", is_right=True),
-    Column("median", is_right=True),
+    Column("median", is_right=True, drop=1),
     Column("host"),
 ]
 _SHADES = " ░▒▓█"
@@ -105,7 +106,7 @@ def phase_cells(phase: Phase) -> list[str]:
 def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Phase], num_ranks: int) -> None:
     columns = [
         Column("rank", is_right=True, style=_NAME),
-        *(Column(shortened(phase.name, _MAX_NAME)) for phase in phases),
+        *(Column(shortened(phase.name, _MAX_NAME), is_whole=True) for phase in phases),
         Column("host"),
     ]
     longest = max((phase.max_s for phase in phases), default=0.0)

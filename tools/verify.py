@@ -15,21 +15,23 @@ from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify
 
 from . import exit_codes
 from .arguments import (
+    AnyStep,
     Opened,
     files_opened,
     finite,
     open_manifest,
+    with_limit_option,
     with_link_option,
     with_output_options,
     with_step_option,
 )
+from .column_widths import Column
 from .progress import byte_progress
-from .screen import Column, Screen, print_json
+from .screen import Screen, print_json
 from .wording import count_text, size_text, some_of
 
 _STORE_KINDS = {"permission", "unavailable", "unsupported"}
-_SHOWN_DAMAGE = 100
-_SHOWN_TENSORS = 3
+_DEFAULT_ROWS = 20
 
 _EXAMPLE = """\b
 Example:
@@ -40,7 +42,7 @@ Example:
 
 @click.command(short_help="Read and check every byte of a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
-@with_step_option
+@with_step_option()
 @click.option(
     "--sample",
     "sample_percent",
@@ -58,14 +60,16 @@ Example:
     metavar="N",
     help="Reads in flight; each takes 8 MiB of memory.",
 )
+@with_limit_option(_DEFAULT_ROWS, "Faults, and names of tensors in each; 0 for all.")
 @with_link_option
 @with_output_options
 def verify(
     *,
     ckpt: str,
-    step: int | None,
+    step: AnyStep,
     sample_percent: float,
     threads: int,
+    limit: int,
     follow_links: bool,
     as_json: bool,
     storage_options: Mapping[str, Any],
@@ -93,7 +97,7 @@ def verify(
     if as_json:
         print_json(_as_json(opened, result, sample_percent=sample_percent, seconds=seconds))
     else:
-        _print(opened, result, sample_percent=sample_percent, seconds=seconds)
+        _print(opened, result, sample_percent=sample_percent, seconds=seconds, limit=limit)
     if all(item.kind in _STORE_KINDS for item in result.damage):
         return exit_codes.STORAGE if result.damage else exit_codes.FINE
     return exit_codes.CORRUPT
@@ -113,11 +117,13 @@ def _as_json(opened: Opened, result: Verification, *, sample_percent: float, sec
         "sample_percent": sample_percent,
         "seconds": round(seconds, 6),
         "unchecked_files": list(result.unchecked_files),
+        "num_tensors_hit": result.num_hit,
+        "num_tensors_sound": result.num_sound,
         "damage": [item._asdict() for item in result.damage],
     }
 
 
-def _print(opened: Opened, result: Verification, *, sample_percent: float, seconds: float) -> None:
+def _print(opened: Opened, result: Verification, *, sample_percent: float, seconds: float, limit: int) -> None:
     screen = Screen()
     manifest = opened.manifest
     looked_at = (
@@ -126,11 +132,10 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
         f"({size_text(result.num_bytes_checked / max(seconds, 1e-9))}/s)"
     )
     if result.damage:
-        tensors = {fqn for item in result.damage for fqn in item.tensors}
         files = {item.file for item in result.damage if item.file}
         screen.line(
             f"{opened.path}: DAMAGED, {count_text(len(result.damage), 'fault')} in {count_text(len(files), 'file')}, "
-            f"{count_text(len(tensors), 'tensor')} hit",
+            f"{result.num_hit:,} of {count_text(len(manifest.tensors), 'tensor')} hit",
             style="bold red",
         )
     elif manifest.foreign_format not in {"", OWN_FORMAT}:
@@ -144,25 +149,47 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
         unsure = "" if not result.unchecked_files else ", but for files without checksums"
         screen.line(f"{opened.path}: all is as it was written{sampled}{unsure}", style="bold green")
     screen.line(f"  {looked_at}")
-    for item in result.damage[:_SHOWN_DAMAGE]:
-        _print_damage(screen, item)
-    if len(result.damage) > _SHOWN_DAMAGE:
-        screen.line(f"  ... and {count_text(len(result.damage) - _SHOWN_DAMAGE, 'more fault')}: --json lists all")
+    for item in result.damage[: limit or None]:
+        _print_damage(screen, item, limit)
+    if limit and len(result.damage) > limit:
+        screen.line()
+    screen.rest(len(result.damage), limit, "more faults: --limit 0 shows all")
     if result.unchecked_files:
         screen.line(f"  without checksums, so not read: {some_of(result.unchecked_files, 10)}", style="yellow")
     if result.damage:
-        others = (
-            "Tensors that are not named are sound. " if sample_percent >= 100 and not result.unchecked_files else ""
-        )
         screen.line()
-        screen.line(f"{others}Restore the files from a good copy, or take another step.")
+        screen.line(
+            f"{_others(result, len(manifest.tensors))}Restore the files from a good copy, or take another step."
+        )
 
 
-def _print_damage(screen: Screen, item: Damage) -> None:
+def _others(result: Verification, num_tensors: int) -> str:
+    """What is known of the tensors that no damage names."""
+    num_others = num_tensors - result.num_hit
+    if result.num_sound is None:
+        return ""
+    if not num_others:
+        return "Every tensor is hit. " if num_tensors else ""
+    sound = f"{result.num_sound:,} {'is' if result.num_sound == 1 else 'are'} sound"
+    if result.num_sound == num_others:
+        return f"The other {sound}. "
+    return (
+        f"Of the other {count_text(num_others, 'tensor')}, {sound}; the rest lie in files that have no checksums, have "
+        "the wrong length, so that a load refuses them, or could not be read to their end. "
+    )
+
+
+def _print_damage(screen: Screen, item: Damage, limit: int) -> None:
     end = item.byte_offset + item.byte_length
     where = f"{item.file}, bytes {item.byte_offset:,} to {end:,}" if item.file else "manifest"
     screen.line()
     screen.line(f"  {where}", style="red")
-    hit = some_of(item.tensors, _SHOWN_TENSORS) if item.tensors else "no tensor, only the file's header"
-    rows = [("what", f"{item.kind}: {item.what}"), ("hits", hit)]
+    rows = [("what", f"{item.kind}: {item.what}"), ("hits", _hit_text(item, limit))]
     screen.table([Column("", style="dim"), Column("")], rows, indent=4)
+
+
+def _hit_text(item: Damage, limit: int) -> str:
+    if item.tensors:
+        how = " (--limit 0 names all)" if limit and len(item.tensors) > limit else ""
+        return some_of(item.tensors, limit or len(item.tensors)) + how
+    return "no tensor" if item.kind in {"truncated", "missing_file"} else "no tensor, only the file's header"

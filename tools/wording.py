@@ -57,7 +57,7 @@ def number_text(value: float | None) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def some_of(names: Sequence[str], limit: int) -> str:

@@ -105,7 +105,7 @@ def _lost_containers(state: Mapping[Any, Any], metadata: Metadata) -> list[str]:
             lost.append(".".join(map(str, path)))
             return
         for key, item in items:
-            look(item, (*path, key))
+            look(item, (*path, str(key) if isinstance(value, Mapping) else key))
 
     for key, item in state.items():
         look(item, (str(key),))

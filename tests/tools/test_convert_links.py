@@ -86,10 +86,12 @@ def test_a_link_elsewhere_is_followed_only_by_who_asks_for_it(call, tmp_path, so
     assert torch.equal(bcp.open(link, options=FOLLOW)["layers.3.weight"][5:7], STATE["layers.3.weight"][5:7])
     for command in (("verify", link), ("show", link, "--stats"), ("diff", link, tmp_path / "run")):
         refused = call(*command, "--json")
-        assert (refused.code, refused.json["error"]["kind"]) == (1, "path_escape")
+        assert (refused.code, refused.json["error"]["kind"]) == (2, "path_escape")
+        assert "--follow-links" in refused.json["error"]["message"]
+        assert "no file was looked at" in refused.json["error"]["message"]
         assert call(*command, "--follow-links").code == 0
     assert call("show", link).code == 0  # reads the manifest only
-    assert call("convert", link, tmp_path / "hf", "--to", "hf").code == 1
+    assert call("convert", link, tmp_path / "hf", "--to", "hf").code == 2
     assert call("convert", link, tmp_path / "hf", "--to", "hf", "--follow-links").code == 0
 
 
@@ -156,7 +158,7 @@ def test_credentials_in_the_place_that_a_manifest_names_are_not_shown(call, tmp_
     manifest = replace(decode_manifest(path.read_bytes()), linked_to="s3://user:s3cr3t@bucket/x")
     path.write_bytes(encode_manifest(manifest))
     ended = call("verify", tmp_path / "run")
-    assert ended.code == 1
+    assert ended.code == 2
     assert "s3cr3t" not in ended.err + json.dumps(call("show", tmp_path / "run", "--json").json)
 
 

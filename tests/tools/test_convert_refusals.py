@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from foreign.foreign_files import assert_same
 from safetensors.torch import load_file, save_file
 
@@ -201,3 +202,19 @@ def test_a_value_of_ranks_of_which_no_tensor_is_chosen_refers_to_none(call, of_t
     assert call("convert", of_two_ranks, tmp_path / "b", "--to", "bcp", "--exclude", "noise*").code == 0
     with pytest.raises(bcp.CheckpointNotFoundError):
         bcp.open(tmp_path / "b").rank_values("noise")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_a_dcp_folder_has_is_not_said_to_be_left_out(call, tmp_path) -> None:
+    """Torch writes the key of a dict as text, also that of a rank."""
+    state = {
+        "who": bcp.RankLocal({"rank": 0, "empty": {}}),
+        "rng": bcp.RngState(),
+        "by_number": {0: {"a": 1}, 7: [{3: torch.ones(2)}, {}], 8: {}},
+    }
+    bcp.save(tmp_path / "run", state)
+    result = call("convert", tmp_path / "run", tmp_path / "dcp", "--to", "dcp", "--json").json
+    assert sorted(item["name"] for item in result["left_out"]) == ["by_number.7.1", "by_number.8", "who.0.empty"]
+    written = set(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata)
+    assert {"who.0.rank", "by_number.0.a", "by_number.7.0.3"} <= written
+    assert any(name.startswith("rng.0.") for name in written)

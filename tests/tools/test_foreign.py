@@ -74,3 +74,27 @@ def test_what_is_damaged_is_an_exit_code_and_one_line(call, tmp_path, command) -
         if command != "ls":
             assert len(ended.err.splitlines()) == 1
             assert call(command, place, "--json").json["error"]["kind"] == "bad_manifest"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_show_begins_with_the_format(call, checkpoints, name) -> None:
+    assert call("show", checkpoints[name], "--json").json["format"] == name
+    first = call("show", checkpoints[name]).out.splitlines()[1]
+    assert first.split(maxsplit=1) == ["format", name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_show_has_no_row_of_which_nothing_is_known(call, checkpoints, name) -> None:
+    lines = call("show", checkpoints[name]).out.split("\n\n")[0].splitlines()[1:]
+    assert not {"step", "saved", "with", "written"} & {line.split()[0] for line in lines}
+    assert not any(line.split()[-1] in {"-", "none"} for line in lines)
+
+
+def test_show_of_an_own_checkpoint_has_its_format_in_json_only(call, saved_root) -> None:
+    assert call("show", saved_root, "--json").json["format"] == "bytecheckpoint"
+    assert "format" not in call("show", saved_root).out.split("\n\n")[0]
+
+
+def test_a_link_shows_the_format_that_it_leads_to(call, checkpoints, tmp_path) -> None:
+    assert call("convert", checkpoints["safetensors"], tmp_path / "link", "--to", "bcp", "--link").code == 0
+    assert call("show", tmp_path / "link", "--json").json["format"] == "safetensors"

@@ -221,3 +221,41 @@ assert "rich" not in sys.modules
     assert ended.returncode == 0, ended.stderr
     assert [json.loads(line).keys() for line in ended.stdout.splitlines()]
     assert data_file(saved_root).exists()
+
+
+@pytest.mark.parametrize("command", ABOUT_ONE)
+def test_the_newest_step_is_called_latest_as_in_open(call, saved_root, command) -> None:
+    result = call(command, *paths_of(command, saved_root), "--step", "latest", "--json").json
+    if command == "convert":
+        assert result["source"].endswith("step_00001000")
+    else:
+        assert result.get("a", result)["step"] == 1000
+
+
+@pytest.mark.parametrize("command", ABOUT_ONE)
+@pytest.mark.parametrize("step", ["newest", "-1", "1.5", "", "0x10", "9" * 30])
+def test_a_step_that_is_none_is_refused_with_what_would_be_one(call, saved_root, command, step) -> None:
+    ended = call(command, *paths_of(command, saved_root), "--step", step)
+    assert ended.code == 2
+    assert "is no step: 0, 1, 2, ... or latest" in ended.err
+
+
+@pytest.mark.parametrize(("command", "option"), [("show", "--html"), ("timeline", "--trace")])
+def test_a_local_file_in_a_folder_that_is_not_there_is_wrong_usage(call, saved_root, tmp_path, command, option) -> None:
+    target = tmp_path / "nowhere" / "page"
+    ended = call(command, saved_root, option, target)
+    assert ended.code == 2
+    assert f"the folder {str(target.parent)!r} does not exist" in ended.err
+    assert not target.parent.exists()
+    (tmp_path / "file").write_text("x")
+    assert "is no folder" in call(command, saved_root, option, tmp_path / "file" / "page").err
+
+
+@pytest.mark.parametrize(("command", "option"), [("show", "--html"), ("timeline", "--trace")])
+def test_a_local_file_that_cannot_be_written_is_no_failed_save(call, saved_root, command, option) -> None:
+    ended = call(command, saved_root, option, "/dev/full")
+    assert ended.code == 4
+    assert "cannot write the " in ended.err
+    assert "the checkpoint was only read" in ended.err
+    assert "save again" not in ended.err
+    assert "published" not in ended.err

@@ -189,8 +189,10 @@ def rows(count: int) -> list[Region]:
     return [Region((n, 0), (1, 16)) for n in range(count)]
 
 
-def test_a_report_that_cannot_be_written_is_exit_code_4(call, saved_root, tmp_path) -> None:
+def test_a_report_that_cannot_be_written_is_one_line(call, saved_root, tmp_path) -> None:
     ended = call("show", saved_root, "--html", tmp_path / "nowhere" / "report.html")
+    assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+    ended = call("show", saved_root, "--html", "/dev/full")
     assert (ended.code, ended.out, ended.err.count("\n")) == (4, "", 1)
     assert call("show", saved_root, "--html", tmp_path).code == 2
 

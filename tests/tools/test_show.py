@@ -14,10 +14,11 @@ from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region
 from bytecheckpoint.tools.chunk_map import MAX_COLUMNS, MAX_ROWS, lines_of, map_chunks
+from bytecheckpoint.tools.column_widths import Column
 from bytecheckpoint.tools.contents import Tensor
 from bytecheckpoint.tools.element_values import decode_values, has_values
 from bytecheckpoint.tools.module_tree import build_tree
-from bytecheckpoint.tools.screen import Column, Screen, Styled, to_json
+from bytecheckpoint.tools.screen import Screen, Styled, to_json
 from bytecheckpoint.tools.tensor_stats import Stats
 from bytecheckpoint.tools.wording import ranges_text, size_text
 

@@ -233,3 +233,111 @@ def test_a_header_that_calls_a_compressed_chunk_a_tensor(call, tmp_path) -> None
     (item,) = call("verify", tmp_path / "c", "--json").json["damage"]
     assert item["kind"] == "bad_manifest"
     assert "differ about 1 chunks" in item["what"]
+
+
+def said_to_be_sound(call, path) -> int:
+    return call("verify", path, "--json").json["num_tensors_sound"]
+
+
+def loads_alone(path, fqn: str) -> bool:
+    """Whether a load of nothing but this tensor succeeds."""
+    try:
+        bcp.open(path)[fqn][...]
+    except bcp.CheckpointError:
+        return False
+    return True
+
+
+def test_no_tensor_of_a_missing_file_is_said_to_be_sound(call, root) -> None:
+    data_file(root).unlink()
+    ended = call("verify", root)
+    total = len(bcp.open(root).manifest.tensors)
+    assert f"{total} of {total} tensors hit" in ended.out
+    assert "sound" not in ended.out
+    assert "Every tensor is hit." in ended.out
+    assert said_to_be_sound(call, root) == 0
+
+
+@pytest.mark.parametrize("change", ["half", "one byte less", "one byte more"])
+def test_only_tensors_that_load_are_said_to_be_sound(call, root, change) -> None:
+    path = data_file(root)
+    content = path.read_bytes()
+    changed = {"half": content[: len(content) // 2], "one byte less": content[:-1], "one byte more": content + b"x"}
+    path.write_bytes(changed[change])
+    checkpoint = bcp.open(root)
+    loading = sum(loads_alone(root, fqn) for fqn in checkpoint.manifest.tensors)
+    assert said_to_be_sound(call, root) == loading == 0
+    assert "Tensors that are not named are sound" not in call("verify", root).out
+
+
+def test_tensors_of_whole_files_are_sound_beside_a_missing_one(call, tmp_path) -> None:
+    import torch
+
+    parts = [contents_of(name, torch.ones(8, 8), [whole((8, 8))], "none") for name in "abc"]
+    manifest = write_checkpoint(tmp_path / "c", [parts[0], [*parts[1], *parts[2]]])
+    (tmp_path / "c" / manifest.files[1].name).unlink()
+    result = call("verify", tmp_path / "c", "--json").json
+    assert (result["num_tensors_hit"], result["num_tensors_sound"]) == (2, 1)
+    assert "2 of 3 tensors hit" in call("verify", tmp_path / "c").out
+    assert "The other 1 is sound." in call("verify", tmp_path / "c").out
+
+
+def test_tensors_in_the_extent_where_a_file_is_cut_are_hit(call, root) -> None:
+    """Their bytes are there, but the checksum is about more than these."""
+    path = data_file(root)
+    manifest = bcp.open(root).manifest
+    by_place = sorted((chunk.byte_offset, fqn) for fqn, record in manifest.tensors.items() for chunk in record.chunks)
+    (file,) = manifest.files
+    bounds = [sum(file.extent_lengths[:number]) for number in range(len(file.extent_lengths) + 1)]
+    start, end = bounds[-2:]
+    inside = [fqn for at, fqn in by_place if start <= at < end]
+    assert len(inside) > 2
+    path.write_bytes(path.read_bytes()[: end - 1])
+    damage = call("verify", root, "--json").json["damage"]
+    assert set(inside) <= {fqn for item in damage for fqn in item["tensors"]}
+
+
+def test_nothing_is_said_to_be_sound_after_a_read_that_failed(call, tmp_path, monkeypatch) -> None:
+    """What comes later in such a file is not read at all."""
+    import torch
+
+    bcp.save(tmp_path / "c", {f"t{number}": torch.ones(3 << 20) for number in range(4)})
+    refused: list[int] = []
+
+    def refuse_once(self, name, byte_offset, buffer):
+        if name.endswith(".safetensors") and byte_offset and not refused:
+            refused.append(byte_offset)
+            raise StorageError("cannot read", kind="unavailable")
+        return read_into(self, name, byte_offset, buffer)
+
+    read_into = LocalStore.read_into
+    monkeypatch.setattr(LocalStore, "read_into", refuse_once)
+    result = call("verify", tmp_path / "c", "--threads", 1, "--json").json
+    assert refused
+    assert len(result["damage"]) == 1
+    assert result["num_tensors_sound"] == 0
+
+
+def test_a_sample_says_nothing_of_other_tensors(call, root) -> None:
+    flip(data_file(root), 0)
+    assert said_to_be_sound(call, root) == len(bcp.open(root).manifest.tensors)
+    sampled = call("verify", root, "--sample", 99, "--json").json
+    assert sampled["num_tensors_sound"] is None
+
+
+def test_the_limit_names_more_tensors_and_faults(call, root) -> None:
+    data_file(root).unlink()
+    names = set(bcp.open(root).manifest.tensors)
+    few, every = call("verify", root, "--limit", 3).out, call("verify", root, "--limit", 0).out
+    assert f"and {len(names) - 3} more (--limit 0 names all)" in few
+    assert all(name in every for name in names)
+    assert " more" not in every
+
+
+def test_faults_beyond_the_limit_are_counted(call, root) -> None:
+    path = data_file(root)
+    for at in (10, path.stat().st_size // 2, path.stat().st_size - 1):
+        flip(path, at)
+    ended = call("verify", root, "--limit", 1)
+    assert "3 faults in 1 file" in ended.out
+    assert "... and 2 more faults: --limit 0 shows all" in ended.out

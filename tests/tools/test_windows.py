@@ -1,0 +1,162 @@
+"""Tables fit the window that they are printed in: columns go in order of importance, numbers are whole, and text that
+is cut says so. Each command writes to a pseudo terminal of the width.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint as bcp
+from bytecheckpoint.tools.column_widths import Column, fit_columns
+
+WIDTHS = (40, 60, 80, 120, 200)
+_CHILD = """
+import sys
+from bytecheckpoint.tools.main import cli
+for line in iter(sys.stdin.readline, ""):
+    try:
+        cli.main(line.rstrip("\\n").split("\\t"))
+    except SystemExit as ended:
+        print(f"<{ended.code}>", flush=True)
+"""
+SIZE = re.compile(r"\b[0-9]+(?:\.[0-9])? (?:B|[KMG]iB)\b")
+
+
+class Terminal:
+    """A process that runs commands, one after the other, in a window whose width can be set."""
+
+    def __init__(self) -> None:
+        self._screen, inside = pty.openpty()
+        environment = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=inside,
+            stderr=inside,
+            env={**environment, "TERM": "xterm-256color"},
+        )
+        os.close(inside)
+
+    def run(self, width: int, *args: object) -> list[str]:
+        """The lines that a command prints, without their colours."""
+        fcntl.ioctl(self._screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+        assert self.process.stdin is not None
+        self.process.stdin.write(("\t".join(map(str, args)) + "\n").encode())
+        self.process.stdin.flush()
+        seen = b""
+        while (found := re.search(rb"<([0-9]+)>\r\n$", seen)) is None:
+            seen += os.read(self._screen, 65536)
+        assert found.group(1) == b"0", seen.decode()
+        return re.sub(r"\x1b\[[0-9;]*m", "", seen[: found.start()].decode()).replace("\r\n", "\n").splitlines()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+        os.close(self._screen)
+
+
+@pytest.fixture(scope="module")
+def terminal():
+    opened = Terminal()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def long_names(saved_root, tmp_path_factory) -> Path:
+    """A root with steps, a save that did not finish, and a checkpoint whose name is longer than a narrow window."""
+    root = tmp_path_factory.mktemp("windows") / "r"
+    for step in (5, 1000):
+        bcp.save(root, {"x": 1}, step=step)
+    (root / "step_00002000" / "data").mkdir(parents=True)
+    bcp.save(root / ("the-best-one-of-all-by-validation-loss" * 2), {"x": 1})
+    return root
+
+
+def words_of(line: str) -> list[str]:
+    return re.split(r" {2,}", line.strip())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_ls_has_step_size_and_state_in_any_window(terminal, long_names, width) -> None:
+    lines = terminal.run(width, "ls", long_names)[2:]
+    rows = [words_of(line) for line in lines[1:5]]
+    titles = words_of(lines[0])
+    assert titles[:2] == ["step", "size"]
+    assert titles[-1] == "state"
+    assert [row[0] for row in rows] == ["5", "1000", "2000", "-"]
+    assert all(SIZE.fullmatch(row[1]) for row in rows)
+    assert [row[-1] for row in rows] == ["committed", "committed", "not committed", "committed"]
+    assert all(len(line) <= width for line in lines)
+
+
+def test_ls_gives_up_age_then_tensors_then_ranks(terminal, long_names) -> None:
+    missing = []
+    for width in range(120, 50, -1):
+        titles = words_of(terminal.run(width, "ls", long_names)[2])
+        gone = [name for name in ("age", "tensors", "ranks", "saved") if name not in titles]
+        if gone not in missing:
+            missing.append(gone)
+    order = ["age", "tensors", "ranks", "saved"]
+    assert missing == [order[:count] for count in range(len(missing))]
+    assert len(missing) >= 4
+
+
+def test_what_a_narrow_window_leaves_out_is_said(terminal, long_names) -> None:
+    assert terminal.run(60, "ls", long_names)[-1].startswith("  not shown: saved, age, ")
+    assert not any("not shown" in line for line in terminal.run(200, "ls", long_names))
+
+
+def test_text_that_is_cut_ends_with_an_ellipsis(terminal, long_names) -> None:
+    name = "the-best-one-of-all-by-validation-loss" * 2
+    folders = [words_of(line)[-2] for line in terminal.run(60, "ls", long_names)[3:7]]
+    assert folders[-1].endswith("…")
+    assert name.startswith(folders[-1].removesuffix("…"))
+    assert any(name in line for line in terminal.run(200, "ls", long_names))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("options", [["--tree"], ["--limit", "0"], ["--files"], ["--tensor", "large"]])
+def test_show_cuts_no_number_and_no_name(call, terminal, saved_root, width, options) -> None:
+    """Every number of a row is one that the same row has without a window, and names go on in the next line."""
+    wide = call("show", saved_root, *options).out
+    numbers = {word for line in wide.splitlines() for word in words_of(line)}
+    lines = terminal.run(width, "show", saved_root, *options)
+    sizes = [size for line in lines for size in SIZE.findall(line)]
+    assert sizes
+    assert set(sizes) <= {size for word in numbers for size in SIZE.findall(word)}
+    counts = [word for line in lines for word in words_of(line) if re.fullmatch(r"[0-9]+(,[0-9]{3})*", word)]
+    assert set(counts) <= numbers
+    assert not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_tree_has_every_name_in_any_window(terminal, saved_root, width) -> None:
+    lines = terminal.run(width, "show", saved_root, "--tree", "--limit", "0")
+    start = next(number for number, line in enumerate(lines) if words_of(line)[0] == "module")
+    shown = "".join(line[: width - 11].strip() for line in lines[start:])
+    for name in ("embed.weight", "layers.0-11", "bias", "weight", "optimizer", "exp_avg_sq", "large"):
+        assert name in shown, name
+    assert "4.0 MiB" in "\n".join(lines[start:])
+
+
+@pytest.mark.parametrize("room", range(60))
+def test_columns_of_numbers_are_whole_whatever_the_room(room) -> None:
+    columns = [Column("name"), Column("n", is_right=True, drop=1), Column("note"), Column("size", is_right=True)]
+    lengths = [30, 9, 40, 10]
+    fitted = fit_columns(columns, lengths, room)
+    assert all(width == lengths[n] for n, width in zip(fitted.numbers, fitted.widths, strict=True) if n in {1, 3})
+    assert sorted([*fitted.numbers, *fitted.dropped]) == [0, 1, 2, 3]
+    assert set(fitted.dropped) <= {1}
+    assert sum(fitted.widths) + 2 * (len(fitted.widths) - 1) <= max(room, 8 + 8 + 10 + 4)
