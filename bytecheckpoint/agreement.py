@@ -97,6 +97,8 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
     """A bit for each of its offers: write all of it."""
     parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
     """Index of the offer, offsets and lengths of the part of it."""
+    together: list[list[int]]
+    """Groups of its offers; see SavePlan."""
     compared: list[list[int]]
     differing_replicas: list[str]
     is_known: bool = False
@@ -227,11 +229,11 @@ class _Decision:
         if known is not None and _is_still_so(known, requests):
             check_stages(known.in_stages, told, names)
             has_written = known.written is not None
-            orders = [_Order(save_id, known.plan_id, b"", [], [], [], is_known=True, has_written=has_written)]
+            orders = [_Order(save_id, known.plan_id, b"", [], [], [], [], is_known=True, has_written=has_written)]
         elif any(request.plan_id for request in requests):
-            orders = [_Order("", "", b"", [], [], [], tell_all=True)]
+            orders = [_Order("", "", b"", [], [], [], [], tell_all=True)]
         elif self._asks_for_stages(requests):
-            orders = [_Order("", "", b"", [], [], [], tell_all=True, digested=self._in_stages)]
+            orders = [_Order("", "", b"", [], [], [], [], tell_all=True, digested=self._in_stages)]
         else:
             check_stages(self._in_stages, told, names)
             packed = [request.offers for request in requests if request.offers is not None]
@@ -267,6 +269,7 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
             save_id,
             np.packbits(kept).tobytes(),
             [(offer, *region) for offer, region in parts],
+            [list(group) for group in plan.together[rank]],
             compared[rank],
             list(plan.differing_replicas),
         )
@@ -283,7 +286,14 @@ def _planned(order: _Order, wish: Wish, in_stages: Sequence[str], num_ranks: int
     writes = [*(Write(offer, offers[offer].region) for offer in kept), *parts]
     return KnownPlan(
         plan_id=order.plan_id,
-        files=plan_files(offers, writes, max_file_bytes=wish.max_file_bytes, codec=wish.codec, num_ranks=num_ranks),
+        files=plan_files(
+            offers,
+            writes,
+            together=order.together,
+            max_file_bytes=wish.max_file_bytes,
+            codec=wish.codec,
+            num_ranks=num_ranks,
+        ),
         compared=order.compared,
         differing_replicas=order.differing_replicas,
         in_stages=in_stages,

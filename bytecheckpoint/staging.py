@@ -63,19 +63,25 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
 
 
 def plan_files(
-    offers: Sequence[Offer], writes: Sequence[Write], *, max_file_bytes: int, codec: CodecOption, num_ranks: int
+    offers: Sequence[Offer],
+    writes: Sequence[Write],
+    *,
+    together: Sequence[Sequence[int]],
+    max_file_bytes: int,
+    codec: CodecOption,
+    num_ranks: int,
 ) -> list[PlannedFile]:
     """The data files that hold these writes of one rank, of so many that write about as much: those of compressed
-    tensors last, and none of them large.
+    tensors last, and none of them large. `together` is as in `lay_out_files`.
     """
     codecs = {index: codec_of(offers[index].fqn, codec) for index in {write.offer for write in writes}}
     raw = [write for write in writes if codecs[write.offer] == "none"]
     others = [write for write in writes if codecs[write.offer] != "none"]
-    laid_out = lay_out_files(offers, raw, max_file_bytes=max_file_bytes)
+    laid_out = lay_out_files(offers, raw, together=together, max_file_bytes=max_file_bytes)
     state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
     files = [_plan_file(chunks, offers, state_bytes) for chunks in laid_out]
     max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
-    compressed = lay_out_files(offers, others, max_file_bytes=max_bytes)
+    compressed = lay_out_files(offers, others, together=together, max_file_bytes=max_bytes)
     return files + [
         _plan_compressed_file(chunks, offers, [codecs[chunk.offer] for chunk in chunks]) for chunks in compressed
     ]
@@ -90,7 +96,13 @@ def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], state_byt
         parts=_parts(chunks, offers),
         codecs=(),
         header=header,
-        extent_lengths=cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=state_bytes),
+        extent_lengths=cut_extents(
+            len(header),
+            lengths,
+            block_bytes=BLOCK_BYTES,
+            state_bytes=state_bytes,
+            groups=[chunk.group for chunk in chunks],
+        ),
         blocks=[(start, min(BLOCK_BYTES, num_bytes - start)) for start in range(0, num_bytes, BLOCK_BYTES)],
         byte_length=num_bytes,
     )

@@ -45,7 +45,7 @@ def plan_own(
         offers = [Offer(*wanted[share.tensor][:3], *share.region) for share in of_rank]
         writes = [Write(number, share.region) for number, share in enumerate(of_rank)]
         by_rank.append([])
-        for index, placed in enumerate(lay_out_files(offers, writes, max_file_bytes=max_file_bytes)):
+        for index, placed in enumerate(lay_out_files(offers, writes, together=(), max_file_bytes=max_file_bytes)):
             header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in placed])
             for chunk in placed:
                 place = Chunk(chunk.region, len(files), len(header) + chunk.data_offset, chunk.byte_length)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
@@ -25,7 +25,7 @@ _MAX_LARGE_EXTENTS = 1 << 20
 from one. Of more than 256 GiB they cover more, from 1 TiB on EXTENT_BYTES."""
 MIN_EXTENT_BYTES = 128 << 10
 """What is no longer than this is not cut again: a request reads as much while it begins, and manifests stay short."""
-_OWN_EXTENT_BYTES = 256 << 10
+OWN_EXTENT_BYTES = 256 << 10
 """A chunk this large has extents of its own."""
 _PARTS_OF_CHUNK = 16
 """Any part of a chunk costs at most two of these more than it is; half, a quarter or an eighth of it, none."""
@@ -49,59 +49,78 @@ class PlacedChunk(NamedTuple):
     data_offset: int
     """In bytes from the start of the data section."""
     byte_length: int
+    group: int
+    """Chunks of different groups share no extent. 0 is what this rank alone holds, and all that is large."""
 
 
 def lay_out_files(
-    offers: Sequence[Offer], writes: Iterable[Write], *, max_file_bytes: int
+    offers: Sequence[Offer], writes: Iterable[Write], *, together: Sequence[Sequence[int]], max_file_bytes: int
 ) -> list[tuple[PlacedChunk, ...]]:
-    """One entry a file, its chunks in file order: by falling item size, then FQN, so that each is aligned to its own.
+    """One entry a file, its chunks in file order: by falling item size, so that each is aligned to its own, then FQN.
 
-    A file's data section has at most `max_file_bytes` unless a single chunk is larger.
+    `together` has groups of offers, each of which is read together and apart from all others; the first group is wanted
+    most. Of the largest items the groups lie at the end, the first one last, and of smaller ones at the front, so that
+    the parts of a group lie side by side where there are two item sizes. A file's data section has at most
+    `max_file_bytes` unless a single chunk is larger.
     """
+    groups = {offer: number for number, of_group in enumerate(together, start=1) for offer in of_group}
+    ordered = list(writes)
+    largest = max((itemsize(offers[write.offer].dtype) for write in ordered), default=0)
 
-    def order(write: Write) -> tuple[int, str, Region]:
-        offer = offers[write.offer]
-        return -itemsize(offer.dtype), offer.fqn, write.region
+    def order(write: Write) -> tuple[int, int, str, Region]:
+        offer, place = offers[write.offer], groups.get(write.offer, len(together) + 1)
+        item_bytes = itemsize(offer.dtype)
+        return -item_bytes, -place if item_bytes == largest else place, offer.fqn, write.region
 
     files: list[list[PlacedChunk]] = []
     end = 0
-    for write in sorted(writes, key=order):
-        offer = offers[write.offer]
-        byte_length = write.region.numel * itemsize(offer.dtype)
+    for index, region in sorted(ordered, key=order):
+        offer = offers[index]
+        byte_length = region.numel * itemsize(offer.dtype)
         if not files or (files[-1] and end + byte_length > max_file_bytes):
             files.append([])
             end = 0
-        files[-1].append(PlacedChunk(write.offer, offer.fqn, offer.dtype, offer.shape, write.region, end, byte_length))
+        group = groups.get(index, 0)
+        files[-1].append(PlacedChunk(index, offer.fqn, offer.dtype, offer.shape, region, end, byte_length, group))
         end += byte_length
     return [tuple(file) for file in files]
 
 
-def cut_extents(header_bytes: int, chunk_bytes: Iterable[int], *, block_bytes: int, state_bytes: int) -> list[int]:
+def cut_extents(
+    header_bytes: int,
+    chunk_bytes: Iterable[int],
+    *,
+    block_bytes: int,
+    state_bytes: int,
+    groups: Sequence[int] = (),
+) -> list[int]:
     """The lengths, in bytes, of the extents of a file: the header, then its chunks.
 
-    `state_bytes` is about how much the checkpoint has in all.
+    `state_bytes` is about how much the checkpoint has in all. `groups` has the group of each chunk; empty where there
+    is but one.
 
-    Small neighbours share an extent; a large chunk starts one of its own and is cut into equal parts, so that it can be
-    read and verified straight in the memory that it is meant for, and half of it without a byte of the other half. No
-    extent reaches over a multiple of `block_bytes`: files are written in such blocks, each with the checksums of its
-    own bytes.
+    Small neighbours of one group share an extent; a large chunk starts one of its own and is cut into equal parts, so
+    that it can be read and verified straight in the memory that it is meant for, and half of it without a byte of the
+    other half. No extent reaches over a multiple of `block_bytes`: files are written in such blocks, each with the
+    checksums of its own bytes.
     """
     header = _cut(header_bytes, num_parts=_power_of_two(header_bytes, EXTENT_BYTES))
     in_large_bytes = min(max(state_bytes // _MAX_LARGE_EXTENTS, LARGE_CHUNK_EXTENT_BYTES), EXTENT_BYTES)
-    return _split_at_blocks([*header, *_group_chunks(list(chunk_bytes), in_large_bytes)], block_bytes)
+    return _split_at_blocks([*header, *_group_chunks(list(chunk_bytes), groups, in_large_bytes)], block_bytes)
 
 
-def _group_chunks(chunk_bytes: Sequence[int], in_large_bytes: int) -> list[int]:
+def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], in_large_bytes: int) -> list[int]:
     """The extents of chunks; those of large chunks are of at most `in_large_bytes`."""
-    counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= _OWN_EXTENT_BYTES)
+    counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= OWN_EXTENT_BYTES)
     parts_of = _choose_parts(counts, in_large_bytes)
     extents: list[int] = []
-    small = 0
-    for num_bytes in chunk_bytes:
-        if small and small + num_bytes > EXTENT_BYTES:
+    small, last_group = 0, 0
+    for num_bytes, group in zip(chunk_bytes, groups or repeat(0), strict=False):
+        if small and (small + num_bytes > EXTENT_BYTES or group != last_group):
             extents.append(small)
             small = 0
-        if num_bytes >= _OWN_EXTENT_BYTES:
+        last_group = group
+        if num_bytes >= OWN_EXTENT_BYTES:
             extents += [small] if small else []
             extents += _cut(num_bytes, num_parts=parts_of[num_bytes])
             small = 0

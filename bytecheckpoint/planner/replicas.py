@@ -1,5 +1,6 @@
-"""Who of those that hold the same region writes it: largest first onto the least loaded, and what would lift a rank
-above the common level is split by rows.
+"""Writer of each region that several ranks hold. Small ones stay together on few ranks, so that a load finds them in
+few files; large ones go to the least loaded rank, largest first, and are split by rows where a rank would write more
+than the others.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import NamedTuple
 
+from bytecheckpoint.planner.file_plan import EXTENT_BYTES, OWN_EXTENT_BYTES
 from bytecheckpoint.region import Region, rows
 
 MIN_SPLIT_BYTES = 1 << 20
 """A replica is split between its holders into parts no smaller than this."""
+_SMALL_FRACTION = 32
+"""Small replicas may add one part in so many to what a rank writes. Spreading them more evenly would save less time
+than opening one more file costs each rank of a load."""
 
 
 class Replica(NamedTuple):
@@ -25,11 +30,38 @@ class Replica(NamedTuple):
     """Of each holder, which of its offers this is."""
 
 
+def is_small(byte_length: int) -> bool:
+    """Whether a chunk of this length shares its extents with its neighbours, which a load then reads as well."""
+    return byte_length < OWN_EXTENT_BYTES
+
+
 def share_out(replicas: Sequence[Replica], loads: list[int]) -> Iterator[tuple[Replica, Region, int]]:
-    """Gives replicas that the same ranks hold to these: which part of which one goes to which of the holders. Changes
-    `loads`, the bytes that each holder writes.
+    """Distributes replicas of one set of holders: each replica, or part of one, with the position of its writer.
+
+    Changes `loads`, the bytes that each holder writes.
     """
     level = _level(sorted(loads), sum(replica.byte_length for replica in replicas))
+    small = [replica for replica in replicas if is_small(replica.byte_length)]
+    for replica, position in _keep_together(small, loads, level):
+        yield replica, replica.region, position
+    yield from _balance([replica for replica in replicas if not is_small(replica.byte_length)], loads, level)
+
+
+def _keep_together(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, int]]:
+    """Small replicas, by name, on the first holders: each takes what it may before the next one takes any."""
+    position, taken = 0, 0
+    room = max(level - loads[0], level // _SMALL_FRACTION, EXTENT_BYTES)
+    for replica in sorted(replicas, key=lambda replica: (replica.fqn, replica.region)):
+        if taken and taken + replica.byte_length > room and position + 1 < len(loads):
+            position, taken = position + 1, 0
+            room = max(level - loads[position], level // _SMALL_FRACTION, EXTENT_BYTES)
+        loads[position] += replica.byte_length
+        taken += replica.byte_length
+        yield replica, position
+
+
+def _balance(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, Region, int]]:
+    """Large replicas, largest first, on the least loaded holder."""
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)
     for replica in sorted(replicas, key=lambda replica: (-replica.byte_length, replica.fqn, replica.region)):

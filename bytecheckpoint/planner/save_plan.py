@@ -15,7 +15,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.planner.aliases import agree_on_aliases
 from bytecheckpoint.planner.holders import Holders, Offered, Shares, collect_offered, group_holders
 from bytecheckpoint.planner.offers import AlikeRanks, PackedOffers, Write, unpack_offers
-from bytecheckpoint.planner.replicas import Replica, share_out
+from bytecheckpoint.planner.replicas import Replica, is_small, share_out
 from bytecheckpoint.planner.splits import Splits, find_splits
 from bytecheckpoint.region import Region, part_of_grid
 
@@ -49,6 +49,9 @@ class SavePlan:
     """By rank: for each offer, whether all of it is written by the rank that offers it."""
     parts: Sequence[Sequence[Write]]
     """By rank: the parts of offers that it writes."""
+    together: Sequence[Sequence[Sequence[int]]]
+    """By rank: groups of its offers, small ones that the same ranks hold, the group with most holders first. A load
+    mostly wants all of a group or nothing of it, so each has extents of its own."""
     num_bytes: Sequence[int]
     """By rank: of all values that it writes."""
     tensors: Sequence[PlannedTensor]
@@ -86,6 +89,7 @@ def plan_save(
     return SavePlan(
         kept=planner.kept(),
         parts=planner.parts,
+        together=planner.together(),
         num_bytes=planner.num_bytes(),
         tensors=planner.tensors(tensors),
         aliases=kept_aliases,
@@ -117,12 +121,20 @@ class _Planner:
         self._planned: dict[str, PlannedTensor] = {}
         self._chunks: dict[str, list[tuple[Region, int, int]]] = {}
         self._loads = np.zeros(num_ranks, np.int64)
+        self._together: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(num_ranks)]
+        """By writer: the small offers that it shares with other ranks, by all who hold them."""
         self.parts: list[list[Write]] = [[] for _ in range(num_ranks)]
         self.differing: list[str] = []
         self.compared: dict[tuple[int, ...], list[list[int]]] = {}
 
     def kept(self) -> list[NDArray[np.bool_]]:
         return np.split(self._is_kept, self._first_slots[1:-1])
+
+    def together(self) -> list[list[list[int]]]:
+        def order(holders: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+            return -len(holders), holders
+
+        return [[of_rank[holders] for holders in sorted(of_rank, key=order)] for of_rank in self._together]
 
     def num_bytes(self) -> list[int]:
         loads: list[int] = self._loads.tolist()
@@ -197,6 +209,9 @@ class _Planner:
 
     def _add_region(self, fqn: str, region: Region, item_bytes: int, holding: _Holding) -> None:
         ranks, offers, digests = holding
+        num_bytes = region.numel * item_bytes
+        if len(ranks) > 1 and len(set(digests)) > 1 and is_small(num_bytes):
+            self._together[ranks[0]].setdefault(tuple(ranks), []).append(offers[0])
         if len(set(digests)) > 1:
             self.differing.append(fqn)
             ranks, offers = ranks[:1], offers[:1]
@@ -206,9 +221,9 @@ class _Planner:
                 of_holder.append(offer)
         if len(ranks) == 1 or not region.numel:
             self._keep(fqn, region, ranks[0], offers[0])
-            self._loads[ranks[0]] += region.numel * item_bytes
+            self._loads[ranks[0]] += num_bytes
         else:
-            replica = Replica(fqn, region, region.numel * item_bytes, offers)
+            replica = Replica(fqn, region, num_bytes, offers)
             self._replicas.setdefault(tuple(ranks), []).append(replica)
 
     def _keep(self, fqn: str, region: Region, rank: int, offer: int) -> None:
@@ -218,14 +233,19 @@ class _Planner:
     def share_out_replicas(self) -> None:
         for ranks in sorted(self._replicas, key=lambda ranks: (len(ranks), ranks)):
             loads = self._loads[list(ranks)].tolist()
+            small: dict[int, list[int]] = {}
             for replica, region, position in share_out(self._replicas[ranks], loads):
                 rank, offer = ranks[position], replica.offers[position]
+                if is_small(replica.byte_length):
+                    small.setdefault(rank, []).append(offer)
                 if region == replica.region:
                     self._keep(replica.fqn, region, rank, offer)
                     continue
                 slot = self._num_offers[rank] + len(self.parts[rank])
                 self.parts[rank].append(Write(offer, region))
                 self._chunks.setdefault(replica.fqn, []).append((region, rank, slot))
+            for rank, of_rank in small.items():
+                self._together[rank].setdefault(ranks, []).extend(of_rank)
             self._loads[list(ranks)] = loads
 
 

@@ -256,7 +256,7 @@ def files_of(state: dict[str, torch.Tensor]) -> list[LiveFile]:
     shards = found.found
     offers = [Offer(shard.fqn, shard.dtype, shard.global_shape, *shard.region) for shard in shards]
     writes = [Write(number, shard.region) for number, shard in enumerate(shards)]
-    files = plan_files(offers, writes, max_file_bytes=1 << 30, codec="none", num_ranks=1)
+    files = plan_files(offers, writes, together=(), max_file_bytes=1 << 30, codec="none", num_ranks=1)
     return [LiveFile(planned, shards) for planned in files]
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.planner import holders, save_plan
-from bytecheckpoint.planner.file_plan import EXTENT_BYTES, LARGE_CHUNK_BYTES, cut_extents, lay_out_files
+from bytecheckpoint.planner.file_plan import EXTENT_BYTES, LARGE_CHUNK_BYTES, PlacedChunk, cut_extents, lay_out_files
 from bytecheckpoint.planner.holders import collect_offered
 from bytecheckpoint.planner.offers import Offer, Write, pack_offers, unpack_offers
 from bytecheckpoint.planner.replicas import MIN_SPLIT_BYTES
@@ -149,11 +149,12 @@ def test_replicas_even_out_what_only_one_rank_holds() -> None:
 def test_shards_of_a_hybrid_mesh_are_written_by_one_replica_each() -> None:
     """HSDP 2 x 2: two shards, each on two ranks."""
     offers = [
-        [offer(f"t{index}", (8, 4), Region((4 * (rank % 2), 0), (4, 4))) for index in range(40)] for rank in range(4)
+        [offer(f"t{index}", (512, 256), Region((256 * (rank % 2), 0), (256, 256))) for index in range(40)]
+        for rank in range(4)
     ]
     found = plan(offers)
     check_whole(found, offers)
-    assert bytes_by_rank(found, offers) == [40 * 8 * 4 * 4 // 4] * 4
+    assert bytes_by_rank(found, offers) == [40 * 512 * 256 * 4 // 4] * 4
 
 
 @given(st.integers(0, 7), st.integers(1, 6))
@@ -285,6 +286,90 @@ def test_the_first_ten_are_listed() -> None:
     assert "and 5 more" in text
 
 
+def adamw_offers(num_ranks: int, *, num_tensors: int, own_bytes: int, num_replicas: int = 1) -> list[list[Offer]]:
+    """Shards of so many bytes, in HSDP where there are replicas of them, with a step and a norm for each tensor."""
+    num_parts, rows = num_ranks // num_replicas, own_bytes // 4
+    return [
+        [
+            each
+            for index in range(num_tensors)
+            for each in (
+                offer(f"w{index:03d}", (num_parts * rows,), Region((rank % num_parts * rows,), (rows,))),
+                offer(f"s{index:03d}", ()),
+                offer(f"n{index:03d}", (64,), dtype="bfloat16"),
+            )
+        ]
+        for rank in range(num_ranks)
+    ]
+
+
+def files_of(found: Planned, offers: Sequence[Sequence[Offer]]) -> list[list[tuple[PlacedChunk, ...]]]:
+    """Of each rank."""
+    return [
+        lay_out_files(of_rank, writes, together=groups, max_file_bytes=1 << 40)
+        for of_rank, writes, groups in zip(offers, found.writes, found.plan.together, strict=True)
+    ]
+
+
+def bytes_read(file: Sequence[PlacedChunk], wanted: set[tuple[str, Region]]) -> tuple[int, int]:
+    """Of the extents that hold what is wanted, and in how many runs they lie."""
+    header_bytes = 4096
+    lengths, groups = [chunk.byte_length for chunk in file], [chunk.group for chunk in file]
+    extents = cut_extents(header_bytes, lengths, block_bytes=1 << 40, state_bytes=0, groups=groups)
+    bounds = np.cumsum([0, *extents])
+    is_read = np.zeros(len(extents) + 2, bool)
+    for chunk in file:
+        if (chunk.fqn, chunk.region) in wanted:
+            start = header_bytes + chunk.data_offset
+            first, last = np.searchsorted(bounds, [start, start + chunk.byte_length - 1], side="right") - 1
+            is_read[first + 1 : last + 2] = True
+    return int(np.array(extents)[is_read[1:-1]].sum()), int(np.count_nonzero(np.diff(is_read.astype(int)) == 1))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize("own_bytes", [1700, 100 << 10, 600 << 10])
+def test_a_load_of_small_replicas_reads_nothing_else_and_opens_one_file_more(own_bytes: int, num_replicas: int) -> None:
+    offers = adamw_offers(16, num_tensors=30, own_bytes=own_bytes, num_replicas=num_replicas)
+    found = plan(offers)
+    check_whole(found, offers)
+    files = files_of(found, offers)
+    for of_rank in offers:
+        wanted = {(each.fqn, each.region) for each in of_rank}
+        read = [bytes_read(file, wanted) for of_writer in files for file in of_writer]
+        wanted_bytes = sum(each.region.numel * itemsize(each.dtype) for each in of_rank)
+        assert sum(num_bytes for num_bytes, _ in read) == wanted_bytes
+        assert sum(num_bytes > 0 for num_bytes, _ in read) <= num_replicas + 1
+        # Where the writer's own shards are not wanted: both dtypes side by side.
+        assert all(num_runs == 1 for num_bytes, num_runs in read if 0 < num_bytes < own_bytes)
+
+
+def test_more_small_replicas_than_one_rank_should_write_are_spread_in_long_runs() -> None:
+    offers = [[offer(f"t{index:03d}", (25 << 10,)) for index in range(400)]] * 4
+    found = plan(offers)
+    loads = bytes_by_rank(found, offers)
+    assert max(loads) - min(loads) <= 4 * (100 << 10)
+    by_name = [sorted(offers[0][write.offer].fqn for write in writes) for writes in found.writes]
+    assert [names[-1] < following[0] for names, following in pairwise(by_name)] == [True] * 3
+
+
+def test_a_rank_with_more_than_its_share_still_takes_a_run_of_small_replicas() -> None:
+    replicas = [offer(f"r{index}", (1000,)) for index in range(50)]
+    offers = [[offer("own", (MiB,)), *replicas], replicas, replicas]
+    found = plan(offers)
+    assert [len(writes) for writes in found.writes] == [51, 0, 0]
+    assert [len(group) for group in found.plan.together[0]] == [50]
+
+
+def test_small_tensors_that_differ_between_ranks_lie_beside_small_replicas() -> None:
+    offers = [
+        [offer("own", (4, 8), Region((rank, 0), (1, 8))), offer("same", (4,), digest=7), offer("x", (), digest=rank)]
+        for rank in range(4)
+    ]
+    found = plan(offers)
+    assert list(found.plan.differing_replicas) == ["x"]
+    assert [sorted(offers[0][index].fqn for index in group) for group in found.plan.together[0]] == [["same", "x"]]
+
+
 @given(st.lists(st.tuples(shapes, dtypes), max_size=12), st.integers(MiB, 8 * MiB))
 @settings(max_examples=50, deadline=None)
 def test_files_hold_all_chunks_without_gaps_each_aligned(
@@ -292,7 +377,7 @@ def test_files_hold_all_chunks_without_gaps_each_aligned(
 ) -> None:
     offers = [offer(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]
     writes = [Write(index, each.region) for index, each in enumerate(offers)]
-    files = lay_out_files(offers, reversed(writes), max_file_bytes=max_file_bytes)
+    files = lay_out_files(offers, reversed(writes), together=(), max_file_bytes=max_file_bytes)
     assert sorted(chunk.offer for file in files for chunk in file) == list(range(len(offers)))
     order = [(-itemsize(chunk.dtype), chunk.fqn, chunk.region) for file in files for chunk in file]
     assert order == sorted(order)

@@ -1,0 +1,116 @@
+"""Small tensors that every rank holds, such as an optimizer's `step`, lie side by side in few files: a load reads what
+it wants, and opens few files for it. Checkpoints that have them in every rank's file load as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+
+WIDTH, NUM_LAYERS = 48, 12
+
+
+class _OpenedFiles:
+    """Data files that this process has opened. An audit hook stays for ever, so there is one a process."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and arguments[0].endswith(".safetensors"):
+            self.names.add(arguments[0])
+
+
+_OPENED: list[_OpenedFiles] = []
+
+
+def trained(world_size: int, *, num_replicas: int, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model after a step, sharded as FSDP2 has it, or HSDP where there are replicas of the shards."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+    shape = (num_replicas, world_size // num_replicas) if num_replicas > 1 else (world_size,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() / 2  # the same bits on any number of ranks
+    optimizer.step()
+    return model, optimizer
+
+
+def local_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    held = [*model.parameters(), *(each for of_one in optimizer.state.values() for each in of_one.values())]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]
+
+
+def save_trained(rank: int, world_size: int, path: str, num_replicas: int, is_spread: bool) -> None:
+    model, optimizer = trained(world_size, num_replicas=num_replicas, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_spread:  # as earlier versions did
+            for module in ("replicas", "save_plan"):
+                patch.setattr(f"bytecheckpoint.planner.{module}.is_small", lambda _: False)
+        bcp.save(path, {"model": model, "optimizer": optimizer})
+
+
+def load_trained(
+    rank: int, world_size: int, path: str, num_replicas: int, options: bcp.LoadOptions
+) -> tuple[bool, int, int, int]:
+    """Whether all is as it was saved; bytes read, bytes wanted, files opened."""
+    _OPENED[:] = _OPENED or [_OpenedFiles()]
+    expected = local_tensors(*trained(world_size, num_replicas=num_replicas, seed=1))
+    model, optimizer = trained(world_size, num_replicas=num_replicas, seed=2)
+    _OPENED[0].names.clear()
+    report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
+    num_opened = len(_OPENED[0].names)
+    found = local_tensors(model, optimizer)
+    same = all(map(torch.equal, found, expected))
+    return same, report.num_bytes_read, sum(tensor.nbytes for tensor in found), num_opened
+
+
+def save_with(
+    workers: WorkerPool, path: Path, *, world_size: int, num_replicas: int = 1, is_spread: bool = False
+) -> str:
+    workers.run(save_trained, str(path), num_replicas, is_spread, world_size=world_size)
+    return str(path)
+
+
+OFF, ON = bcp.LoadOptions(exchange="off"), bcp.LoadOptions(exchange="on", timeout_s=60)
+
+
+@pytest.mark.parametrize("world_size", [8, 4])
+def test_a_load_reads_what_it_wants_and_opens_few_files(workers: WorkerPool, tmp_path: Path, world_size: int) -> None:
+    path = save_with(workers, tmp_path / "ckpt", world_size=8)
+    results = workers.run(load_trained, path, 1, OFF, world_size=world_size)
+    assert all(same for same, *_ in results)
+    assert sum(num_read for _, num_read, *_ in results) <= 1.02 * sum(num_wanted for *_, num_wanted, _ in results)
+    assert max(num_opened for *_, num_opened in results) <= 8 // world_size + 1
+
+
+def test_replicas_of_shards_lie_where_one_rank_has_them(workers: WorkerPool, tmp_path: Path) -> None:
+    path = save_with(workers, tmp_path / "ckpt", world_size=8, num_replicas=2)
+    results = workers.run(load_trained, path, 2, OFF, world_size=8)
+    assert all(same for same, *_ in results)
+    assert sum(num_read for _, num_read, *_ in results) <= 1.02 * sum(num_wanted for *_, num_wanted, _ in results)
+    assert max(num_opened for *_, num_opened in results) <= 3
+
+
+@pytest.mark.parametrize("options", [OFF, ON], ids=["alone", "exchanging"])
+def test_a_checkpoint_with_small_replicas_in_every_file_loads(
+    workers: WorkerPool, tmp_path: Path, options: bcp.LoadOptions
+) -> None:
+    path = save_with(workers, tmp_path / "ckpt", world_size=8, is_spread=True)
+    for world_size in (8, 3):
+        results = workers.run(load_trained, path, 1, options, world_size=world_size)
+        assert all(same for same, *_ in results)
