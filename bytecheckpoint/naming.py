@@ -1,19 +1,20 @@
-"""Under which names a state finds what a checkpoint holds. This library's own checkpoints have the names of the state
-that was saved; a foreign one may hold the tensors of a single model, without a name for it.
+"""Names under which a state finds what a checkpoint holds. A checkpoint has the names of the state that was saved. But
+files of one model have no name for the model, and neither has what was converted or saved without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.adapters.renaming import KeyMap
-from bytecheckpoint.adapters.state import Entry
+from bytecheckpoint.adapters.renaming import KeyMap, renamer
+from bytecheckpoint.adapters.state import Entry, entries_of
 from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.matching import Match, match_state
+from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
+from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.ranks import Ranks
 
 _Fit = tuple[int, int]
@@ -29,10 +30,40 @@ class View(NamedTuple):
     include: Sequence[str] | None
     exclude: Sequence[str] | None
 
-    def stored(self, below: str) -> Stored:
-        """The checkpoint with all of its names below this one; as they are below ""."""
+    def stored(self, below: str, beside: Collection[str]) -> Stored:
+        """The checkpoint with all of its names below this one, but for those at and below the names beside it; as
+        they are below "".
+        """
         manifest, rank, key_map, include, exclude = self
-        return Stored(manifest, rank=rank, key_map=key_map, include=include, exclude=exclude, below=below)
+        return Stored(
+            manifest, rank=rank, key_map=key_map, include=include, exclude=exclude, below=below, beside=beside
+        )
+
+    def other_name(self, names: Sequence[str]) -> str:
+        """The name of the state, of these, below which the checkpoint can stand; "" where there is none, or several.
+
+        A checkpoint holds an entry of its own for each of the others: plain data, as optimizers and schedulers have.
+        """
+        if len(names) < 2:
+            return names[0] if names else ""
+        rename = renamer(self.key_map, "")
+        entries = set(map(rename, [*self.manifest.objects, *self.manifest.rank_objects]))
+        others = [name for name in names if name not in entries]
+        return others[0] if len(others) == 1 else ""
+
+
+class Wanted(NamedTuple):
+    """The state to load, and how the caller wants that."""
+
+    state: Mapping[str, Any]
+    framework: str
+    cast: bool
+    strict: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the state's entries."""
+        return list(map(str, self.state))
 
 
 class Matched(NamedTuple):
@@ -49,35 +80,59 @@ class Matched(NamedTuple):
         return num_found, num_found - len(self.match.problems)
 
 
+class Fitted(NamedTuple):
+    """What all ranks have agreed to load."""
+
+    entries: list[Entry]
+    stored: Stored
+    match: Match
+    fetches: list[Fetch]
+    verdict: Verdict
+
+
+def match_named(view: View, wanted: Wanted, *, below: str = "") -> Matched:
+    """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names."""
+    entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
+    stored = view.stored(below, [name for name in wanted.names if name != below] if below else ())
+    return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast))
+
+
+def fit_state(ranks: Ranks, view: View, wanted: Wanted, plan: Callable[[Match], list[Fetch]]) -> Fitted:
+    """The state compared with the checkpoint as it is, and, where that lacks something and one name of the state is no
+    entry of the checkpoint, with the checkpoint below that name: whichever fits better, on all ranks together.
+
+    Raises what `plan` raises, and CheckpointMismatchError on every rank for what does not fit on any.
+    """
+
+    def judged(matched: Matched, other_name: str) -> Fitted:
+        fetches = plan(matched.match)
+        # The last of what can be refused: who receives the verdict knows that every rank has come this far.
+        verdict = share_findings(
+            ranks, matched.match, matched.stored, wanted.names, strict=wanted.strict, other_name=other_name
+        )
+        return Fitted(*matched, fetches, verdict)
+
+    as_it_is = match_named(view, wanted)
+    other_name = view.other_name(wanted.names)
+    found = judged(as_it_is, other_name)
+    if not found.verdict.is_open:
+        return found
+    named = match_named(view, wanted, below=other_name)
+    return judged(named if _is_better(ranks, named.fit, as_it_is.fit) else as_it_is, "")
+
+
+def _is_better(ranks: Ranks, fit: _Fit, other: _Fit) -> bool:
+    """Whether the first fits better, on all ranks together."""
+
+    def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        found = [msgspec.msgpack.decode(payload, type=tuple[_Fit, _Fit]) for payload in payloads]
+        is_better = _total(first for first, _ in found) > _total(second for _, second in found)
+        return [msgspec.msgpack.encode(is_better)] * len(payloads)
+
+    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode((fit, other)), choose), type=bool)
+
+
 def _total(fits: Iterable[_Fit]) -> tuple[bool, int]:
     """Of all ranks. Where include leaves out all that could be found nothing is in the way, and that is no fit."""
     num_found, balance = map(sum, zip(*fits, strict=True))
     return num_found > 0, balance
-
-
-def match_named(
-    ranks: Ranks, view: View, state: Mapping[str, Any], take_apart: Callable[[], list[Entry]], *, cast: bool
-) -> Matched:
-    """The state compared with the checkpoint as it is, or, where that is foreign and the state has one name only, with
-    the whole checkpoint below that name: whichever fits better, on all ranks together.
-
-    `take_apart` makes the entries of the state, which serve for one comparison.
-    """
-
-    def below(name: str) -> Matched:
-        entries, stored = take_apart(), view.stored(name)
-        return Matched(entries, stored, match_state(entries, stored, cast=cast))
-
-    as_it_is = below("")
-    if not view.manifest.foreign_format:
-        return as_it_is
-    named = below(str(*state)) if len(state) == 1 else None
-    fits = (as_it_is.fit, (named or as_it_is).fit)
-
-    def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        found = [msgspec.msgpack.decode(payload, type=tuple[_Fit, _Fit]) for payload in payloads]
-        is_better = _total(second for _, second in found) > _total(first for first, _ in found)
-        return [msgspec.msgpack.encode(is_better)] * len(payloads)
-
-    is_better = msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(fits), choose), type=bool)
-    return named if is_better and named is not None else as_it_is

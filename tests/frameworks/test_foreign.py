@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign.foreign_files import convert
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
-from foreign.foreign_files import convert
 from frameworks.real_deepspeed import (
     SETUPS,
     Net,
