@@ -26,8 +26,8 @@ from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, Verdict, match_again, share_findings
-from bytecheckpoint.naming import View, match_named
+from bytecheckpoint.matching import Match, Verdict, match_again
+from bytecheckpoint.naming import View, Wanted, fit_state
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
@@ -273,13 +273,10 @@ def load(
 
     with together(ranks, f"matching the state with {about.path}", about=about):
         view = View(source.manifest, ranks.rank, key_map, _globs(include), _globs(exclude))
-        entries, stored, match, manifest = match_named(
-            ranks, view, state, lambda: entries_of(state, framework), cast=cast
-        )
+        wanted = Wanted(state, framework, cast=cast, strict=strict)
+        fitted = fit_state(ranks, view, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
+        entries, stored, match, manifest, fetches, verdict = fitted
         source = source.showing(manifest)
-        fetches = source.plan(match.shards, match.stored_fqns)
-        # The last of what can be refused: who hears the verdict knows that every rank has come this far.
-        verdict = share_findings(ranks, match, stored, state.keys(), strict=strict)
 
     with telling(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -26,6 +26,7 @@ from bytecheckpoint.manifest_check import (
     MAX_FILES,
     MAX_METADATA_BYTES,
     MAX_OBJECTS,
+    MAX_SAMPLES,
     MAX_TENSORS,
     Columns,
     bad_manifest,
@@ -49,6 +50,7 @@ __all__ = [
     "Chunk",
     "DataFile",
     "Manifest",
+    "Sample",
     "SoleChunks",
     "TensorRecord",
     "decode_manifest",
@@ -58,6 +60,18 @@ __all__ = [
 ]
 
 _Items = TypeVar("_Items", bound=Sized)
+_SAMPLE_COLUMNS = ("file_num_samples", "sample_byte_offsets", "sample_byte_lengths", "sample_digests")
+_NOTHING = memoryview(b"")
+"""A column that is left out of the file."""
+
+
+class Sample(NamedTuple):
+    """A few bytes of a file, by which one that was written again is told from the one that was linked to."""
+
+    byte_offset: int
+    byte_length: int
+    digest: int
+    """The xxh3-64 of these bytes."""
 
 
 class DataFile(NamedTuple):
@@ -70,6 +84,8 @@ class DataFile(NamedTuple):
     """In bytes, adding up to `byte_length`; empty where the file's writer left no checksums."""
     extent_digests: Sequence[int] = ()
     """The xxh3-64 of each extent."""
+    samples: Sequence[Sample] = ()
+    """Of a file of another format that a link points to, which has no extents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +203,10 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     provenance: msgspec.Raw
     foreign_format: str = ""
     linked_to: str = ""
+    file_num_samples: memoryview = _NOTHING
+    sample_byte_offsets: memoryview = _NOTHING
+    sample_byte_lengths: memoryview = _NOTHING
+    sample_digests: memoryview = _NOTHING
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -208,7 +228,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _to_wire(manifest: Manifest) -> _Wire:
-    names, file_byte_lengths, extent_lengths, extent_digests = transpose(manifest.files, 4)
+    names, file_byte_lengths, extent_lengths, extent_digests, _ = transpose(manifest.files, 5)
     rank_objects = [(fqn, *item) for fqn, by_rank in manifest.rank_objects.items() for item in by_rank.items()]
     refuse_more_than(MAX_EXTENTS, sum(map(len, extent_lengths)), "extents")
     return _Wire(
@@ -228,7 +248,18 @@ def _to_wire(manifest: Manifest) -> _Wire:
         provenance=_encode_metadata(manifest.provenance),
         foreign_format=manifest.foreign_format,
         linked_to=manifest.linked_to,
+        **_sample_columns(manifest.files),
     )
+
+
+def _sample_columns(files: Sequence[DataFile]) -> dict[str, Any]:
+    counts = [len(file.samples) for file in files]
+    if not any(counts):
+        return {}
+    refuse_more_than(MAX_SAMPLES, sum(counts), "samples of files")
+    offsets, lengths, digests = transpose([sample for file in files for sample in file.samples], 3)
+    columns = map(encode_column, (counts, offsets, lengths, digests))
+    return dict(zip(_SAMPLE_COLUMNS, columns, strict=True))
 
 
 def _columns(tensors: Mapping[str, TensorRecord]) -> Columns:
@@ -324,4 +355,15 @@ def _decode_files(wire: _Wire) -> list[DataFile]:
         of_file = slice(start, stop)
         extents = array("Q", lengths[of_file].tobytes()), array("Q", digests[of_file].tobytes())
         files.append(DataFile(name, byte_length, *extents))
-    return files
+    return _with_samples(files, wire) if len(wire.file_num_samples) else files
+
+
+def _with_samples(files: Sequence[DataFile], wire: _Wire) -> list[DataFile]:
+    counts = decode_counts(wire.file_num_samples, len(files), "samples of files", MAX_SAMPLES)
+    num_samples = int(counts.sum())
+    columns = [
+        decode_column(column, num_samples, "samples of files").tolist()
+        for column in (wire.sample_byte_offsets, wire.sample_byte_lengths, wire.sample_digests)
+    ]
+    samples = iter(map(Sample, *columns))
+    return [file._replace(samples=tuple(islice(samples, count))) for file, count in zip(files, counts, strict=True)]

@@ -25,6 +25,10 @@ MAX_TENSORS = 1 << 22
 MAX_CHUNKS = 1 << 25
 MAX_FILES = 1 << 20
 MAX_EXTENTS = 1 << 25
+MAX_SAMPLES = 1 << 22
+"""Of all files that a link points to."""
+MAX_SAMPLE_BYTES = 1 << 24
+"""Of one, because it is read at once."""
 MAX_OBJECTS = 1 << 22
 """Plain objects, those of single ranks and aliases: of each so many."""
 MAX_METADATA_BYTES = 1 << 22
@@ -159,6 +163,10 @@ def _check_file(file: DataFile) -> None:
             f"the extents of file {shown(file.name)} have {sum(lengths)} bytes, the shortest {min(lengths)}; "
             f"the file has {file.byte_length}"
         )
+    for byte_offset, byte_length, _ in file.samples:
+        if not 0 < byte_length <= MAX_SAMPLE_BYTES or byte_offset + byte_length > file.byte_length:
+            what = f"a sample of {byte_length} bytes at byte {byte_offset}, and the file has {file.byte_length}"
+            raise bad_manifest(f"file {shown(file.name)} has {what}")
 
 
 def _path_escape(what: str, name: str) -> UnsafeCheckpointError:

@@ -210,6 +210,12 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """Of the names that only this rank sees, those under a name of its state that it has no place for."""
     names_digest: int
     """Of the names that all ranks see, as this one does."""
+    num_found: int
+    """Shards that the checkpoint fills."""
+    other_name: str
+    """The name of the state below which the checkpoint can stand instead; "" where there is none."""
+    has_experts: bool
+    """The checkpoint has experts in separate tensors, which can be stacks instead."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -217,9 +223,22 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
     problems: list[Problem]
     unexpected: list[str]
+    is_open: bool = False
+    """Something is missing, and the checkpoint may have it in another way."""
+    other_name: str = ""
+    """The one that all ranks gave, if so; else ""."""
 
 
-def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iterable[str], *, strict: bool) -> Verdict:
+def share_findings(
+    ranks: Ranks,
+    match: Match,
+    stored: Stored,
+    state_names: Iterable[str],
+    *,
+    strict: bool,
+    other_name: str = "",
+    has_experts: bool = False,
+) -> Verdict:
     """What does not fit on any rank; with `strict` one error about all of it, raised on every rank.
 
     Keys are unexpected where the checkpoint has them under a top-level name of the state and no rank takes them.
@@ -229,17 +248,40 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
     unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
     digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
-    findings = _Findings(match.problems, sorted(top_level), np.packbits(wanted).tobytes(), unexpected, digest)
+    packed = np.packbits(wanted).tobytes()
+    findings = _Findings(
+        match.problems,
+        sorted(top_level),
+        packed,
+        unexpected,
+        digest,
+        len(match.shards),
+        other_name=other_name,
+        has_experts=has_experts,
+    )
 
     def judge(payloads: Sequence[bytes]) -> Sequence[bytes]:
         all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
         _check_same_names(ranks, all_findings)
         verdict = _merge(all_findings, names)
-        if strict and (verdict.problems or verdict.unexpected):
+        other = _common_name(all_findings)
+        if _is_lacking(all_findings) and (other or all_findings[COORDINATOR].has_experts):
+            verdict = Verdict([], [], is_open=True, other_name=other)
+        elif strict and (verdict.problems or verdict.unexpected):
             raise _mismatch(verdict)
         return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
 
     return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=Verdict)
+
+
+def _is_lacking(findings: Sequence[_Findings]) -> bool:
+    is_missing = any(problem.kind == "missing_key" for of_rank in findings for problem in of_rank.problems)
+    return is_missing or not any(of_rank.num_found for of_rank in findings)
+
+
+def _common_name(findings: Sequence[_Findings]) -> str:
+    names = {of_rank.other_name for of_rank in findings}
+    return names.pop() if len(names) == 1 else ""
 
 
 def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:

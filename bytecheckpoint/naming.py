@@ -1,20 +1,21 @@
-"""Under which names a state finds what a checkpoint holds. This library's own checkpoints have the names of the state
-that was saved; a foreign one may hold the tensors of a single model, without a name for it.
+"""Names under which a state finds what a checkpoint holds. A checkpoint has the names of the state that was saved. But
+files of one model have no name for the model, and neither has what was converted or saved without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.adapters.renaming import KeyMap
-from bytecheckpoint.adapters.state import Entry
+from bytecheckpoint.adapters.renaming import KeyMap, renamer
+from bytecheckpoint.adapters.state import Entry, entries_of
 from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.matching import Match, match_state
-from bytecheckpoint.planner.fused_experts import with_fused_experts
+from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
+from bytecheckpoint.planner.coalesce import Fetch
+from bytecheckpoint.planner.fused_experts import has_separate_experts, with_fused_experts
 from bytecheckpoint.ranks import Ranks
 
 _Fit = tuple[int, int]
@@ -30,10 +31,40 @@ class View(NamedTuple):
     include: Sequence[str] | None
     exclude: Sequence[str] | None
 
-    def stored(self, below: str) -> Stored:
-        """The checkpoint with all of its names below this one; as they are below ""."""
+    def stored(self, below: str, beside: Collection[str]) -> Stored:
+        """The checkpoint with all of its names below this one, but for those at and below the names beside it; as
+        they are below "".
+        """
         manifest, rank, key_map, include, exclude = self
-        return Stored(manifest, rank=rank, key_map=key_map, include=include, exclude=exclude, below=below)
+        return Stored(
+            manifest, rank=rank, key_map=key_map, include=include, exclude=exclude, below=below, beside=beside
+        )
+
+    def other_name(self, names: Sequence[str]) -> str:
+        """The name of the state, of these, below which the checkpoint can stand; "" where there is none, or several.
+
+        A checkpoint holds an entry of its own for each of the others: plain data, as optimizers and schedulers have.
+        """
+        if len(names) < 2:
+            return names[0] if names else ""
+        rename = renamer(self.key_map, "")
+        entries = set(map(rename, [*self.manifest.objects, *self.manifest.rank_objects]))
+        others = [name for name in names if name not in entries]
+        return others[0] if len(others) == 1 else ""
+
+
+class Wanted(NamedTuple):
+    """The state to load, and how the caller wants that."""
+
+    state: Mapping[str, Any]
+    framework: str
+    cast: bool
+    strict: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the state's entries."""
+        return list(map(str, self.state))
 
 
 class Matched(NamedTuple):
@@ -52,61 +83,71 @@ class Matched(NamedTuple):
         return num_found, num_found - len(self.match.problems)
 
 
+class Fitted(NamedTuple):
+    """What all ranks have agreed to load."""
+
+    entries: list[Entry]
+    stored: Stored
+    match: Match
+    manifest: Manifest
+    """As in Matched."""
+    fetches: list[Fetch]
+    verdict: Verdict
+
+
+def match_named(view: View, wanted: Wanted, *, below: str = "") -> Matched:
+    """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names."""
+    entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
+    stored = view.stored(below, [name for name in wanted.names if name != below] if below else ())
+    return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), view.manifest)
+
+
+def fit_state(ranks: Ranks, view: View, wanted: Wanted, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
+    """The state compared with the checkpoint as it is, and, where that lacks something, in other ways: below a name of
+    the state that is no entry of the checkpoint, and with stacks of the experts that it has in separate tensors.
+    Whichever fits best counts, on all ranks together.
+
+    Raises what `plan` raises, and CheckpointMismatchError on every rank for what does not fit on any.
+    """
+
+    def judged(matched: Matched, *, other_name: str = "", has_experts: bool = False) -> Fitted:
+        fetches = plan(matched)
+        # The last of what can be refused: who receives the verdict knows that every rank has come this far.
+        verdict = share_findings(
+            ranks,
+            matched.match,
+            matched.stored,
+            wanted.names,
+            strict=wanted.strict,
+            other_name=other_name,
+            has_experts=has_experts,
+        )
+        return Fitted(*matched, fetches, verdict)
+
+    as_it_is = match_named(view, wanted)
+    found = judged(as_it_is, other_name=view.other_name(wanted.names), has_experts=has_separate_experts(view.manifest))
+    if not found.verdict.is_open:
+        return found
+    fused = with_fused_experts(view.manifest)
+    views = [view] if fused is None else [view, view._replace(manifest=fused)]
+    names = ["", found.verdict.other_name] if found.verdict.other_name else [""]
+    others = [match_named(each, wanted, below=name) for each in views for name in names if name or each is not view]
+    return judged(_best_of(ranks, [as_it_is, *others]))
+
+
+def _best_of(ranks: Ranks, found: Sequence[Matched]) -> Matched:
+    """The comparison that fits best on all ranks together, the first where several do."""
+
+    def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        of_ranks = [msgspec.msgpack.decode(payload, type=list[_Fit]) for payload in payloads]
+        totals = [_total(fits) for fits in zip(*of_ranks, strict=True)]
+        return [msgspec.msgpack.encode(totals.index(max(totals)))] * len(payloads)
+
+    payload = msgspec.msgpack.encode([matched.fit for matched in found])
+    return found[msgspec.msgpack.decode(ranks.consult(payload, choose), type=int)]
+
+
 def _total(fits: Iterable[_Fit]) -> tuple[bool, int]:
     """Of all ranks. Where include leaves out all that could be found nothing is in the way, and that is no fit."""
     num_found, balance = map(sum, zip(*fits, strict=True))
     return num_found > 0, balance
-
-
-def match_named(
-    ranks: Ranks, view: View, state: Mapping[str, Any], take_apart: Callable[[], list[Entry]], *, cast: bool
-) -> Matched:
-    """Compares the state with the checkpoint as it is, or, where that is foreign and the state has one name only, with
-    the whole checkpoint below that name: whichever fits better, on all ranks together. Where neither fits whole, and
-    the checkpoint has experts in separate tensors, they are compared as stacks, too.
-
-    `take_apart` makes the entries of the state, which serve for one comparison.
-    """
-
-    def compare(shown: View) -> list[Matched]:
-        names = ["", str(*state)] if shown.manifest.foreign_format and len(state) == 1 else [""]
-        return [_matched(shown, take_apart(), below=name, cast=cast) for name in names]
-
-    found = compare(view)
-    fused = with_fused_experts(view.manifest)
-    if fused is None and not view.manifest.foreign_format:
-        return found[0]
-    best = _best(ranks, found)
-    if fused is None or best.is_whole:
-        return found[best.number]
-    found = [found[best.number], *compare(view._replace(manifest=fused))]
-    return found[_best(ranks, found).number]
-
-
-def _matched(view: View, entries: list[Entry], *, below: str, cast: bool) -> Matched:
-    stored = view.stored(below)
-    return Matched(entries, stored, match_state(entries, stored, cast=cast), view.manifest)
-
-
-class _Best(msgspec.Struct, frozen=True, array_like=True):
-    """The comparison that fits best on all ranks together."""
-
-    number: int
-    is_whole: bool
-    """It has no problem on any rank."""
-
-
-def _best(ranks: Ranks, found: Sequence[Matched]) -> _Best:
-    """The first of the best. A rank whose state has more names than one has fewer to choose from."""
-
-    def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        of_ranks = [msgspec.msgpack.decode(payload, type=list[_Fit]) for payload in payloads]
-        num_all = max(map(len, of_ranks))
-        totals = [_total(fits[min(number, len(fits) - 1)] for fits in of_ranks) for number in range(num_all)]
-        number = totals.index(max(totals))
-        is_whole = all(found == balance for found, balance in (fits[min(number, len(fits) - 1)] for fits in of_ranks))
-        return [msgspec.msgpack.encode(_Best(number, is_whole))] * len(payloads)
-
-    payload = msgspec.msgpack.encode([matched.fit for matched in found])
-    best = msgspec.msgpack.decode(ranks.consult(payload, choose), type=_Best)
-    return _Best(min(best.number, len(found) - 1), best.is_whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,6 +21,7 @@ from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.reader import ALIGNMENT, FrameRead, Read, fetch_bytes, run_reads
+from bytecheckpoint.storage.samples import check_samples
 from bytecheckpoint.storage.store import GivesBytes, Store
 
 _THREADS = SpareThreads(is_awaited=False)
@@ -51,6 +52,8 @@ class Source:
         self.is_exchanged = is_exchanged
         self.path = join_name(str(store), folder) if path is None else path
         self.changes = Changes()
+        self._sampled: set[int] = set()
+        """Files that were compared with their samples."""
 
     @property
     def _scratch_bytes(self) -> int:
@@ -79,7 +82,7 @@ class Source:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
 
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file) or CheckpointCorruptError
-        (truncated, unsupported_version); nothing has been read then.
+        (truncated, checksum, unsupported_version); nothing has been read then.
         """
         options = self.options
         wants = [
@@ -102,8 +105,21 @@ class Source:
             max_gap_bytes=self.store.access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
             max_fetch_bytes=max_fetch_bytes,
         )
-        check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
+        self.check_files(wanted_files(fetches))
         return fetches
+
+    def check_files(self, numbers: Iterable[int]) -> None:
+        """Makes sure that the data files of these numbers are there with their sizes, and that those which a link
+        points to are the ones that it was made for.
+
+        Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated, checksum).
+        """
+        wanted = set(numbers)
+        check_files(self.store, self.folder, self.manifest, wanted)
+        if self.options.verify:
+            new = [self.manifest.files[number] for number in sorted(wanted - self._sampled)]
+            check_samples(self.store, self.folder, new, threads=self.options.reader_threads)
+            self._sampled |= wanted
 
     def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: Lanes) -> Targets:
         """The memory of these shards, as destinations of a load."""

@@ -25,6 +25,7 @@ from bytecheckpoint.storage.data_file import (
 )
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.samples import sample_faults
 from bytecheckpoint.storage.scan import Fault, Piece, find_files, pieces_of, scan, size_faults
 from bytecheckpoint.storage.store import Store
 
@@ -105,6 +106,7 @@ def verify_checkpoint(
     scan(store, names, pieces, threads=threads, on_done=on_done)
     contents = _Contents(manifest)
     broken = _broken_starts(files, sizes, faults)
+    faults += _sample_faults(store, names, files, sizes, threads=threads)
     faults += _header_faults(store, names, manifest, contents, broken_starts=broken, threads=threads)
     ordered = sorted(faults, key=lambda fault: (fault.file, fault.byte_offset))
     damage = [*_tiling_damage(manifest), *(contents.describe(fault) for fault in ordered)]
@@ -130,6 +132,26 @@ def _count_sound(manifest: Manifest, hit: Collection[str], doubtful_files: Colle
     if not doubtful_files:
         return len(manifest.tensors) - len(hit)
     return sum(doubtful_files.isdisjoint(manifest.tensors[fqn].files) for fqn in others)
+
+
+def _sample_faults(
+    store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
+) -> list[Fault]:
+    """The files that a link points to and that were written again, with their sizes as they were."""
+    whole = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
+    found = sample_faults(
+        store, [names[number] for number in whole], [files[number] for number in whole], threads=threads
+    )
+    return [
+        Fault(
+            "checksum",
+            whole[number],
+            sample.byte_offset,
+            sample.byte_length,
+            f"checksum {sample.digest:016x} when the link was made, {digest:016x} now",
+        )
+        for number, sample, digest in found
+    ]
 
 
 def bytes_to_read(manifest: Manifest, sample_percent: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from bytecheckpoint.errors import CheckpointMismatchError
 
@@ -11,9 +11,11 @@ KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 """From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
 
-def renamer(key_map: KeyMap | None, below: str) -> Callable[[str], str]:
-    """From checkpoint FQN to state FQN: a key_map in any of its forms, and the name below which all others stand."""
-    return _lowered(_mapped(key_map), below)
+def renamer(key_map: KeyMap | None, below: str, beside: Collection[str] = ()) -> Callable[[str], str]:
+    """From checkpoint FQN to state FQN: a key_map in any of its forms, and the name below which all others stand, but
+    for those at and below the names beside it.
+    """
+    return _lowered(_mapped(key_map), below, beside)
 
 
 def _mapped(key_map: KeyMap | None) -> Callable[[str], str]:
@@ -34,13 +36,16 @@ def _mapped(key_map: KeyMap | None) -> Callable[[str], str]:
     return rename
 
 
-def _lowered(rename: Callable[[str], str], below: str) -> Callable[[str], str]:
+def _lowered(rename: Callable[[str], str], below: str, beside: Collection[str]) -> Callable[[str], str]:
     """The same with a name before all others; what has no name gets that one."""
     if not below:
         return rename
+    prefixes = tuple(f"{name}." for name in beside)
 
     def lower(fqn: str) -> str:
         name = rename(fqn)
+        if name in beside or name.startswith(prefixes):
+            return name
         return f"{below}.{name}" if name else below
 
     return lower

@@ -4,7 +4,7 @@ key_map, plain data decoded for one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -97,8 +97,11 @@ class Stored:
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
         below: str = "",
+        beside: Collection[str] = (),
     ) -> None:
-        """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too."""
+        """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too, but for those at
+        and below the state FQNs `beside` it.
+        """
         self._manifest = manifest
         self._rank = rank
         self._include, self._exclude = include, exclude or ()
@@ -107,7 +110,7 @@ class Stored:
         self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below)
         self._is_as_saved = self.takes_all and not self._is_renamed
-        self.rename = renamer(key_map, below)
+        self.rename = renamer(key_map, below, beside)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
         """By checkpoint FQN, whatever include and exclude say."""

@@ -18,7 +18,7 @@ from bytecheckpoint.column_tensors import ColumnTensors
 from bytecheckpoint.conversion.dcp_target import plan_dcp
 from bytecheckpoint.conversion.elements import Elements
 from bytecheckpoint.conversion.hf_target import plan_hf
-from bytecheckpoint.conversion.linking import check_reachable, link_manifest, write_link
+from bytecheckpoint.conversion.linking import check_reachable, link_manifest, with_samples, write_link
 from bytecheckpoint.conversion.mapping import names_for_experts, view_of
 from bytecheckpoint.conversion.own_target import plan_own
 from bytecheckpoint.conversion.plain_trees import PlainData
@@ -165,6 +165,7 @@ def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
             look_at(place, "bcp", overwrite=request.overwrite, beside=True)
             store, folder = (source.store, source.folder) if manifest.linked_to else (place.store, "")
             check_reachable(store, folder, manifest, path=place.path)
+            manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
             num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
     ranks.farewell()

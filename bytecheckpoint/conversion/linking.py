@@ -13,8 +13,12 @@ from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.reporting import provenance_of
+from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.foreign.file_bytes import FileBytes
+from bytecheckpoint.storage.foreign.zip_archive import directory_offset
 from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.samples import sample_ranges, take_sample
 from bytecheckpoint.storage.store import Store
 
 
@@ -51,6 +55,23 @@ def link_manifest(view: View, wish: Wish, *, source: str, target: str) -> tuple[
         provenance={**provenance_of(1), "linked_from": manifest.foreign_format or OWN_FORMAT},
     )
     return linked, selection
+
+
+def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int) -> Manifest:
+    """The link with samples of the files, in this folder, that have no checksums."""
+    files = list(manifest.files)
+
+    def take(number: int) -> None:
+        file = files[number]
+        name = join_name(folder, file.name)
+        directory = directory_offset(FileBytes(store, name, file.byte_length))
+        ranges = sample_ranges(file.byte_length, directory)
+        files[number] = file._replace(samples=[take_sample(store, name, *of_sample) for of_sample in ranges])
+
+    unsampled = [number for number, file in enumerate(files) if not file.samples and not file.extent_lengths]
+    if unsampled:
+        do_side_by_side(take, unsampled, num_threads=threads)
+    return replace(manifest, files=files)
 
 
 def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:

@@ -53,6 +53,11 @@ def expert_names_of(model_type: str) -> str:
     return "mixtral" if model_type in _MIXTRAL_TYPES else "qwen2_moe"
 
 
+def has_separate_experts(manifest: Manifest) -> bool:
+    """True where a tensor has the name of a matrix of one expert. Cheap, unlike `with_fused_experts`."""
+    return any("experts." in name and _EXPERT.fullmatch(name) for name in manifest.tensors)
+
+
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
     """The same checkpoint with one tensor for all experts of a layer, in place: its chunks are those of the experts.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from click.testing import CliRunner
+
+from bytecheckpoint.tools.main import cli
 
 
 class Touch:
@@ -26,3 +29,10 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert bits(found[name]) == bits(tensor), name
+
+
+def convert(source: Path, target: Path, *options: str) -> None:
+    """`bcp convert`, into the library's own format unless the options say another."""
+    options = options or ("--to", "bcp")
+    result = CliRunner().invoke(cli, ["convert", str(source), str(target), *options])
+    assert result.exit_code == 0, result.output

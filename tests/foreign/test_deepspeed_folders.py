@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_files import assert_same
+from foreign_files import assert_same, convert
 
 import bytecheckpoint as bcp
 
@@ -219,3 +219,76 @@ def test_what_is_missing_or_cut_in_other_ways_is_said(tmp_path: Path, classes: A
     assert kind_of() == "missing_file"
     torch.save({"module": {}, "param_shapes": [{"a.weight": (500,)}]}, folder / "mp_rank_00_model_states.pt")
     assert kind_of() == "bad_manifest"
+
+
+def write_without_zero(folder: Path, *, is_wrapped: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """As training without ZeRO: torch's optimizer lies in the model states, in bfloat16 inside a wrapper's state."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    inner = optimizer.state_dict()
+    masters = [[parameter.detach().clone() for parameter in model.parameters()]]
+    wrapper = {"cur_scale": 1.0, "optimizer_state_dict": inner, "fp32_groups": masters}
+    folder.mkdir(parents=True)
+    states = model_states(dict(model.state_dict())) | {"optimizer": wrapper if is_wrapped else inner}
+    states |= {"param_shapes": None, "shared_params": None, "ds_config": {"train_batch_size": 2}}
+    torch.save(states, folder / "mp_rank_00_model_states.pt")
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_the_optimizer_of_training_without_zero_is_kept(
+    tmp_path: Path, *, is_wrapped: bool, is_converted: bool
+) -> None:
+    path = tmp_path / "global_step7"
+    model, optimizer = write_without_zero(path, is_wrapped=is_wrapped)
+    if is_converted:
+        convert(path, tmp_path / "own")
+        path = tmp_path / "own"
+    new = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    new_optimizer = torch.optim.AdamW(new.parameters(), lr=0.5)
+    report = bcp.load(path, {"model": new, "optimizer": new_optimizer})
+    assert not report.missing
+    assert_same(new.state_dict(), model.state_dict())
+    for of_new, of_saved in zip(new.parameters(), model.parameters(), strict=True):
+        assert_same(new_optimizer.state[of_new], optimizer.state[of_saved])
+    assert new_optimizer.param_groups[0]["lr"] == 0.125
+    tensors = bcp.open(path).state_dict()
+    assert ("mixed_precision.fp32_groups.0.1" in tensors) == is_wrapped
+    assert bcp.open(path).info.metadata["left_out"].startswith("ds_config: ")
+
+
+def test_extra_state_of_a_module_is_kept(tmp_path: Path) -> None:
+    tmp_path.joinpath("c").mkdir()
+    states = model_states({"weight": torch.ones(2), "norm._extra_state": {"amax": torch.full((3,), 2.0)}})
+    torch.save(states | {"param_shapes": None, "shared_params": None}, tmp_path / "c" / "mp_rank_00_model_states.pt")
+    assert torch.equal(bcp.open(tmp_path / "c").state_dict()["model.norm._extra_state.amax"], torch.full((3,), 2.0))
+
+
+def test_a_dynamic_loss_scale_is_kept_and_what_other_ranks_have_of_their_own_is_named(
+    tmp_path: Path, classes: Any
+) -> None:
+    write_shared(tmp_path / "c", 2, classes)
+    for rank in range(2):
+        name = tmp_path / "c" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        states = torch.load(name, weights_only=False)
+        scaler = states["optimizer_state_dict"]["loss_scaler"]
+        scaler.cur_scale, scaler.cur_iter, scaler.dynamic = 512.0, 9, True
+        states["optimizer_state_dict"]["residuals"] = [torch.ones(2)]
+        torch.save(states, name)
+    first = tmp_path / "c" / "mp_rank_00_model_states.pt"
+    states = torch.load(first, weights_only=False) | {"noise": torch.ones(2)}
+    for rank in range(2):
+        torch.save(states, first.with_name(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+    first.unlink()
+    checkpoint = bcp.open(tmp_path / "c")
+    assert [checkpoint.objects[f"optimizer.facts.loss_scaler.{name}"] for name in ("cur_scale", "cur_iter")] == [
+        512.0,
+        9,
+    ]
+    left_out = checkpoint.info.metadata["left_out"]
+    assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt: residuals" in left_out
+    assert "zero_pp_rank_1_mp_rank_00_model_states.pt: noise" in left_out
+    assert "zero_pp_rank_0_mp_rank_00_model_states.pt" not in left_out

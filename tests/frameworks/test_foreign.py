@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign.foreign_files import convert
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 from frameworks.real_deepspeed import (
     SETUPS,
     Net,
+    Setup,
     engine_of,
     join_deepspeed,
     optimizer_state_of,
@@ -47,6 +49,7 @@ READ = [
 ]
 MIXED_UP = {"zero_1_round_robin"}
 """Where DeepSpeed's own functions for single parameters give those of others."""
+WITHOUT_ZERO = {"fp32": Setup(0, is_bf16=False), "bf16": Setup(0)}
 UNIVERSAL = ["zero_1", "zero_2", "zero_3"]
 Held = dict[str, dict[str, torch.Tensor]]
 
@@ -116,3 +119,38 @@ def test_a_universal_checkpoint_holds_the_same(folder: Path, held: tuple[Held, H
     weights, states, _ = (by_name.get(name, {}) for by_name in held)
     assert unequal({fqn: found[f"model.{fqn}"] for fqn in weights}, weights) == []
     assert unequal({fqn: found[f"optimizer.state.{fqn}"] for fqn in states}, states) == []
+
+
+def train_without_zero(rank: int, world_size: int, folder: str) -> Held:
+    """Optimizer state of engines without ZeRO, by name of the parameter."""
+    join_deepspeed(rank)
+    held = {}
+    for name, setup in WITHOUT_ZERO.items():
+        engine = engine_of(setup, seed=3)
+        train(engine, 3)
+        engine.save_checkpoint(f"{folder}/without_zero_{name}")
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        trained = [fqn for fqn, each in engine.module.named_parameters() if each.requires_grad]
+        states = zip(trained, inner.state.values(), strict=True)
+        held[name] = {f"{fqn}.{key}": each[key].clone() for fqn, each in states for key in ("exp_avg", "exp_avg_sq")}
+    return held
+
+
+def test_training_without_zero_keeps_its_optimizer(folder: Path, tmp_path: Path) -> None:
+    pool = WorkerPool()
+    held = pool.run(train_without_zero, str(folder), world_size=2, timeout_s=800)[0]
+    pool.close()
+    for name in WITHOUT_ZERO:
+        own = tmp_path / name
+        source = folder / f"without_zero_{name}"
+        convert(source, own)
+        for path in (source, own):
+            model = Net(seed=9)
+            optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.5)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+            state = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+            bcp.load(path, state, cast=name == "bf16")
+            by_name = {fqn: optimizer.state[each] for fqn, each in model.named_parameters() if each.requires_grad}
+            found = {f"{fqn}.{key}": each[key] for fqn, each in by_name.items() for key in ("exp_avg", "exp_avg_sq")}
+            assert unequal(found, held[name]) == []
+            assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (pytest.approx(0.001), 3)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest import decode_manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, Sample, decode_manifest, encode_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -188,3 +188,66 @@ def test_a_link_on_a_local_path_leads_to_a_bucket_with_the_options_for_it(call, 
     with pytest.raises(bcp.CheckpointMismatchError, match=r"local path .*, which takes none"):
         bcp.load(link, state, storage_options=s3.options)
     assert "takes none" in call("verify", link, *options).err
+
+
+OTHER = {name: tensor + 1 for name, tensor in STATE.items()}
+
+
+@pytest.mark.parametrize("source", ["hf", "dcp", "torch"])
+def test_a_file_that_was_written_again_is_not_loaded_through_a_link_to_it(call, tmp_path, monkeypatch, source) -> None:
+    SOURCES[source](tmp_path / "run")
+    assert call("convert", tmp_path / "run", tmp_path / "run", "--to", "bcp", "--link").code == 0
+    assert_loads(tmp_path / "run")
+    sizes = {path: path.stat().st_size for path in (tmp_path / "run").iterdir()}
+    monkeypatch.setitem(globals(), "STATE", OTHER)
+    manifest = (tmp_path / "run" / "manifest.bcp").read_bytes()
+    shutil.rmtree(tmp_path / "run")
+    SOURCES[source](tmp_path / "run")
+    (tmp_path / "run" / "manifest.bcp").write_bytes(manifest)
+    data = [path for path in sizes if path.name not in {".metadata", "manifest.bcp"}]
+    assert all(path.stat().st_size == sizes[path] for path in data)
+    for attempt in (lambda: assert_loads(tmp_path / "run"), lambda: bcp.open(tmp_path / "run")["layers.3.weight"][:1]):
+        with pytest.raises(bcp.CheckpointCorruptError) as caught:
+            attempt()
+        assert caught.value.kind == "checksum"
+        assert "written again after a link to them was made" in caught.value.message
+        assert data[0].name in caught.value.message
+    assert call("verify", tmp_path / "run").code == 1
+    assert call("convert", tmp_path / "run", tmp_path / "other", "--to", "hf").code == 1
+
+
+def test_one_number_that_changed_in_a_file_of_torch_is_seen(call, tmp_path) -> None:
+    state = {"large": torch.zeros(2_000_003), "small": torch.ones(5)}
+    torch.save(state, tmp_path / "x.pt")
+    assert call("convert", tmp_path / "x.pt", tmp_path, "--to", "bcp", "--link").code == 0
+    state["large"][1_234_567] = 1
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(bcp.CheckpointCorruptError) as caught:
+        bcp.load(tmp_path, {"small": torch.ones(5), "large": torch.zeros(2_000_003)})
+    assert caught.value.kind == "checksum"
+    bcp.load(tmp_path, state, options=bcp.LoadOptions(verify=False))
+
+
+def test_a_link_to_a_link_keeps_its_samples(call, tmp_path) -> None:
+    write_torch(tmp_path / "root" / "run")
+    assert call("convert", tmp_path / "root" / "run", tmp_path / "root" / "run", "--to", "bcp", "--link").code == 0
+    assert call("convert", tmp_path / "root" / "run", tmp_path / "root", "--to", "bcp", "--link").code == 0
+    manifests = [decode_manifest(path.read_bytes()) for path in tmp_path.rglob("manifest.bcp")]
+    assert len({file.samples for manifest in manifests for file in manifest.files}) == 1
+
+
+def test_a_link_of_an_earlier_release_has_no_samples_and_loads(call, tmp_path) -> None:
+    write_torch(tmp_path / "run")
+    assert call("convert", tmp_path / "run", tmp_path / "run", "--to", "bcp", "--link").code == 0
+    path = tmp_path / "run" / "manifest.bcp"
+    manifest = decode_manifest(path.read_bytes())
+    path.write_bytes(encode_manifest(replace(manifest, files=[file._replace(samples=()) for file in manifest.files])))
+    assert_loads(tmp_path / "run")
+
+
+@pytest.mark.parametrize("sample", [Sample(0, 0, 1), Sample(0, 1 << 30, 1), Sample(1 << 40, 8, 1)])
+def test_a_sample_outside_of_its_file_is_refused(sample) -> None:
+    manifest = Manifest(save_id="x", foreign_format="torch.save", files=[DataFile("f", 100, samples=[sample])])
+    with pytest.raises(bcp.CheckpointCorruptError) as caught:
+        decode_manifest(encode_manifest(manifest))
+    assert caught.value.kind == "bad_manifest"

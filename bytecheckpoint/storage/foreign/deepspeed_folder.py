@@ -2,7 +2,7 @@
 
 A parameter in full precision, and each piece of its optimizer state, is a set of ranges in the flat buffers that the
 ranks have saved. `model` has the weights in full precision, `module` those of lower precision, where ranks have them
-whole; `optimizer` has the rest.
+whole; `optimizer` has the rest. Without ZeRO the optimizer lies whole beside the weights, and has numbers for names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.storage.foreign.file_bytes import damaged, not_readable
 from bytecheckpoint.storage.foreign.flat_ranges import chunks_of_runs, divided_runs
-from bytecheckpoint.storage.foreign.parts import Parts, plain_tree
+from bytecheckpoint.storage.foreign.parts import Parts, holds_tensor, is_extra_state, plain_tree
 from bytecheckpoint.storage.foreign.pickled_values import Call, StoredView, find_value, instances
 from bytecheckpoint.storage.foreign.saved_files import Saved, missing_file, open_saved, translated
 from bytecheckpoint.storage.foreign.universal_folder import UNIVERSAL_FOLDER, read_universal
@@ -30,7 +30,13 @@ _OTHER = re.compile(r"\A(?:layer_\d+.*-model_\d+.*|layer_\d+_expert_.*|expp_rank
 _WRITER = "DeepSpeed"
 _LOADED = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_LEFT = ("optimizer", "ds_config", "universal_checkpoint_info", "checkpoint_parallel_dimensions", "autotp_uc_info")
+_LEFT = ("ds_config", "universal_checkpoint_info", "checkpoint_parallel_dimensions", "autotp_uc_info")
+_OPTIMIZER_ENTRY, _INNER = "optimizer", "optimizer_state_dict"
+_WRAPPER_ENTRY = "mixed_precision"
+"""The entry for what DeepSpeed's wrapper of an optimizer without ZeRO keeps beside it: weights in full precision, and
+the scale of the loss.
+"""
+_KNOWN = frozenset({*_LOADED, *_COUNTERS, *_LEFT, _OPTIMIZER_ENTRY, "lr_scheduler"})
 
 _CLASSES: Mapping[str, Any] = MappingProxyType(
     {
@@ -75,6 +81,7 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
         state = translated(optimizer_files[0].path, _WRITER, read_zero_state, *found_files)
     translated(model_files[0].path, _WRITER, reader.add_frozen, model_files)
     translated(model_files[0].path, _WRITER, reader.add_model, model_files[0], state)
+    reader.name_left_out(model_files)
     return parts
 
 
@@ -143,28 +150,54 @@ class _Reader:
                 fqn = f"module.{name}" if name in flat else f"model.{name}"
                 if fqn not in parts.tensors:  # what is frozen
                     self._add(saved, fqn, view)
+            elif is_extra_state(name):
+                parts.trees[f"model.{name}"] = self._plain(saved, view, f"model.{name}")
         for alias, name in _pairs(value.get("shared_params")):
             if f"model.{alias}" not in parts.tensors and f"model.{name}" in parts.tensors:
                 parts.add_alias(f"model.{alias}", f"model.{name}")
-        facts = {"engine": {name: value[name] for name in _COUNTERS if type(value.get(name)) is int}}
+        facts: dict[str, Any] = {"engine": {name: value[name] for name in _COUNTERS if type(value.get(name)) is int}}
         if isinstance(value.get("lr_scheduler"), dict):
             facts["lr_scheduler"] = value["lr_scheduler"]
         if state is not None:
-            parts.trees["optimizer"] = self._plain(saved, {**state.tree, "facts": facts}, "optimizer")
+            parts.trees["optimizer"] = self._plain(
+                saved, {**state.tree, "facts": {**state.facts, **facts}}, "optimizer"
+            )
         else:
+            facts |= _without_zero(value.get(_OPTIMIZER_ENTRY))
             parts.trees |= {name: self._plain(saved, fact, name) for name, fact in facts.items()}
-        known = {*_LOADED, *_COUNTERS, *_LEFT, "lr_scheduler"}
         for key, item in value.items():
-            if key not in known and item is not None and str(key) not in parts.trees:
+            if key not in _KNOWN and item is not None and str(key) not in parts.trees:
                 parts.trees[str(key)] = self._plain(saved, item, str(key))
+        if state is not None and value.get(_OPTIMIZER_ENTRY) is not None:
+            parts.leave_out(_OPTIMIZER_ENTRY, "the files of the optimizer have its state")
         steps = value.get("global_steps")
         parts.step = steps if type(steps) is int and steps >= 0 else None
+
+    def name_left_out(self, models: list[Saved]) -> None:
+        """Names values of the model states that are not read, but for what describes the files alone."""
+        for key in _LEFT:
+            if models[0].value.get(key) is not None:
+                self._parts.leave_out(key, "it describes the run, and is no state")
+        for saved in models[1:]:
+            for key, item in saved.value.items():
+                if key not in _KNOWN and holds_tensor(item):
+                    self._parts.leave_out(f"{saved.name}: {key}", "what the first rank has under this name is read")
 
     def _plain(self, saved: Saved, value: Any, fqn: str) -> Any:
         return plain_tree(value, fqn, path=saved.path, on_tensor=lambda name, view: self._add(saved, name, view))
 
     def _add(self, saved: Saved, fqn: str, view: StoredView) -> None:
         self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+
+
+def _without_zero(optimizer: Any) -> dict[str, Any]:
+    """The optimizer of a training without ZeRO as entries: torch's state_dict, or one of a wrapper around it."""
+    if not isinstance(optimizer, dict):
+        return {} if optimizer is None else {_OPTIMIZER_ENTRY: optimizer}
+    if not isinstance(optimizer.get(_INNER), dict):
+        return {_OPTIMIZER_ENTRY: optimizer}
+    wrapper = {key: item for key, item in optimizer.items() if key != _INNER}
+    return {_OPTIMIZER_ENTRY: optimizer[_INNER], _WRAPPER_ENTRY: wrapper}
 
 
 def _pairs(value: Any) -> Iterator[tuple[str, str]]:

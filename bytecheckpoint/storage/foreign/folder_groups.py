@@ -30,7 +30,6 @@ _OSS = _Kind({"model": "model", "optimizer": "optimizer"}, "extra_state")
 _ACCELERATE = _Kind({"pytorch_model_fsdp_0": "", "optimizer_0": ""}, "")
 _EXTRA_FILE = re.compile(r"\Aextra_state_rank_(\d{1,9})\.pt\Z")
 _WEIGHTS = re.compile(r"\A.*(?:\.safetensors|\.safetensors\.index\.json|\.distcp|pytorch_model.*\.bin)\Z")
-_NUM_NAMED = 100
 _STEP = re.compile(r"(?:\A|/)(?:global_step_|checkpoint-)(\d{1,18})\Z")
 _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
@@ -71,10 +70,8 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
         if kind.extra in root:
             raise two_of(parts.path, kind.extra)
         root[kind.extra] = _extra_state(store, folder, kind.extra, parts)
-    if left_out:
-        more = f" and {len(left_out) - _NUM_NAMED} more" if len(left_out) > _NUM_NAMED else ""
-        named = ", ".join(left_out[:_NUM_NAMED])
-        parts.metadata = {"left_out": f"{named}{more}: not of {', '.join(sorted(members))}, which were read"}
+    for name in left_out:
+        parts.leave_out(name, f"not of {', '.join(sorted(members))}, which were read")
     take_apart(parts, root)
     return parts
 

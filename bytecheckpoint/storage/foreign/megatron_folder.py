@@ -54,12 +54,8 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
     names = sorted(name for name, num_bytes in listing.items() if num_bytes is None and _RANK_FOLDER.match(name))
     opened = [_open(store, folder, name, parts) for name in names]
     first = opened[0][1]
-    files, left_out = translated(first.path, _WRITER, _arrange, opened, parts)
+    files = translated(first.path, _WRITER, _arrange, opened, parts)
     translated(first.path, _WRITER, _read, files, parts)
-    if left_out:
-        parts.metadata = {
-            "left_out": f"{left_out}: which parameter each of its tensors belongs to is not written there"
-        }
     return parts
 
 
@@ -77,12 +73,11 @@ def _open(store: Store, folder: str, name: str, parts: Parts) -> tuple[str, Save
     return name, saved, join_name(name, other) if other else ""
 
 
-def _arrange(opened: list[tuple[str, Saved, str]], parts: Parts) -> tuple[dict[Rank, RankFile], str]:
-    """The files by rank, all of them there and of one save; and where optimizer state is, if there is any."""
+def _arrange(opened: list[tuple[str, Saved, str]], parts: Parts) -> dict[Rank, RankFile]:
+    """The files by rank, all of them there and of one save. Names where optimizer state is, if there is any."""
     settings = RankFile(Rank(0, 0, 0), *opened[0][:2]).settings
     has_stages = _size(settings, "pipeline_model_parallel_size") > 1
     files: dict[Rank, RankFile] = {}
-    left_out = ""
     for name, saved, other in opened:
         match = _RANK_FOLDER.match(name)
         tp, *rest = (int(number) for number in (match.groups() if match else ()) if number is not None)
@@ -97,10 +92,12 @@ def _arrange(opened: list[tuple[str, Saved, str]], parts: Parts) -> tuple[dict[R
                 path=parts.path,
             )
         files[rank] = RankFile(rank, name, saved)
-        left_out = left_out or other or (_OPTIMIZER if saved.value.get(_OPTIMIZER) else "")
+        for left_out in (other, _OPTIMIZER if saved.value.get(_OPTIMIZER) else ""):
+            if left_out:
+                parts.leave_out(left_out, "which parameter each of its tensors belongs to is not written there")
     _refuse_missing_ranks(files, settings, parts.path)
     _refuse_mixed(files)
-    return files, left_out
+    return files
 
 
 def _size(settings: Mapping[str, Any], name: str) -> int:

@@ -31,6 +31,8 @@ MAX_VALUES = 1 << 20
 _ATOMS_A_VALUE = 16
 """Numbers and texts in a list, which cost less."""
 _BYTES_A_VALUE = 256
+_NUM_NAMED = 100
+"""Names of what is left out for one reason."""
 EXTRA_STATE = "_extra_state"
 """The key under which modules keep extra state: an object of its own, wherever it stands."""
 
@@ -59,6 +61,8 @@ class Parts:
     step: int | None = None
     num_pieces: int = 0
     """Chunks so far that no file names."""
+    left_out: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Reason -> names of files and of values that are not read."""
 
     def add_file(self, name: str, byte_length: int) -> int:
         """Its number."""
@@ -83,6 +87,11 @@ class Parts:
         """Another name of a tensor that was added."""
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Names a file, or a value in one, that the manifest will not have."""
+        names = self.left_out.setdefault(why, {})
+        names[name] = None
 
     def _refuse_taken(self, fqn: str) -> None:
         if fqn in self.tensors or fqn in self.aliases:
@@ -124,8 +133,19 @@ class Parts:
             tensors=self.tensors,
             aliases=self.aliases,
             objects={fqn: encode_value(tree, path=self.path) for fqn, tree in self.trees.items()},
-            metadata=self.metadata,
+            metadata=self._metadata(),
         )
+
+    def _metadata(self) -> Mapping[str, Any]:
+        if not self.left_out:
+            return self.metadata
+        reasons = (f"{_some_of(list(names))}: {why}" for why, names in self.left_out.items())
+        return {**self.metadata, "left_out": "; ".join(reasons)}
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return f"{', '.join(names[:_NUM_NAMED])}{more}"
 
 
 def two_of(path: str, fqn: str) -> CheckpointMismatchError:
@@ -232,6 +252,23 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, np.generic | np.ndarray):
         return value.nbytes
     return value.num_bytes if isinstance(value, Size) else 0
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor stands anywhere in a value of a pickle."""
+    seen: set[int] = set()  # a small pickle can say the same list a billion times
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, StoredView):
+            return True
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Instance):
+            item = item.fields
+        rest += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
+    return False
 
 
 def is_extra_state(fqn: str) -> bool:

@@ -28,6 +28,8 @@ class Saved(NamedTuple):
     """Its number."""
     path: str
     value: Any
+    name: str
+    """Below the folder of the checkpoint."""
 
     def buffer(self, view: Any, what: str) -> tuple[Buffer, str]:
         """A flat tensor of it, and its dtype. Raises CheckpointCorruptError (bad_manifest) where it is none."""
@@ -60,7 +62,7 @@ def open_saved(store: Store, folder: str, name: str, num_bytes: int, *, parts: P
         refuse_legacy(file.path)
     archive = TorchArchive(file, 0, num_bytes)
     value = unpickle(archive.pickle, file.path, find_global)
-    return Saved(archive, parts.add_file(name, num_bytes), file.path, value)
+    return Saved(archive, parts.add_file(name, num_bytes), file.path, value, name)
 
 
 def missing_file(path: str, what: str) -> CheckpointNotFoundError:

@@ -5,6 +5,7 @@ that DeepSpeed writes beside them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
@@ -19,13 +20,19 @@ from bytecheckpoint.storage.foreign.flat_ranges import (
     partition_length,
     shared_runs,
 )
-from bytecheckpoint.storage.foreign.pickled_values import StoredView
+from bytecheckpoint.storage.foreign.parts import holds_tensor
+from bytecheckpoint.storage.foreign.pickled_values import Instance, StoredView
 from bytecheckpoint.storage.foreign.plain_values import MAX_DIMS, Size
 
 if TYPE_CHECKING:
     from bytecheckpoint.storage.foreign.parts import Parts
     from bytecheckpoint.storage.foreign.saved_files import Saved
 
+_READ = frozenset(
+    {"base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "optimizer_state_dict"}
+)
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Values of a dynamic loss scaler that change in training."""
 _ALIGNMENT = 2
 """Elements to which DeepSpeed aligns the part of each rank."""
 
@@ -37,6 +44,8 @@ class ZeroState(NamedTuple):
     """Parameters whose weights lie in flat buffers."""
     tree: dict[str, Any]
     """The optimizer, without its tensors."""
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """State of the optimizer's wrapper."""
 
 
 def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result: Result) -> ZeroState:
@@ -59,7 +68,17 @@ def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result
         _read_divided(given, result)
     else:
         _read_shared(given, result)
-    return ZeroState(frozenset(name for group in shapes for name in group), result.tree)
+    for saved, state in zip(optimizers, states, strict=True):
+        result.leave_out(saved, state)
+    return ZeroState(frozenset(name for group in shapes for name in group), result.tree, _facts(states[0]))
+
+
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    scaler = state.get("loss_scaler")
+    fields = scaler.fields if isinstance(scaler, Instance) else {}
+    if fields.get("dynamic") is not True:
+        return {}
+    return {"loss_scaler": {name: fields[name] for name in _LOSS_SCALE if name in fields}}
 
 
 def lengths_of(value: Any) -> tuple[int, ...]:
@@ -84,6 +103,12 @@ class Result:
     def add_view(self, fqn: str, view: StoredView, saved: Saved) -> None:
         """A tensor that is whole in a file."""
         self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+
+    def leave_out(self, saved: Saved, state: Mapping[str, Any]) -> None:
+        """Names what has tensors in the state of one rank and is not read."""
+        for key in state.keys() - _READ:
+            if holds_tensor(state[key]):
+                self._parts.leave_out(f"{saved.name}: {key}", "this release does not know it")
 
     def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: Saved) -> None:
         """What all of these parameters have one of, such as the count of steps."""

@@ -7,8 +7,10 @@ An archive is a part of a file, or all of it: torch's distributed checkpoints ho
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import NamedTuple
 
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, not_readable, too_much
 
 MAX_DIRECTORY_BYTES = 1 << 28
@@ -40,6 +42,15 @@ class _Directory(NamedTuple):
     num_entries: int
     byte_length: int
     byte_offset: int
+
+
+def directory_offset(file: FileBytes) -> int | None:
+    """The byte of a file at which the directory of the archive begins that is all of it; None where it is no archive
+    that torch.save writes.
+    """
+    with suppress(CheckpointCorruptError, UnsafeCheckpointError):
+        return ZipArchive(file, 0, file.byte_length).directory_offset
+    return None
 
 
 class ZipArchive:
@@ -88,6 +99,8 @@ class ZipArchive:
 
     def _read_members(self) -> dict[str, Member]:
         directory = self._find_directory()
+        self.directory_offset = directory.byte_offset
+        """From the start of the archive."""
         content = self._read(directory.byte_offset, directory.byte_length)
         found: dict[str, tuple[int, int, int]] = {}
         position = 0
