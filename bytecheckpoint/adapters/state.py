@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, i
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizer_steps import check_steps_wait
 from bytecheckpoint.adapters.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
@@ -120,9 +121,12 @@ def _optimizer_entries(
     return optimizers
 
 
-def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
-    """The optimizers of the state: what changes its parameters, and theirs."""
-    return [optimizer for entry in entries if isinstance(entry, _OPTIMIZERS) for optimizer in entry.optimizers]
+def check_can_be_lazy(entries: Sequence[Entry]) -> None:
+    """Raises CheckpointSaveError (unsupported_value) where an optimizer of the state does not wait for a lazy snapshot."""
+    for entry in entries:
+        if isinstance(entry, _OPTIMIZERS):
+            wrapped = entry.wrapped if isinstance(entry, OptimizerEntry) else ()
+            check_steps_wait(entry.fqn, entry.optimizers, wrapped)
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
