@@ -183,8 +183,8 @@ class InFlight:
         return self._is_exiting or handle.was_interrupted()
 
     def hold_steps(self) -> None:
-        """From now on, each step of a torch optimizer of this process waits while the save in flight is staging: also of
-        one that is wrapped, or not in the state.
+        """From now on, each step of a torch optimizer of this process waits while the save in flight is staging: also
+        of one that is wrapped, or not in the state.
         """
         with self._lock:
             hooks = self._step_hook.hooks_dict_ref() if self._step_hook is not None else None

@@ -158,7 +158,7 @@ def test_negated_views(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("wrap", [dict, bcp.RankLocal], ids=["plain", "rank_local"])
 @pytest.mark.parametrize("name", ["state", "extra_state"])
 def test_one_element_with_a_stride_is_one_element(tmp_path: Path, name: str, wrap: Any) -> None:
-    """torch calls it contiguous, whatever its stride is."""
+    """Torch calls it contiguous, whatever its stride is."""
     weight = torch.arange(6.0).view(3, 2)
     bcp.save(tmp_path, {name: wrap({"one": weight[:1, 1], "matrix": weight[1:2, :1].T})})
     for source in (torch.zeros(3, 2), torch.zeros(3, 4)):

@@ -28,10 +28,8 @@ def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrap
             raise unsupported(fqn, what, f"call super().__init__() in its __init__, or {_ADVICE}")
     for flat in wrapped:
         if any(group.get("use_muon") for group in flat.optimizer.param_groups):
-            what = (
-                "DeepSpeed's Muon, which changes its momentum outside of the optimizer's step: it would not wait for "
-            )
-            raise unsupported(fqn, f"{what}a lazy snapshot", _ADVICE)
+            what = "DeepSpeed's Muon, which changes its momentum outside of the optimizer's step, so it would not wait"
+            raise unsupported(fqn, f"{what} for a lazy snapshot", _ADVICE)
 
 
 def _waits(optimizer: torch.optim.Optimizer, outer: Sequence[object]) -> bool:

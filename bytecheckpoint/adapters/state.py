@@ -122,7 +122,7 @@ def _optimizer_entries(
 
 
 def check_can_be_lazy(entries: Sequence[Entry]) -> None:
-    """Raises CheckpointSaveError (unsupported_value) where an optimizer of the state does not wait for a lazy snapshot."""
+    """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
     for entry in entries:
         if isinstance(entry, _OPTIMIZERS):
             wrapped = entry.wrapped if isinstance(entry, OptimizerEntry) else ()
