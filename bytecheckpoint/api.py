@@ -143,7 +143,7 @@ def save(
 
         if not draft.may_settle_later:
             settle()
-        if async_save and write_in_background(handle, draft, turn, entries, settle=settle, finish=finish):
+        if async_save and write_in_background(handle, draft, turn, settle=settle, finish=finish):
             return handle
         handle.finish(write_here, turn)
     if not async_save or IN_FLIGHT.is_told_at_once(handle):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
-from bytecheckpoint.adapters.state import Entry, optimizers_in
 from bytecheckpoint.draft import Draft
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.handle import IN_FLIGHT, in_background
@@ -23,14 +22,13 @@ def write_in_background(
     handle: SaveHandle,
     draft: Draft,
     turn: ExitStack,
-    entries: Sequence[Entry],
     *,
     settle: Callable[[], Saving],
     finish: Callable[[Saving], CheckpointInfo],
 ) -> bool:
     """Settles the save with the other ranks, stages it, and finishes it on a thread that takes over the turn.
 
-    Returns when the state may change; for a lazy snapshot at once, because the optimizers wait for it. False, with
+    Returns when the state may change; for a lazy snapshot at once, because steps of optimizers wait for it. False, with
     nothing done, where there can be no more threads: the interpreter may be exiting.
     """
     snapshot, (ranks, path, _, clock) = draft.snapshot, draft.phases
@@ -68,7 +66,7 @@ def write_in_background(
         shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
         if isinstance(shared, StagedState):  # waves follow one another: nobody can help with them
             handle.share(shared)
-        IN_FLIGHT.hold(optimizers_in(entries))
+        IN_FLIGHT.hold_steps()
     try:
         if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):
             return False

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from bytecheckpoint.adapters.tensors import flat_bytes
 from bytecheckpoint.tensor_memory import same_bits
 
 
@@ -68,7 +69,7 @@ def bring(copy: Copy) -> torch.Tensor:
         target = target.view(source.dtype).view(source.shape)
     else:
         end = copy.skipped_bytes + copy.into.nbytes
-        source = source.contiguous().view(-1).view(torch.uint8)[copy.skipped_bytes : end]
+        source = flat_bytes(source.contiguous())[copy.skipped_bytes : end]
     target.copy_(source, non_blocking=True)
     return source
 

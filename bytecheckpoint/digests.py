@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from bytecheckpoint.adapters.plain_data import SMALL_TENSOR_BYTES
-from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.adapters.tensors import LocalShard, flat_bytes
 from bytecheckpoint.tensor_memory import is_flat, same_bits
 
 _GATHERED_BYTES = 16 * SMALL_TENSOR_BYTES
@@ -72,4 +72,4 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes as a flat uint8 tensor on its device."""
-    return same_bits(tensor).contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(same_bits(tensor).contiguous())

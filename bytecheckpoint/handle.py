@@ -9,13 +9,13 @@ import os
 import sys
 import threading
 import traceback
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import thread as _futures_thread  # noqa: F401  registers its exit hook before ours
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from bytecheckpoint.awaited_threads import AWAITED
 from bytecheckpoint.errors import CheckpointError
@@ -53,7 +53,8 @@ class InFlight:
         self.kept = Kept()
         """What saves leave for those that follow."""
         self._of_parents: list[Kept] = []
-        self._held_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._step_hook: RemovableHandle | None = None
+        """Torch's handle of the hook in which steps wait."""
         self._turn = threading.Lock()
         self._upload = threading.Lock()
         """Held for an upload, and taken while the turn is held: so uploads come in the order of saves."""
@@ -181,12 +182,14 @@ class InFlight:
         """
         return self._is_exiting or handle.was_interrupted()
 
-    def hold(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """From now on, a step of these optimizers waits while the save in flight is staging."""
-        for optimizer in optimizers:
-            if optimizer not in self._held_optimizers:
-                self._held_optimizers.add(optimizer)
-                optimizer.register_step_pre_hook(self._wait_for_staging)
+    def hold_steps(self) -> None:
+        """From now on, each step of a torch optimizer of this process waits while the save in flight is staging: also
+        of one that is wrapped, or not in the state.
+        """
+        with self._lock:
+            hooks = self._step_hook.hooks_dict_ref() if self._step_hook is not None else None
+            if self._step_hook is None or self._step_hook.id not in (hooks or ()):  # others may have removed it
+                self._step_hook = register_optimizer_step_pre_hook(self._wait_for_staging)
 
     def wait_until_entered(self) -> None:
         """Returns when another call may begin: ranks count their calls, and must count them in the same order."""

@@ -32,8 +32,9 @@ class SaveOptions:
     """How an asynchronous save keeps the state as it was at the call; a synchronous one holds the caller instead.
 
     `copy` into staging memory before `save` returns: always safe. `lazy` copies in the background: the state must not
-    change before `handle.staged()` returns; a step of an optimizer that is in the state waits by itself, and buffers
-    are copied before `save` returns. Where this rank has saved the same before, that is before the ranks have agreed,
+    change before `handle.staged()` returns; each step of a torch optimizer of the process waits for that by itself,
+    and buffers are copied before `save` returns. An optimizer of the state that does not run torch's step hooks is
+    refused (`unsupported_value`). Where this rank has saved the same before, that is before the ranks have agreed,
     and the handle tells what they do not agree about. `fork` lets a forked child keep it (Linux, tensors on the host):
     the shortest stall, but each page that training changes while the save runs is copied by the kernel; and like every
     fork it may hang where other threads are inside OpenBLAS, which numpy uses. `auto` is `copy`.

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import LocalShard, flat_bytes, torch_dtype
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lane, Lanes
 from bytecheckpoint.dtypes import itemsize
@@ -99,7 +99,7 @@ def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
         fqn = targets.shards[want].fqn
         raise ValueError(f"the plan puts {length} bytes where {fqn} has no memory that takes them")
     if lane is not None and length:
-        memory = targets.shards[want].tensor.reshape(-1).view(torch.uint8)[skipped : skipped + length]
+        memory = flat_bytes(targets.shards[want].tensor)[skipped : skipped + length]
         lane.copy(memory, content, None)
     elif length:
         ctypes.memmove(address + skipped, ctypes.addressof(ctypes.c_char.from_buffer(content)), length)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from bytecheckpoint.adapters.state import Entry, buffers_in
+from bytecheckpoint.adapters.state import Entry, buffers_in, check_can_be_lazy
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.forking import ForkedState, can_fork
@@ -64,7 +64,10 @@ def hold_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list[
     """The shards for a lazy snapshot: buffers of modules, and what shares memory with one, copied, because a forward
     pass changes those and waits for nobody; of all others the memory that they have now, whatever memory their tensors
     are given meanwhile.
+
+    Raises CheckpointSaveError (unsupported_value) where an optimizer of the state would not wait for the snapshot.
     """
+    check_can_be_lazy(entries)
     changing = {_storage_of(buffer) for buffer in buffers_in(entries)}
     # `_replace` costs more than all the rest of it.
     return [LocalShard(*shard[:4], _held(shard.tensor, changing)) for shard in shards]

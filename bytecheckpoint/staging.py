@@ -166,7 +166,7 @@ class LiveFile:
                 lengths.append(chunk.byte_length)
                 addresses.append(address)
             else:
-                for copied in _in_copies(tensor):
+                for copied in filter(torch.Tensor.numel, _in_copies(tensor)):  # nothing is no copy for a device
                     self._others[len(lengths)] = copied
                     lengths.append(copied.nbytes)
                     addresses.append(0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.adapters.tensors import LocalShard, flat_bytes
 from bytecheckpoint.region import Region, relative
 
 SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +40,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The live memory of a flat tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(tensor).numpy().data
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -505,3 +505,13 @@ def test_tensors_that_are_moved_while_a_load_looks_at_others_are_filled_where_th
     loaded = [torch.zeros(8, 8) for _ in saved]
     bcp.load(tmp_path, {"replay": loaded, "loader": Loader(move, loaded)})
     assert all(map(torch.equal, loaded, saved))
+
+
+def test_numpy_texts_and_bytes_keep_the_nuls_at_their_ends(tmp_path: Path) -> None:
+    values = [np.bytes_(b"ab\0\0\0"), np.bytes_(b""), np.str_("ab\0\0"), np.str_(""), np.str_("\U0001f600\0")]
+    bcp.save(tmp_path, {"values": values})
+    state: dict[str, Any] = {"values": [None] * len(values)}
+    bcp.load(tmp_path, state)
+    assert [(type(value), len(value), value) for value in state["values"]] == [
+        (type(value), len(value), value) for value in values
+    ]

@@ -57,6 +57,17 @@ def test_values_are_those_that_the_stream_of_the_caller_leaves_at_the_call(tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_tensor_may_be_the_last_of_its_file(tmp_path: Path, kind: str) -> None:
+    """A conjugated one is not flat, so it is on the device."""
+    state = {"first": random_bits(torch.complex64, (900, 90), 0).conj(), "last": torch.empty(0, 3).cfloat().conj()}
+    expected = bits_of_all(state)
+    with on_late_streams() as streams:
+        saved_late(tmp_path, state, kind).result(60)
+        assert streams.num_copied == streams.num_queued > 0
+    assert differing(saved_bits(tmp_path), expected) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_caller_marks_its_own_stream_whoever_copies(tmp_path: Path, kind: str) -> None:
     marking: set[int] = set()
     with on_late_streams() as streams, pytest.MonkeyPatch.context() as patch:

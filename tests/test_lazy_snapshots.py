@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from faults.seams import before
 from sample_tensors import bits_of
 from snapshot_cases import OPTIONS, bits_of_all, differing, saved_bits
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import bytecheckpoint as bcp
 
@@ -66,15 +68,118 @@ def closure(model: torch.nn.Module) -> Any:
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.LBFGS])
 def test_a_step_of_an_optimizer_in_the_state_waits_by_itself(tmp_path: Path, optimizer_class: Any) -> None:
     model, optimizer = trained(optimizer_class, lr=0.1)
+    # A gradient of before: what a forward pass changes is another test's.
+    loss = closure(model) if optimizer_class is torch.optim.LBFGS else None
+    assert_steps_wait(tmp_path, model, {"model": model, "optimizer": optimizer}, lambda: optimizer.step(loss))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Like Accelerate's: an optimizer of torch's by its class, without its __init__."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+def assert_steps_wait(path: Path, model: torch.nn.Module, state: dict[str, Any], step: Callable[[], object]) -> None:
+    """After a lazy save, `step` changes the model only when what was saved is out of its reach."""
     expected = {f"model.{name}": bits_of(value) for name, value in model.state_dict().items()}
     with staging_held() as go:
-        handle = lazily(tmp_path, {"model": model, "optimizer": optimizer})
+        handle = lazily(path, state)
         threading.Timer(0.2, go.set).start()
-        optimizer.step(closure(model))
+        step()
         assert go.is_set()
         handle.result(20)
-    saved = {name: bits for name, bits in saved_bits(tmp_path).items() if name.startswith("model.")}
+    saved = {name: bits for name, bits in saved_bits(path).items() if name.startswith("model.")}
     assert differing(saved, expected) == []
+
+
+def test_a_step_of_a_wrapped_optimizer_waits_at_every_save(tmp_path: Path) -> None:
+    model, inner = trained(torch.optim.AdamW, lr=0.1)
+    wrapper = Wrapper(inner)
+    for number in range(2):
+        closure(model)()
+        assert_steps_wait(tmp_path / str(number), model, {"model": model, "optimizer": wrapper}, wrapper.step)
+
+
+def test_a_step_of_an_optimizer_that_is_not_in_the_state_waits(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.AdamW, lr=0.1)
+    closure(model)()
+    assert_steps_wait(tmp_path, model, {"model": model}, optimizer.step)
+
+
+def test_a_step_waits_although_others_have_removed_all_hooks(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.AdamW, lr=0.1)
+    lazily(tmp_path / "first", {"model": model}).result(20)
+    _global_optimizer_pre_hooks.clear()
+    closure(model)()
+    assert_steps_wait(tmp_path / "second", model, {"model": model, "optimizer": optimizer}, optimizer.step)
+
+
+def test_steps_within_a_backward_pass_wait(tmp_path: Path) -> None:
+    """As those of optimizers that are stepped as soon as a gradient is there."""
+    model = torch.nn.Linear(8, 8)
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    assert_steps_wait(tmp_path, model, {"model": model}, closure(model))
+
+
+class WithoutHooks(torch.optim.Optimizer):
+    """Changes its parameters itself, and runs nobody's hooks."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups, self.state, self.defaults = [{"params": list(params), "lr": 0.1}], {}, {}
+
+    def state_dict(self) -> Any:
+        return {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002  the signature of torch
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(1.0)
+
+
+class StepsMoreThanItsInner(Wrapper):
+    """Has an optimizer inside, which is not the one of all of its parameters."""
+
+    def __init__(self, inner: torch.optim.Optimizer, other: torch.Tensor) -> None:
+        super().__init__(inner)
+        self._groups = [*inner.param_groups, {"params": [other]}]
+
+    @property
+    def param_groups(self) -> Any:
+        return self._groups
+
+
+def test_an_optimizer_that_cannot_wait_is_refused_at_every_save(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.SGD([model.weight], lr=0.1)
+    replaced = torch.optim.SGD(model.parameters(), lr=0.1)
+    replaced.step = lambda: None
+    for optimizer in (WithoutHooks(model.parameters()), StepsMoreThanItsInner(inner, model.bias), replaced):
+        state = {"model": model, "optimizer": optimizer}
+        for _ in range(2):
+            with pytest.raises(bcp.CheckpointSaveError, match=r"optimizer is an .*run torch's step hooks") as caught:
+                lazily(tmp_path, state)
+            assert caught.value.kind == "unsupported_value"
+        bcp.save(tmp_path, state, async_save=True, options=OPTIONS["copy"]).result(20)
+        shutil.rmtree(tmp_path)
 
 
 def test_a_step_waits_only_until_staging_is_over(tmp_path: Path) -> None:
@@ -223,11 +328,18 @@ def test_the_call_returns_before_anything_is_staged(tmp_path: Path) -> None:
     assert info.seconds["stall"] < info.seconds["total"]
 
 
-def test_an_optimizer_gets_one_hook_however_often_it_is_saved_and_stays_what_it_was(tmp_path: Path) -> None:
+def own_hooks() -> list[Any]:
+    """Those of this library among the hooks that every optimizer of the process runs."""
+    hooks = _global_optimizer_pre_hooks.values()
+    return [hook for hook in hooks if "bytecheckpoint" in hook.__module__]
+
+
+def test_the_process_gets_one_hook_however_often_it_saves_and_optimizers_stay_what_they_were(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.AdamW)
     for step in range(3):
         lazily(tmp_path, {"model": model, "optimizer": optimizer}, step=step).result(20)
-    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert len(own_hooks()) == 1
+    assert not optimizer._optimizer_step_pre_hooks
     copied_model, copied = copy.deepcopy((model, optimizer))
     lazily(tmp_path, {"model": copied_model, "optimizer": copied}, step=3).result(20)
     pickle.loads(pickle.dumps(optimizer)).step()

@@ -498,10 +498,11 @@ def test_memory_that_was_freed_or_cut_is_not_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_memory_that_was_freed_is_not_saved(tmp_path: Path, async_save: bool) -> None:
+@pytest.mark.parametrize(("left", "what"), [(0, "whose memory has been freed"), (400, "of 4000 bytes whose storage")])
+def test_memory_that_was_freed_or_cut_is_not_saved(tmp_path: Path, async_save: bool, left: int, what: str) -> None:
     state = {"t": torch.arange(1000.0), "other": torch.ones(3)}
-    state["t"].untyped_storage().resize_(0)
-    with pytest.raises(bcp.CheckpointSaveError, match="t is a tensor whose memory has been freed"):
+    state["t"].untyped_storage().resize_(left)
+    with pytest.raises(bcp.CheckpointSaveError, match=f"t is a tensor {what}"):
         bcp.save(tmp_path / "ckpt", state, async_save=async_save)
     assert not (tmp_path / "ckpt").exists()
     bcp.save(tmp_path / "ckpt", {"other": state["other"]}, async_save=async_save).result(60)

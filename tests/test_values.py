@@ -155,6 +155,19 @@ def test_negated_views(tmp_path: Path, dtype: torch.dtype) -> None:
     assert [name for name in source if not same_bits(target[name], source[name])] == []
 
 
+@pytest.mark.parametrize("wrap", [dict, bcp.RankLocal], ids=["plain", "rank_local"])
+@pytest.mark.parametrize("name", ["state", "extra_state"])
+def test_one_element_with_a_stride_is_one_element(tmp_path: Path, name: str, wrap: Any) -> None:
+    """Torch calls it contiguous, whatever its stride is."""
+    weight = torch.arange(6.0).view(3, 2)
+    bcp.save(tmp_path, {name: wrap({"one": weight[:1, 1], "matrix": weight[1:2, :1].T})})
+    for source in (torch.zeros(3, 2), torch.zeros(3, 4)):
+        given = wrap({"one": source[:1, 1], "matrix": source[1:2, :1].T})
+        bcp.load(tmp_path, {name: given})
+        into = given.value if isinstance(given, bcp.RankLocal) else given
+        assert [into["one"].item(), into["matrix"].item()] == [1.0, 2.0]
+
+
 def test_expanded_and_overlapping_tensors_are_saved_whole(tmp_path: Path) -> None:
     source = {
         "expanded": torch.arange(3.0).expand(4, 3),
@@ -284,6 +297,11 @@ def fake() -> torch.Tensor:
         return torch.ones(3)
 
 
+def cut(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    tensor.untyped_storage().resize_(num_bytes)
+    return tensor
+
+
 def deep(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -323,6 +341,11 @@ UNSUPPORTED = {
     "bool_key": lambda: {True: 3},
     "large_int_key": lambda: {2**64: 3},
     "deep": lambda: deep(100),
+    "long_int": lambda: 10**4300,
+    "uninitialized": lambda: torch.nn.LazyLinear(3).weight,
+    "cut": lambda: cut(torch.ones(1000), 400),
+    "cut_view": lambda: cut(torch.ones(1000)[:500], 400),
+    "cut_strided": lambda: cut(torch.ones(50, 30).T, 400),
     "surrogate": lambda: "\ud800",
     "surrogate_key": lambda: {"\ud800": 1},
 }

@@ -20,7 +20,7 @@ import torch
 from bytecheckpoint.adapters.attributes import has_attributes
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.plain_data import ATOMS, join_fqn
-from bytecheckpoint.adapters.tensors import LocalShard, dense_dtype, unsupported
+from bytecheckpoint.adapters.tensors import LocalShard, dense_dtype, flat_bytes, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region
 
@@ -197,7 +197,7 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """What tells equal tensors also where they hold NaN."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor.detach().contiguous())
 
 
 def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> Piece:

@@ -22,6 +22,7 @@ import xxhash
 from msgspec.msgpack import Ext, encode
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.numpy_values import array_from_wire, array_to_wire, is_plain_array, scalar_from_wire
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of
 from bytecheckpoint.adapters.tensors import (
     NEW_TUPLE,
@@ -29,6 +30,7 @@ from bytecheckpoint.adapters.tensors import (
     check_has_memory,
     dense_dtype,
     dtype_name,
+    flat_bytes,
     torch_dtype,
     unsupported,
 )
@@ -40,7 +42,8 @@ MAX_DIMS = 64
 SMALL_TENSOR_BYTES = 64 << 10
 
 _TUPLE, _PAIRS, _COMPLEX, _SIZE, _DTYPE, _TENSOR, _ARRAY, _SCALAR, _REF, _BIG_INT, _ORDERED, _COUNTER = range(1, 13)
-_NUMPY_KINDS = "biufcSU"
+_MAX_INT_BITS = 14_284
+"""Longer ones may have more than 4,300 decimal digits, which Python neither writes nor reads."""
 _INT64 = range(-(1 << 63), 1 << 64)
 _CONTENT_FQN = re.compile(r"@[0-9a-f]{16}\Z")
 
@@ -109,7 +112,7 @@ def _to_wire(value: Any, fqn: str, on_tensor: TensorHook, depth: int) -> Any:
     if kind is str:
         return _checked_text(value, fqn)
     if kind is int:
-        return value if value in _INT64 else _ext(_BIG_INT, str(value))
+        return value if value in _INT64 else _big_int_to_wire(value, fqn)
     if isinstance(value, torch.Tensor):
         if is_subclass(value):
             return _dict_to_wire(parts_of(fqn, value), fqn, on_tensor, depth)
@@ -178,6 +181,13 @@ def _checked_text(text: str, fqn: str) -> str:
     return text
 
 
+def _big_int_to_wire(value: int, fqn: str) -> Ext:
+    if value.bit_length() > _MAX_INT_BITS:
+        what = f"an int of {value.bit_length()} bits, and {_MAX_INT_BITS} is the most that can be saved"
+        raise unsupported(fqn, what, "save its bytes, which value.to_bytes gives")
+    return _ext(_BIG_INT, str(value))
+
+
 def _leaf_to_wire(value: Any, fqn: str) -> Any:
     if type(value) is complex:
         return Ext(_COMPLEX, struct.pack("<dd", value.real, value.imag))
@@ -185,18 +195,10 @@ def _leaf_to_wire(value: Any, fqn: str) -> Any:
         return _ext(_SIZE, list(value))
     if isinstance(value, torch.dtype):
         return _ext(_DTYPE, dtype_name(value))
-    if _is_plain_array(value):
-        code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
-        return _ext(code, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
+    if is_plain_array(value):
+        return _ext(_ARRAY if isinstance(value, np.ndarray) else _SCALAR, array_to_wire(value))
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     raise unsupported(fqn, f"an object of type {name}", _advice(value))
-
-
-def _is_plain_array(value: Any) -> bool:
-    """Whether a value is numpy's own array or scalar. A subclass is more than its elements, as masks are."""
-    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _NUMPY_KINDS:
-        return False
-    return type(value) in (np.ndarray, value.dtype.type)
 
 
 def _advice(value: Any) -> str:
@@ -221,7 +223,7 @@ def _content(fqn: str, tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.element_size() == 1:  # torch cannot copy its sub-byte integers
         plain = plain.view(torch.uint8)
-    return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(plain.cpu().contiguous()).numpy().data
 
 
 def content_fqn(fqn: str, tensor: torch.Tensor) -> str:
@@ -300,14 +302,6 @@ def _tensor_from_wire(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(torch_dtype(name)).reshape(shape)
 
 
-def _array_from_wire(value: Any) -> np.ndarray:
-    name, shape, content = value
-    dtype = np.dtype(name)
-    if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"numpy dtype {name} is not plain data")
-    return np.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
-
-
 def _checked_pairs(pairs: Any) -> Any:
     """Keys as the encoder writes them: of others somebody could have chosen the hashes, all the same."""
     if not all(type(key) is str or (type(key) is int and key in _INT64) for key, _ in pairs):
@@ -321,8 +315,8 @@ _DECODERS: dict[int, Callable[[Any], Any]] = {
     _SIZE: torch.Size,
     _DTYPE: _dtype_from_wire,
     _TENSOR: _tensor_from_wire,
-    _ARRAY: _array_from_wire,
-    _SCALAR: lambda value: _array_from_wire(value)[()],
+    _ARRAY: array_from_wire,
+    _SCALAR: scalar_from_wire,
     _BIG_INT: int,
     _ORDERED: lambda pairs: OrderedDict(_checked_pairs(pairs)),
     _COUNTER: lambda pairs: Counter(dict(_checked_pairs(pairs))),

@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_lea
 from bytecheckpoint.adapters.model_wrappers import ReloadEntry, stages_inside
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizer_steps import check_steps_wait
 from bytecheckpoint.adapters.optimizer_wrappers import OptimizerWrapperEntry, Wrapper, wrapper_of
 from bytecheckpoint.adapters.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
@@ -132,9 +133,12 @@ def _optimizer_entry(given: _Optimizers, engines: Sequence[Any]) -> OptimizerEnt
     return OptimizerWrapperEntry(given.fqn, found)
 
 
-def optimizers_in(entries: Sequence[Entry]) -> list[torch.optim.Optimizer]:
-    """The optimizers of the state: what changes its parameters, and theirs."""
-    return [optimizer for entry in entries if isinstance(entry, _OPTIMIZERS) for optimizer in entry.optimizers]
+def check_can_be_lazy(entries: Sequence[Entry]) -> None:
+    """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
+    for entry in entries:
+        if isinstance(entry, _OPTIMIZERS):
+            wrapped = () if isinstance(entry, MegatronOptimizerEntry) else entry.wrapped
+            check_steps_wait(entry.fqn, entry.optimizers, wrapped)
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:

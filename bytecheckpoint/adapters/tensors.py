@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from bytecheckpoint.adapters.intervals import MeshAxis
 from bytecheckpoint.adapters.placements import Part, held_parts, is_known
@@ -27,7 +28,7 @@ shape, and says so by an error."""
 NEW_TUPLE = tuple.__new__
 """The constructor of a named tuple costs three times as much."""
 _Looks = tuple[torch.dtype, torch.layout, torch.Size]
-_Kind = tuple[str, tuple[int, ...], Region]
+_Kind = tuple[str, tuple[int, ...], Region, int]
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types whose tensors are nothing but their elements: told by one look, because a state holds many of them."""
@@ -76,7 +77,7 @@ class LocalShards:
         self.found: list[LocalShard] = []
         self._with_addresses = with_addresses
         self._kinds: dict[_Looks, _Kind] = {}
-        """By what `_LOOKS` tells of a plain tensor: dtype, lengths and region of what is dense and whole."""
+        """By what `_LOOKS` tells of a plain tensor: dtype, lengths, region and bytes of what is dense and whole."""
         self._layouts: dict[object, _Layout] = {}
 
     def add(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -102,16 +103,21 @@ class LocalShards:
             except RuntimeError:  # a nested tensor has no shape
                 dense_dtype(fqn, tensor)
                 raise
-            dtype, lengths, region = kinds.get(looks) or self._add_kind(looks, fqn, tensor)
-            memory = tensor.detach() if tensor.requires_grad or tensor._is_view() else tensor
-            address = address_of(memory) if with_addresses else 0
+            dtype, lengths, region, num_bytes = kinds.get(looks) or self._add_kind(looks, fqn, tensor)
+            is_view = tensor._is_view()
+            memory = tensor.detach() if is_view or tensor.requires_grad else tensor
+            address = 0
+            if with_addresses:
+                address = address_of(memory)
+            elif is_view or tensor.untyped_storage().nbytes() != num_bytes:
+                check_has_all_memory(fqn, memory)
             found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address)))
 
     def _add_kind(self, looks: _Looks, fqn: str, tensor: torch.Tensor) -> _Kind:
         dtype, layout, shape = looks
         name = _DTYPE_NAMES.get(dtype) if layout is _STRIDED else None
         region = whole(shape)
-        self._kinds[looks] = kind = name or dense_dtype(fqn, tensor), region.lengths, region
+        self._kinds[looks] = kind = name or dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
         return kind
 
     def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -121,6 +127,7 @@ class LocalShards:
             self.found += _of_sharded_tensor(fqn, tensor)
         else:
             dtype, shape = dense_dtype(fqn, tensor), tuple(tensor.shape)
+            self._check(fqn, tensor)
             self.found.append(LocalShard(fqn, dtype, shape, whole(shape), tensor.detach()))
 
     def _add_dtensor(self, fqn: str, tensor: DTensor) -> None:
@@ -134,11 +141,17 @@ class LocalShards:
             raise _uncomparable(fqn, tensor) from error
         if layout is None:
             layout = self._layouts[key] = _layout_of(fqn, tensor)
+        self._check(fqn, local)
         memory = local.detach() if local.requires_grad or local._is_view() else local
         for part in layout.parts:
             of_part = part.of(memory)
             address = address_of(of_part) if self._with_addresses else 0
             self.found.append(LocalShard(fqn, layout.dtype, layout.shape, part.region, of_part, address))
+
+    def _check(self, fqn: str, tensor: torch.Tensor) -> None:
+        """A save must not read what is not there; a load looks at its targets when it knows what fills them."""
+        if not self._with_addresses:
+            check_has_all_memory(fqn, tensor)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -174,6 +187,22 @@ def has_all_memory(tensor: torch.Tensor) -> bool:
     return not num_bytes or start_bytes + num_bytes <= tensor.untyped_storage().nbytes() or tensor.is_meta
 
 
+def check_has_all_memory(fqn: str, tensor: torch.Tensor) -> None:
+    if has_all_memory(tensor):
+        return
+    num_bytes, left = tensor.nbytes, tensor.untyped_storage().nbytes()
+    what = f"a tensor of {num_bytes} bytes whose storage was made smaller and has {left} bytes now"
+    if not left:
+        what = "a tensor whose memory has been freed"
+    raise unsupported(fqn, what, "save when it has its values again: outside of what frees it meanwhile")
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a row-major tensor as a flat tensor of bytes, on its device: a view."""
+    # Not reshape(-1): the stride of a dimension of one element can be anything, which stays in the result.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
     """The name of the dtype of a tensor that has dense memory of its own.
 
@@ -186,6 +215,9 @@ def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
 
 
 def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        what = "a parameter of a lazy module that has not been initialised"
+        raise unsupported(fqn, what, "call forward once, so that its shape is known")
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise unsupported(fqn, f"a {kind} tensor", "convert it to a dense tensor, or save its components")
@@ -200,6 +232,7 @@ def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         advice = "give it values first: load a checkpoint into it, or call to_empty() and initialise it"
         raise unsupported(fqn, "a tensor on the meta device, which has no values", advice)
+    check_has_all_memory(fqn, tensor)
 
 
 def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:

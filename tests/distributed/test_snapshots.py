@@ -139,3 +139,29 @@ def test_a_rank_that_cannot_fork_refuses_for_all(workers: WorkerPool, tmp_path: 
     for error, files in workers.run(refuse_on_one_rank, str(tmp_path), world_size=2):
         assert (error.kind, error.ranks) == ("unsupported_value", (1,))
         assert files == []
+
+
+class StepsWithoutHooks(torch.optim.SGD):
+    """Its step, which a trainer has put in place of the class's, runs no hooks."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.step = lambda: None  # type: ignore[method-assign]
+
+
+def refuse_to_be_lazy(rank: int, world_size: int, path: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    optimizer = (StepsWithoutHooks if rank == 1 else torch.optim.SGD)(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    errors = [seen(lambda: save(path, state, "lazy").result(20)) for _ in range(3)]
+    save(path, state, "copy").result(20)
+    return errors
+
+
+def test_an_optimizer_that_cannot_wait_on_one_rank_is_refused_on_all_at_every_save(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    for errors in workers.run(refuse_to_be_lazy, str(tmp_path), world_size=2):
+        assert [(error.kind, error.ranks) for error in errors] == [("unsupported_value", (1,))] * 3
+        assert all("optimizer is an optimizer" in error.message for error in errors)
