@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
-from bytecheckpoint.errors import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    UnsafeCheckpointError,
-)
-from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
-from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint, manifest_of
-from bytecheckpoint.storage.foreign.formats import find_folder
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
-from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .arguments import with_output_options
+from .checkpoint_list import Listed, Listing, list_checkpoints, read_checkpoint, runs_of
 from .column_widths import Column
 from .screen import Screen, print_json
-from .wording import age_text, count_text, size_text, time_text
+from .wording import age_text, count_text, size_text, some_of, time_text
 
-_LOOKS_IN_FLIGHT = 8
 _NOT_COMMITTED = "not committed"
 _COLUMNS = [
     Column("step", is_right=True, style="bold cyan"),
@@ -51,93 +42,31 @@ Example:
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """A folder that is a checkpoint, or that a save has not finished."""
-
-    folder: str
-    """Inside the root; "" is the root itself."""
-    path: str
-    step: int | None
-    committed: bool
-    num_bytes: int
-    """Of the data files: what the manifest says, or where there is none, what lies there."""
-    num_tensors: int | None = None
-    world_size: int | None = None
-    created_at: datetime | None = None
-    save_id: str | None = None
-    format: str = OWN_FORMAT
-    """Another one where other programs wrote it."""
-    problem: str | None = None
-    """Why the manifest cannot be read."""
-
-
 @click.command(short_help="The checkpoints under a root.", epilog=_EXAMPLE)
 @click.argument("root")
 @with_output_options
 def ls(*, root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
     """The checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
 
-    Folders of saves that did not finish, or are still being written, are listed as not committed. Only manifests are
-    read. Exit code 1 where one of them is damaged.
+    ROOT may also be a folder of runs: folders that are no checkpoints are looked into, and no deeper. Folders of saves
+    that did not finish, or are still being written, are listed as not committed. Only manifests are read. Exit code 1
+    where one of them is damaged.
     """
     store = open_store(root, storage_options=storage_options, writer_threads=1)
-    found: list[Listed] = []
+    listing = Listing([], [])
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
-        found = _find(store)
-    if not found:
+        listing = list_checkpoints(store)
+    if not listing.checkpoints:
         alone = find_checkpoint(root, "latest", Opening(storage_options))  # or it says what is there instead
-        found = [_read(alone, None) or _gone(alone)]
+        listing = Listing([read_checkpoint(alone, None) or _gone(alone)], listing.not_listed)
+    found = listing.checkpoints
     if as_json:
-        print_json({"root": str(store), "checkpoints": [_as_json(item) for item in found]})
+        not_listed = [join_name(str(store), folder) for folder in listing.not_listed]
+        print_json({"root": str(store), "checkpoints": [_as_json(item) for item in found], "not_listed": not_listed})
     else:
-        _print(str(store), found)
-    return exit_codes.CORRUPT if any(item.problem for item in found) else exit_codes.FINE
-
-
-def _find(store: Store) -> list[Listed]:
-    listing = store.list("")
-    folders = [name for name, size in listing.items() if size is None and name != layout.DATA_FOLDER]
-    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
-        found = [item for item in pool.map(lambda folder: _look_into(store, folder), ["", *folders]) if item]
-    return sorted(found, key=lambda item: (item.folder != "", item.step is None, item.step or 0, item.folder))
-
-
-def _look_into(store: Store, folder: str) -> Listed | None:
-    listing = store.list(folder)
-    path, step = join_name(str(store), folder), layout.parse_step(folder)
-    foreign = None if layout.has_manifest(listing) else find_folder(store, folder, listing)
-    if layout.has_manifest(listing) or foreign:
-        return _read(Found(store, 0, folder, foreign), step)
-    data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in listing else {}
-    if step is None and not data:
-        return None
-    num_bytes = sum(size or 0 for size in data.values())
-    return Listed(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
-
-
-def _read(found: Found, step: int | None) -> Listed | None:
-    folder, path = found.folder, found.path
-    own_format = found.foreign.format if found.foreign else OWN_FORMAT
-    try:
-        info = describe_checkpoint(manifest_of(found), path=path, seconds={})
-    except (CheckpointCorruptError, CheckpointMismatchError, UnsafeCheckpointError) as error:
-        what = error.message
-        return Listed(folder=folder, path=path, step=step, committed=True, num_bytes=0, format=own_format, problem=what)
-    except CheckpointNotFoundError:  # deleted since it was listed
-        return None
-    return Listed(
-        folder=folder,
-        path=path,
-        step=info.step if step is None else step,
-        committed=True,
-        num_bytes=info.num_bytes,
-        num_tensors=info.num_tensors,
-        world_size=info.world_size,
-        created_at=info.created_at,
-        save_id=info.save_id,
-        format=info.format,
-    )
+        _print(str(store), listing)
+    is_damaged = any(item.problem and not item.is_refused for item in found)
+    return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
 
 
 def _gone(found: Found) -> Listed:
@@ -148,23 +77,36 @@ def _gone(found: Found) -> Listed:
 
 def _as_json(item: Listed) -> dict[str, Any]:
     fields = asdict(item)
-    del fields["folder"]
-    return {**fields, "created_at": item.created_at.isoformat() if item.created_at else None}
+    del fields["folder"], fields["is_refused"]
+    created_at = item.created_at.isoformat() if item.created_at else None
+    return {**fields, "run": item.run or None, "created_at": created_at}
 
 
-def _print(root: str, found: list[Listed]) -> None:
+def _print(root: str, listing: Listing) -> None:
     screen = Screen()
-    committed = [item for item in found if item.committed]
-    rest = f", {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
-    total = size_text(sum(item.num_bytes for item in found))
-    screen.line(f"{root}: {count_text(len(committed), 'checkpoint')}{rest}, {total}", style="bold")
-    screen.line()
+    found = listing.checkpoints
+    screen.line(f"{root}: {_totals(found)}", style="bold")
     now = datetime.now(UTC)
-    screen.table(_COLUMNS, [_row(item, now) for item in found])
+    for run in runs_of(found):
+        of_run = [item for item in found if item.run == run]
+        screen.line()
+        if run:
+            screen.line(f"{run}: {_totals(of_run)}")
+        screen.table(_COLUMNS, [_row(item, now) for item in of_run])
     for item in found:
         if item.problem:
             screen.line()
-            screen.line(item.problem, style="red")
+            screen.line(item.problem, style="yellow" if item.is_refused else "red")
+    if listing.not_listed:
+        screen.line()
+        screen.line(f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow")
+
+
+def _totals(found: Sequence[Listed]) -> str:
+    committed = [item for item in found if item.committed]
+    rest = f", {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
+    total = size_text(sum(item.num_bytes for item in found))
+    return f"{count_text(len(committed), 'checkpoint')}{rest}, {total}"
 
 
 def _state(item: Listed) -> str:
@@ -174,7 +116,7 @@ def _state(item: Listed) -> str:
 
 
 def _row(item: Listed, now: datetime) -> list[str]:
-    state = "damaged" if item.problem else _state(item)
+    state = "refused" if item.is_refused else "damaged" if item.problem else _state(item)
     return [
         "-" if item.step is None else str(item.step),
         "-" if item.problem else size_text(item.num_bytes),
@@ -182,6 +124,6 @@ def _row(item: Listed, now: datetime) -> list[str]:
         age_text(item.created_at, now),
         "-" if item.num_tensors is None else count_text(item.num_tensors),
         "-" if item.world_size is None else count_text(item.world_size),
-        item.folder or ".",
+        item.name or ".",
         state,
     ]

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import fractions
+import io
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
 from checkpoint_files import flip
+from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.tools import checkpoint_list
 
 
 def test_it_lists_steps_in_order(call, saved_root) -> None:
@@ -23,6 +34,7 @@ def test_json_has_the_facts_of_the_manifests(call, saved_root) -> None:
         info = bcp.open(saved_root, step=step).info
         assert item == {
             "path": info.path,
+            "run": None,
             "step": step,
             "committed": True,
             "num_bytes": info.num_bytes,
@@ -77,3 +89,140 @@ def test_a_damaged_manifest_does_not_hide_the_others(call, root) -> None:
     assert "damaged" in ended.out
     items = call("ls", root, "--json").json["checkpoints"]
     assert [item["problem"] is None for item in items] == [True, False]
+
+
+@pytest.fixture(params=["folder", "memory"])
+def runs(request, tmp_path) -> str:
+    """Two runs with steps, a plain checkpoint, files of others and noise beside them."""
+    root = str(tmp_path / "runs") if request.param == "folder" else f"memory://runs-{tmp_path.name}"
+    for run, steps in (("exp1", (5, 10)), ("exp2", (7,))):
+        for step in steps:
+            bcp.save(f"{root}/{run}", {"x": torch.ones(4)}, step=step)
+    bcp.save(f"{root}/best", {"x": 1})
+    put(f"{root}/plain.pt", saved({"w": torch.ones(3)}))
+    put(f"{root}/exp2/export.pt", saved({"w": torch.ones(3)}))
+    put(f"{root}/notes.txt", b"hello")
+    put(f"{root}/empty.bin", b"")
+    put(f"{root}/noise.bin", b"noise" * 9)
+    put(f"{root}/logs/today/log.txt", b"hello")
+    return root
+
+
+def saved(value: object) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def put(url: str, content: bytes) -> None:
+    with fsspec.open(url, "wb", auto_mkdir=True) as file:
+        file.write(content)
+
+
+def test_a_folder_of_runs_is_listed_run_by_run(call, runs) -> None:
+    items = call("ls", runs, "--json").json["checkpoints"]
+    assert [(item["run"], item["step"], item["format"]) for item in items] == [
+        (None, None, "bytecheckpoint"),
+        (None, None, "torch.save"),
+        ("exp1", 5, "bytecheckpoint"),
+        ("exp1", 10, "bytecheckpoint"),
+        ("exp2", 7, "bytecheckpoint"),
+        ("exp2", None, "torch.save"),
+    ]
+    assert [item["path"].removeprefix(runs) for item in items] == [
+        "/best",
+        "/plain.pt",
+        "/exp1/step_00000005",
+        "/exp1/step_00000010",
+        "/exp2/step_00000007",
+        "/exp2/export.pt",
+    ]
+    for item in items:
+        assert call("show", item["path"]).code == 0
+
+
+def test_each_run_has_a_heading_with_its_totals(call, runs) -> None:
+    lines = call("ls", runs).out.splitlines()
+    assert f"{runs}: 6 checkpoints, " in lines[0]
+    assert [line.split(",")[0] for line in lines if line.startswith("exp")] == [
+        "exp1: 2 checkpoints",
+        "exp2: 2 checkpoints",
+    ]
+    folders = [line.split()[-2] for line in lines if line.startswith("  ") and "folder" not in line]
+    assert folders == ["best", "plain.pt", "step_00000005", "step_00000010", "step_00000007", "export.pt"]
+
+
+def test_a_folder_with_nothing_but_a_file_of_another_format_is_listed(call, tmp_path) -> None:
+    put(str(tmp_path / "plain.pt"), saved({"w": torch.ones(3)}))
+    (item,) = call("ls", tmp_path, "--json").json["checkpoints"]
+    assert (item["path"], item["format"]) == (str(tmp_path / "plain.pt"), "torch.save")
+
+
+def test_files_of_a_checkpoint_of_another_format_are_not_listed_again(call, tmp_path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    put(str(tmp_path / "training_args.bin"), saved({"lr": 1.0}))
+    (item,) = call("ls", tmp_path, "--json").json["checkpoints"]
+    assert item["path"] == str(tmp_path)
+
+
+def test_a_file_that_is_never_loaded_is_refused_and_no_damage(call, tmp_path) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=5)
+    put(str(tmp_path / "arguments.bin"), saved(fractions.Fraction(1, 3)))
+    ended = call("ls", tmp_path)
+    assert ended.code == 0
+    assert ended.out.count("refused") >= 1
+    items = call("ls", tmp_path, "--json").json["checkpoints"]
+    assert [item["problem"] is None for item in items] == [True, False]
+
+
+def test_a_damaged_step_of_a_run_is_exit_code_1(call, runs) -> None:
+    if "://" in runs:
+        return
+    flip(Path(runs) / "exp1" / "step_00000005" / "manifest.bcp", 50)
+    ended = call("ls", runs)
+    assert ended.code == 1
+    assert "damaged" in ended.out
+
+
+def test_data_of_a_run_is_no_unfinished_save(call, tmp_path) -> None:
+    bcp.save(tmp_path / "exp", {"x": 1}, step=5)
+    put(str(tmp_path / "exp" / "data" / "train.bin"), b"tokens")
+    (item,) = call("ls", tmp_path, "--json").json["checkpoints"]
+    assert (item["run"], item["step"]) == ("exp", 5)
+
+
+def test_it_looks_two_folders_deep_and_no_deeper(call, tmp_path, monkeypatch) -> None:
+    bcp.save(tmp_path / "a" / "b", {"x": 1})
+    bcp.save(tmp_path / "a" / "c" / "d", {"x": 1})
+    listed: list[str] = []
+    monkeypatch.setattr(LocalStore, "list", lambda self, folder: listed.append(folder) or list_folder(self, folder))
+    assert [item["path"] for item in call("ls", tmp_path, "--json").json["checkpoints"]] == [str(tmp_path / "a" / "b")]
+    assert max(folder.removesuffix("/data").count("/") for folder in listed) == 1
+
+
+list_folder = LocalStore.list
+
+
+def test_more_folders_than_are_looked_into_are_named(call, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint_list, "MAX_RUN_FOLDERS", 3)
+    for run in ("a", "b"):
+        for step in (1, 2):
+            bcp.save(tmp_path / run, {"x": 1}, step=step)
+    result = call("ls", tmp_path, "--json").json
+    assert [item["run"] for item in result["checkpoints"]] == ["a", "a"]
+    assert result["not_listed"] == [str(tmp_path / "b")]
+    assert "not looked into: b" in call("ls", tmp_path).out
+
+
+def test_a_folder_that_may_not_be_listed_is_named(call, tmp_path, monkeypatch) -> None:
+    def refuse(self, folder):
+        if folder == "private":
+            raise StorageError("not allowed", kind="permission")
+        return list_folder(self, folder)
+
+    bcp.save(tmp_path / "a", {"x": 1})
+    (tmp_path / "private").mkdir()
+    monkeypatch.setattr(LocalStore, "list", refuse)
+    result = call("ls", tmp_path, "--json").json
+    assert len(result["checkpoints"]) == 1
+    assert result["not_listed"] == [str(tmp_path / "private")]
