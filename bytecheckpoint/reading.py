@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,6 +21,7 @@ from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.reader import ALIGNMENT, FrameRead, Read, fetch_bytes, run_reads
+from bytecheckpoint.storage.replacement import noticing_replacement
 from bytecheckpoint.storage.store import GivesBytes, Store
 
 _THREADS = SpareThreads(is_awaited=False)
@@ -71,8 +72,8 @@ class Source:
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
 
-        Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file) or CheckpointCorruptError
-        (truncated, unsupported_version); nothing has been read then.
+        Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file, replaced) or
+        CheckpointCorruptError (truncated, unsupported_version); nothing has been read then.
         """
         options = self.options
         wants = [
@@ -95,8 +96,15 @@ class Source:
             max_gap_bytes=self.store.access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
             max_fetch_bytes=max_fetch_bytes,
         )
-        check_files(self.store, self.folder, self.manifest, wanted_files(fetches))
+        self.check_files(wanted_files(fetches))
         return fetches
+
+    def check_files(self, file_indices: Iterable[int]) -> None:
+        """Raises CheckpointNotFoundError (missing_file, replaced) or CheckpointCorruptError (truncated) where one of
+        these data files is not there with its length.
+        """
+        with noticing_replacement(self.store, self.folder, self.manifest):
+            check_files(self.store, self.folder, self.manifest, file_indices)
 
     def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: Lanes) -> Targets:
         """The memory of these shards, as destinations of a load."""
@@ -108,15 +116,16 @@ class Source:
 
     def run(self, reads: Sequence[Read], lanes: Lanes) -> None:
         """Carries out these reads; copies into devices may still be under way until the lanes are closed."""
-        run_reads(
-            self.store,
-            reads,
-            threads=self.options.reader_threads,
-            verify=self.options.verify,
-            scratch_bytes=self._scratch_bytes,
-            memory=lanes,
-            submit=_THREADS.submit,
-        )
+        with noticing_replacement(self.store, self.folder, self.manifest):
+            run_reads(
+                self.store,
+                reads,
+                threads=self.options.reader_threads,
+                verify=self.options.verify,
+                scratch_bytes=self._scratch_bytes,
+                memory=lanes,
+                submit=_THREADS.submit,
+            )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""

@@ -18,7 +18,6 @@ from bytecheckpoint.planner.convert_plan import Wanted, copies_of
 from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.reading import Source
 from bytecheckpoint.region import relative
-from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.tensor_memory import narrowed
 
 
@@ -47,7 +46,7 @@ class Elements:
         source = self._source
         stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
         files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}
-        check_files(source.store, source.folder, source.manifest, files)
+        source.check_files(files)
 
     def read(self, jobs: Sequence[Job]) -> None:
         """Fills the memory of all jobs. Raises what a load raises, and CheckpointMismatchError (dtype) for an element
