@@ -33,7 +33,7 @@ from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
 from bytecheckpoint.save_handle import SaveHandle
 from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
-from bytecheckpoint.sources import Asked, open_alone, open_together, wanted_step
+from bytecheckpoint.sources import Asked, open_alone, open_together, reading_again, wanted_step
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
@@ -208,6 +208,7 @@ def warm_up(
     ranks.farewell()
 
 
+@reading_again
 @collector_paused()  # as for save
 def load(
     path: str | os.PathLike[str],
@@ -251,7 +252,8 @@ def load(
         options: See LoadOptions.
 
     Raises:
-        CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone.
+        CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
+            replaced while it is read is read again; kind `replaced` says that this happened too often.
         CheckpointMismatchError: State and checkpoint do not fit; the state is as it was.
         CheckpointCorruptError: Damaged bytes.
         UnsafeCheckpointError: The checkpoint asks for something that loading must not do.

@@ -2,7 +2,8 @@
 react to what happened without reading messages; it knows nothing of how the failures come about.
 
     CheckpointError
-    ├── CheckpointNotFoundError   (FileNotFoundError)   not_found, not_committed, missing_file
+    ├── CheckpointNotFoundError   (FileNotFoundError)   not_found, not_committed, missing_file,
+    │                                                   replaced
     ├── CheckpointExistsError     (FileExistsError)     exists
     ├── CheckpointCorruptError    (ValueError)          checksum, truncated, bad_manifest, unsupported_version
     ├── CheckpointMismatchError   (ValueError)          missing_key, unexpected_key, shape, dtype, coverage, conflict

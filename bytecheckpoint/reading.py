@@ -21,6 +21,7 @@ from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.reader import ALIGNMENT, FrameRead, Read, fetch_bytes, run_reads
+from bytecheckpoint.storage.replacement import noticing_replacement
 from bytecheckpoint.storage.samples import check_samples
 from bytecheckpoint.storage.store import GivesBytes, Store
 
@@ -81,8 +82,8 @@ class Source:
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
 
-        Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file) or CheckpointCorruptError
-        (truncated, checksum, unsupported_version); nothing has been read then.
+        Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file, replaced) or
+        CheckpointCorruptError (truncated, checksum, unsupported_version); nothing has been read then.
         """
         options = self.options
         wants = [
@@ -112,10 +113,11 @@ class Source:
         """Makes sure that the data files of these numbers are there with their sizes, and that those which a link
         points to are the ones that it was made for.
 
-        Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated, checksum).
+        Raises CheckpointNotFoundError (missing_file, replaced) or CheckpointCorruptError (truncated, checksum).
         """
         wanted = set(numbers)
-        check_files(self.store, self.folder, self.manifest, wanted)
+        with noticing_replacement(self.store, self.folder, self.manifest):
+            check_files(self.store, self.folder, self.manifest, wanted)
         if self.options.verify:
             new = [self.manifest.files[number] for number in sorted(wanted - self._sampled)]
             check_samples(self.store, self.folder, new, threads=self.options.reader_threads)
@@ -131,15 +133,16 @@ class Source:
 
     def run(self, reads: Sequence[Read], lanes: Lanes) -> None:
         """Carries out these reads; copies into devices may still be under way until the lanes are closed."""
-        run_reads(
-            self.store,
-            reads,
-            threads=self.options.reader_threads,
-            verify=self.options.verify,
-            scratch_bytes=self._scratch_bytes,
-            memory=lanes,
-            submit=_THREADS.submit,
-        )
+        with noticing_replacement(self.store, self.folder, self.manifest):
+            run_reads(
+                self.store,
+                reads,
+                threads=self.options.reader_threads,
+                verify=self.options.verify,
+                scratch_bytes=self._scratch_bytes,
+                memory=lanes,
+                submit=_THREADS.submit,
+            )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""

@@ -27,7 +27,7 @@ from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.recovery_plan import Part, RecoveryPlan, Task, There, Verdict, plan_recovery
 from bytecheckpoint.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
-from bytecheckpoint.storage import layout, local_stage
+from bytecheckpoint.storage import deletion, layout, local_stage
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.local_stage import Found, Journal, StagedFolder
 from bytecheckpoint.storage.names import join_name
@@ -88,15 +88,16 @@ def recover(
         verdicts = [_with_damage(verdict, damage) for verdict in order.verdicts]
         kept = {verdict.save_id for verdict in verdicts if verdict.outcome == "kept"}
         whole = [(task, folder) for task, folder in folders if task.save_id not in kept]
-        for task, folder in whole:
-            if task.commits:
-                _commit(store, task, folder)
+        replaced = [(task, _commit(store, task, folder)) for task, folder in whole if task.commits]
         ranks.consult(b"", lambda payloads: payloads)
         for _, folder in whole:
             folder.remove()
-        if ranks.rank == COORDINATOR:
-            _clean_up(store, verdicts)
     ranks.farewell()
+    # After the other ranks know: there may be thousands of files.
+    for task, names in replaced:
+        deletion.discard(store, task.folder, names)
+    if ranks.rank == COORDINATOR:
+        _clean_up(store, verdicts)
     saves = [_describe(store, verdict) for verdict in verdicts]
     if ranks.rank == COORDINATOR:
         for save in saves:
@@ -263,15 +264,16 @@ def _upload(store: Store, task: Task, folder: StagedFolder, options: SaveOptions
     upload_files(folder, store, task.folder, files, writer_threads=options.writer_threads)
 
 
-def _commit(store: Store, task: Task, folder: StagedFolder) -> None:
+def _commit(store: Store, task: Task, folder: StagedFolder) -> Sequence[str]:
+    """Creates the manifest; returns the files of the checkpoint that it replaces."""
     content = folder.manifest() or b""
     manifest = decode_manifest(content)
     layout.check_files(store, task.folder, manifest, range(len(manifest.files)))
     if task.overwrite:
         _refuse_replacing_another(store, task)
-    replaced = layout.files_of_checkpoint(store, task.folder) if task.overwrite else []
+    replaced = deletion.files_of_checkpoint(store, task.folder) if task.overwrite else []
     layout.commit(store, task.folder, content, replace=task.overwrite)
-    layout.discard(store, task.folder, replaced)
+    return replaced
 
 
 def _refuse_replacing_another(store: Store, task: Task) -> None:
@@ -290,11 +292,11 @@ def _clean_up(store: Store, verdicts: Sequence[Verdict]) -> None:
     """Removes from the path what is of no use any more."""
     for verdict in verdicts:
         if verdict.outcome != "under_way":
-            layout.discard(store, verdict.folder, [layout.recovery_name(verdict.save_id)])
+            deletion.discard(store, verdict.folder, [layout.recovery_name(verdict.save_id)])
         # Hazard: a manifest may be on its way still that got no answer, and stand when its data is gone.
         if verdict.outcome == "removed" and not verdict.may_arrive:
             with suppress(CheckpointError):
-                layout.discard(store, verdict.folder, _uncommitted(store, verdict))
+                deletion.discard(store, verdict.folder, _uncommitted(store, verdict))
 
 
 def _uncommitted(store: Store, verdict: Verdict) -> list[str]:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from functools import wraps
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
 from bytecheckpoint.agreement import check_same
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.location import check_step
-from bytecheckpoint.manifest import encode_manifest
+from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.name_maps import Beside, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.ranks import Ranks
 from bytecheckpoint.reading import Source
 from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint, manifest_bytes, open_above
-from bytecheckpoint.storage.layout import parse_manifest
+from bytecheckpoint.storage.layout import parse_manifest, parse_step, step_folder
 from bytecheckpoint.storage.opening import is_remote
 from bytecheckpoint.storage.store import place_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_ATTEMPTS = 10
+"""Attempts to read a checkpoint that others replace meanwhile; the same on every rank."""
 
 
 class Asked(NamedTuple):
@@ -49,6 +57,34 @@ def wanted_step(step: object) -> int | Literal["latest"] | None:
     return "latest" if isinstance(step, str) and step == "latest" else check_step(step)
 
 
+def reading_again(call: Callable[P, T]) -> Callable[P, T]:
+    """The same call, made again where the checkpoint was replaced or deleted while it was read. As this is the error of
+    every rank, every rank makes it again.
+    """
+
+    @wraps(call)
+    def persistent(*arguments: P.args, **options: P.kwargs) -> T:
+        replaced: CheckpointError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
+                return call(*arguments, **options)
+            except CheckpointError as error:
+                if error.kind != "replaced":
+                    if replaced is None:
+                        raise
+                    raise _with_attempt(error, replaced) from error
+                replaced = error
+        raise replaced or TypeError("there is at least one attempt")
+
+    return persistent
+
+
+def _with_attempt(error: CheckpointError, before: CheckpointError) -> CheckpointError:
+    """The error with that of the attempt before, which may have changed the state."""
+    message = f"{error.message}. This was another attempt; the one before ended so: {before.message}"
+    return type(error)(message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks)
+
+
 def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that all ranks load. Raises what `find_checkpoint` and `manifest_bytes` raise."""
     opening = Opening(asked.storage_options, options.timeout_s)
@@ -57,13 +93,12 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
     def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
         wishes = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
         check_same("load from", [target for target, _ in wishes], ranks.names)
-        found = find_checkpoint(asked.root, asked.step, at_root)
+        found, content = _find(asked, at_root, options)
         # One rank decides for all, whose options may differ.
         wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(found.store))
         is_exchanged = wanted and ranks.num_ranks > 1
         # What is passed on is verified by who reads it, for those who want that.
         is_verified = is_exchanged and any(verify for _, verify in wishes)
-        content = _manifest_bytes(found, options)
         told = _Told(found.levels, found.folder, found.path, found.manifest_path, content, is_exchanged, is_verified)
         return [msgspec.msgpack.encode(told)] * ranks.num_ranks
 
@@ -72,6 +107,7 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
     payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
     manifest = parse_manifest(told.manifest, path=told.manifest_path, whole=False)
+    _refuse_other_step(told.folder, manifest, path=told.path)
     here = Files(open_above(asked.root, told.levels, at_root) if told.levels else store, told.folder)
     return Source(
         *files_of(here, manifest, opening, follow_links=options.follow_links, path=told.path),
@@ -85,11 +121,40 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
 def open_alone(asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that one process looks into. Raises the same."""
     opening = Opening(asked.storage_options, options.timeout_s)
-    found = find_checkpoint(asked.root, asked.step, opening_at(asked.root, opening, follow_links=options.follow_links))
-    manifest = parse_manifest(_manifest_bytes(found, options), path=found.manifest_path, whole=False)
+    at_root = opening_at(asked.root, opening, follow_links=options.follow_links)
+    found, content = _find(asked, at_root, options)
+    manifest = parse_manifest(content, path=found.manifest_path, whole=False)
+    _refuse_other_step(found.folder, manifest, path=found.path)
     here = Files(found.store, found.folder)
     files = files_of(here, manifest, opening, follow_links=options.follow_links, path=found.path)
     return Source(*files, manifest, options, is_exchanged=False, path=found.path)
+
+
+def _find(asked: Asked, opening: Opening, options: LoadOptions) -> tuple[Found, bytes]:
+    """The checkpoint, and its manifest as it is at one moment."""
+    for _ in range(_ATTEMPTS):
+        found = find_checkpoint(asked.root, asked.step, opening)
+        try:
+            return found, _manifest_bytes(found, options)
+        except CheckpointNotFoundError as error:
+            if error.kind != "not_committed":
+                raise
+            deleted = error  # since it was found: there may be another one
+    raise deleted
+
+
+def _refuse_other_step(folder: str, manifest: Manifest, *, path: str) -> None:
+    """Raises CheckpointMismatchError (conflict) where the folder has the name of another step than the manifest."""
+    named = parse_step(folder)
+    if named is None or manifest.foreign_format or manifest.step in {None, named}:
+        return
+    raise CheckpointMismatchError(
+        f"{path} holds the checkpoint of step {manifest.step} under the name of step {named}: the folder was copied or "
+        f"renamed. Nothing was loaded: rename it to {step_folder(manifest.step or 0)}, or load it by its own path, "
+        "without a step",
+        kind="conflict",
+        path=path,
+    )
 
 
 def _manifest_bytes(found: Found, options: LoadOptions) -> bytes:

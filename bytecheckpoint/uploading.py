@@ -68,7 +68,7 @@ def _stage(saving: Saving, tier: Tier) -> tuple[_Staged, bytes]:
     """What was staged, and on the coordinator the manifest."""
     ranks, about, clock = saving.ranks, saving.about, saving.clock
     doing = f"writing {saving.path} to the local stage"
-    with together(ranks, doing, about=about), ExitStack() as undo:
+    with ExitStack() as undo, together(ranks, doing, about=about):
         undo.callback(discard, saving)
         with clock.phase("write"), closing(saving.snapshot):
             tier.begin(_journal_of(saving, tier))
@@ -100,7 +100,7 @@ def _stage(saving: Saving, tier: Tier) -> tuple[_Staged, bytes]:
 def _upload(saving: Saving, tier: Tier, staged: _Staged, content: bytes) -> CheckpointInfo:
     ranks, clock = saving.ranks, saving.clock
     about = saving.about._replace(aftermath=IS_KEPT if staged.is_recoverable else "")
-    with together(ranks, f"uploading {saving.path}", about=about), ExitStack() as undo:
+    with ExitStack() as undo, together(ranks, f"uploading {saving.path}", about=about):
         undo.callback(discard, saving)
         with clock.phase("upload"):
             tier.upload(saving.store, saving.folder)

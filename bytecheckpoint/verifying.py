@@ -25,6 +25,7 @@ from bytecheckpoint.storage.data_file import (
 )
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.replacement import refuse_replaced
 from bytecheckpoint.storage.samples import sample_faults
 from bytecheckpoint.storage.scan import Fault, Piece, find_files, pieces_of, scan, size_faults
 from bytecheckpoint.storage.store import Store
@@ -84,7 +85,8 @@ def verify_checkpoint(
         rng: Chooses them.
         on_progress: Gets the number of bytes that were read since it was last called, one call at a time.
 
-    Raises StorageError where the store cannot be listed; whatever it cannot read of a file is damage.
+    Raises StorageError where the store cannot be listed, and CheckpointNotFoundError (replaced) where files are missing
+    because the checkpoint was replaced or deleted meanwhile; all else that cannot be read of a file is damage.
     """
     files = manifest.files
     sizes = find_files(store, folder, files)
@@ -108,6 +110,8 @@ def verify_checkpoint(
     broken = _broken_starts(files, sizes, faults)
     faults += _sample_faults(store, names, files, sizes, threads=threads)
     faults += _header_faults(store, names, manifest, contents, broken_starts=broken, threads=threads)
+    if any(fault.kind == "missing_file" for fault in faults):
+        refuse_replaced(store, folder, manifest, cause=None)
     ordered = sorted(faults, key=lambda fault: (fault.file, fault.byte_offset))
     damage = [*_tiling_damage(manifest), *(contents.describe(fault) for fault in ordered)]
     unchecked = [

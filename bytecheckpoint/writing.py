@@ -37,7 +37,7 @@ from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, t
 from bytecheckpoint.reporting import WrittenFile, build_manifest, encode_report, remember_tensors
 from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.snapshot import Snapshot
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.leftovers import MIN_AGE_S, sweep
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import is_remote
@@ -132,7 +132,8 @@ def warn_of_differing(ranks: Ranks, agreed: Agreed) -> None:
 def write_and_commit(saving: Saving) -> CheckpointInfo:
     """Makes a planned save durable. Raises on every rank what `save` documents."""
     ranks, about, clock = saving.ranks, saving.about, saving.clock
-    with together(ranks, f"writing {saving.path}", about=about), ExitStack() as undo:
+    # Other ranks learn of a failure first: what was written is deleted when `together` has been left.
+    with ExitStack() as undo, together(ranks, f"writing {saving.path}", about=about):
         undo.callback(discard, saving)
         with clock.phase("write"), closing(saving.snapshot):
             written = write_files(saving)
@@ -157,14 +158,17 @@ def commit_together(saving: Saving, content: bytes, facts: bytes) -> CheckpointI
     ranks, about, clock = saving.ranks, saving.about, saving.clock
     may_be = f"{about.aftermath}. {_MAY_BE_COMMITTED}" if about.aftermath else _MAY_BE_COMMITTED
     after = about._replace(aftermath=about.aftermath if ranks.rank == COORDINATOR else may_be)
-    with together(ranks, f"committing {saving.path}", about=after), clock.phase("commit"):
+    replaced: Sequence[str] = ()
+    with ExitStack() as undo, together(ranks, f"committing {saving.path}", about=after), clock.phase("commit"):
         hear_that_all_have_written(saving, b"")
         if ranks.rank == COORDINATOR:
-            _commit(saving, content)
+            replaced = _commit(saving, content, undo)
         info = msgspec.msgpack.decode(ranks.broadcast(facts), type=CheckpointInfo)
     ranks.farewell()
     clock.end_stall()
     if ranks.rank == COORDINATOR:
+        # After the other ranks know: there may be thousands of files, and this rank alone deletes them.
+        deletion.discard(saving.store, saving.folder, replaced)
         sweep(saving.store, saving.folder, saving.agreed.save_id)
         logger.info("committed %s in %.2f s", saving.path, clock.total)
     return replace(info, seconds={**clock.seconds, "total": clock.total})
@@ -270,23 +274,29 @@ def _decode_checked(content: bytes) -> Manifest:
         ) from error
 
 
-def _commit(saving: Saving, content: bytes) -> None:
-    if saving.clock.age_s > _HELD_UP_S:
-        _refuse_if_cleared_away(saving, content)
-    if saving.ranks.num_ranks > 1 and not is_remote(saving.store):
-        _refuse_what_is_not_shared(saving, content)
-    replaced = layout.files_of_checkpoint(saving.store, saving.folder) if saving.options.overwrite else []
+def _commit(saving: Saving, content: bytes, undo: ExitStack) -> Sequence[str]:
+    """Creates the manifest; returns the files of the checkpoint that it replaces. Where it is certain that nothing was
+    committed, `undo` deletes what this save has written.
+    """
+    with ExitStack() as refused:
+        refused.callback(undo.callback, discard, saving)
+        if saving.clock.age_s > _HELD_UP_S:
+            _refuse_if_cleared_away(saving, content)
+        if saving.ranks.num_ranks > 1 and not is_remote(saving.store):
+            _refuse_what_is_not_shared(saving, content)
+        refused.pop_all()
+    replaced = deletion.files_of_checkpoint(saving.store, saving.folder) if saving.options.overwrite else []
     try:
         layout.commit(saving.store, saving.folder, content, replace=saving.options.overwrite)
     except CheckpointExistsError:
-        discard(saving)  # somebody else's checkpoint stands: ours cannot have been committed
+        undo.callback(discard, saving)  # somebody else's checkpoint stands: ours cannot have been committed
         raise
     except (StorageError, CheckpointSaveError) as error:
         if error.kind in _CANNOT_BE_COMMITTED and not _is_there(saving):
-            discard(saving)
+            undo.callback(discard, saving)
             raise
         raise type(error)(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
-    layout.discard(saving.store, saving.folder, replaced)
+    return replaced
 
 
 def _refuse_if_cleared_away(saving: Saving, content: bytes) -> None:
@@ -294,7 +304,6 @@ def _refuse_if_cleared_away(saving: Saving, content: bytes) -> None:
     try:
         layout.check_files(saving.store, saving.folder, manifest, range(len(manifest.files)))
     except (CheckpointNotFoundError, CheckpointCorruptError) as error:
-        discard(saving)
         raise CheckpointSaveError(
             f"the save to {saving.path} was held up for {saving.clock.age_s / 3600:.1f} hours, and what it had written "
             "is not there any more: it was taken for that of a dead save and cleared away. Nothing was committed, and "
@@ -312,7 +321,6 @@ def _refuse_what_is_not_shared(saving: Saving, content: bytes) -> None:
         try:
             _last_byte(saving, file)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
-            discard(saving)
             raise CheckpointSaveError(
                 f"{join_name(saving.path, file.name)}, which another rank has written, cannot be read by rank "
                 f"{saving.ranks.names[COORDINATOR]} ({error.kind}): the path has to be on a file system that the hosts "
@@ -361,4 +369,4 @@ def discard(saving: Saving) -> None:
         if saving.ranks.rank == COORDINATOR:
             data = layout.data_files_of(saving.store, saving.folder, saving.agreed.save_id)
             names = data + layout.telemetry_of(saving.store, saving.folder, saving.agreed.save_id)
-    layout.discard(saving.store, saving.folder, names)
+    deletion.discard(saving.store, saving.folder, names)

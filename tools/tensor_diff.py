@@ -18,7 +18,6 @@ from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.reading import Source
 from bytecheckpoint.region import Region, split_rows, whole
-from bytecheckpoint.storage.layout import check_files
 
 from .arguments import Opened
 from .differences import flat_position, index_of
@@ -158,7 +157,7 @@ def _source(opened: Opened) -> Source:
 
 def _check_files(source: Source, fqns: Iterable[str]) -> None:
     files = {file for fqn in fqns for file in source.manifest.tensors[fqn].files}
-    check_files(source.store, source.folder, source.manifest, files)
+    source.check_files(files)
 
 
 def _batches(tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:

@@ -24,6 +24,7 @@ from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.reader import FrameRead, HostMemory, Read, run_reads
+from bytecheckpoint.storage.replacement import noticing_replacement
 
 from .arguments import Opened
 from .element_values import decode_values, has_values
@@ -94,7 +95,9 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
     manifest, options = opened.manifest, LoadOptions()
     wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]
     # Before anything is planned: a manifest may claim a tensor of any size.
-    check_files(opened.store, opened.folder, manifest, {file for fqn in wanted for file in manifest.tensors[fqn].files})
+    with noticing_replacement(opened.store, opened.folder, manifest):
+        files = {file for fqn in wanted for file in manifest.tensors[fqn].files}
+        check_files(opened.store, opened.folder, manifest, files)
     fetches = list(_plan(manifest, wanted))
     found = {fqn: Stats() for fqn in wanted}
     lock = threading.Lock()

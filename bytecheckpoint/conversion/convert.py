@@ -36,7 +36,7 @@ from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED, with_separ
 from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.reading import Source
 from bytecheckpoint.sources import Asked, open_together
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.finding import Opening
 from bytecheckpoint.storage.leftovers import sweep
@@ -314,7 +314,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
     store, target = plan.place.store, plan.target
     replaced: Sequence[str] = plan.standing.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:
-        replaced = layout.files_of_checkpoint(store, "")
+        replaced = deletion.files_of_checkpoint(store, "")
     if target.last is not None:
         with ExitStack() as undo:
             undo.callback(_discard, plan, files)
@@ -327,7 +327,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
                 block = Block(0, len(content), lambda: nullcontext(memoryview(content)))
                 store.write(target.last_name, [block], replace=overwrite)
     new = {target.last_name, *(file.name for file in target.files)}
-    layout.discard(store, "", [name for name in replaced if name not in new])
+    deletion.discard(store, "", [name for name in replaced if name not in new])
     if target.last_name == layout.MANIFEST_NAME:
         sweep(store, "", plan.save_id)
 
@@ -362,7 +362,7 @@ def _discard(plan: _Plan, done: Sequence[DataFile]) -> None:
     Hazard: no other file, whatever its name: another process may be writing to the same place.
     """
     names = [file.name for file in done if file.name != plan.target.last_name]
-    layout.discard(plan.place.store, "", names)
+    deletion.discard(plan.place.store, "", names)
 
 
 def _converted(plan: _Plan) -> Converted:

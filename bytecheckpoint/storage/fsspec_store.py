@@ -4,10 +4,11 @@ transaction (those are a flag on a shared instance), and it trusts no answer tha
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import fsspec.core
 from fsspec.registry import known_implementations, registry
@@ -22,6 +23,7 @@ from bytecheckpoint.storage.os_errors import (
     already_exists,
     is_a_file,
     read_error,
+    too_long,
     truncated,
     write_error,
 )
@@ -29,6 +31,8 @@ from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 _READ_BYTES = 64 << 20
 """One request's part of a read into a buffer: the backend's copy of it is what that costs in memory."""
+_MAX_READS = 10
+"""Attempts to read an object that others replace meanwhile."""
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Of an object store in the same region."""
 
@@ -134,15 +138,36 @@ class FsspecStore:
         with self._translated(shown, self._range_error(path, end)):
             data: bytes = self._fs.cat_file(path, start=byte_offset, end=end, **self._exactly())
         if len(data) != byte_length:
+            with self._translated(shown, read_error):
+                self._info(path)  # it may have been deleted meanwhile
             raise truncated(shown, wanted_end=end, found_end=byte_offset + len(data))
         return data
+
+    def read_whole(self, name: str, *, max_bytes: int) -> bytes:
+        """As `ReadsWhole` says. A backend that reads through an open file asks for the length first: it is asked again
+        afterwards.
+        """
+        path, shown, options = self._path(name), self._show(name), self._exactly()
+        for _ in range(_MAX_READS):
+            with self._translated(shown, read_error):
+                before = self._info(path)
+                if int(before["size"]) > max_bytes:
+                    raise too_long(shown, int(before["size"]), max_bytes)
+                content: bytes = self._fs.cat_file(path, **options)
+                if not options or (len(content) == before["size"] and self._info(path) == before):
+                    return content
+        raise StorageError(
+            f"cannot read {shown}: it was replaced {_MAX_READS} times while it was read; nothing stored was changed: "
+            "try again",
+            kind="unavailable",
+            path=shown,
+        )
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path, shown = (self._path(folder), self._show(folder)) if folder else (self._root, self._shown)
         try:
             with self._translated(shown, _list_error):
-                self._fs.invalidate_cache(path)
-                entries = self._fs.ls(path, detail=True, **self._fresh())
+                entries = self._entries(path)
         except CheckpointNotFoundError as error:
             if error.kind == "missing_file":
                 return {}
@@ -188,6 +213,14 @@ class FsspecStore:
     def _show(self, name: str) -> str:
         return join_name(self._shown, name)
 
+    def _entries(self, path: str) -> Sequence[Mapping[str, Any]]:
+        for _ in range(_MAX_READS):
+            self._fs.invalidate_cache(path)
+            with suppress(KeyError):  # fsspec's memory: an object that was deleted while it listed
+                entries: Sequence[Mapping[str, Any]] = self._fs.ls(path, detail=True, **self._fresh())
+                return entries
+        raise OSError(errno.EAGAIN, "objects are deleted faster than they can be listed", path)
+
     def _fresh(self) -> dict[str, bool]:
         """What makes `ls` ask the storage: invalidating alone loses to a listing that another thread has just begun."""
         return {"refresh": True} if takes(self._fs, "ls", "refresh") else {}
@@ -197,10 +230,16 @@ class FsspecStore:
         is_through_file = getattr(self._fs.cat_file, "__func__", None) is AbstractFileSystem.cat_file
         return {"cache_type": "none"} if is_through_file else {}
 
-    def _has_object(self, path: str) -> bool:
+    def _info(self, path: str) -> Mapping[str, Any]:
         self._fs.invalidate_cache(path)
+        info: Mapping[str, Any] = self._fs.info(path)
+        if info["type"] == "directory":
+            raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
+        return info
+
+    def _has_object(self, path: str) -> bool:
         try:
-            return bool(self._fs.info(path)["type"] != "directory")
+            return bool(self._info(path))
         except FileNotFoundError:
             return False
 

@@ -5,9 +5,10 @@ stamps and data files say nothing. It knows no backend.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Literal
 
 from bytecheckpoint.errors import (
@@ -20,7 +21,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.store import BlindStore, Block, Store
+from bytecheckpoint.storage.store import BlindStore, Block, LooksByName, Store, read_whole
 
 MANIFEST_NAME = "manifest.bcp"
 DATA_FOLDER = "data"
@@ -30,7 +31,6 @@ MAX_MANIFEST_BYTES = 1 << 30
 _STEP_FOLDER = re.compile(r"\Astep_([0-9]{8,})\Z")
 _MAX_NAMED = 10
 _LOOKS_IN_FLIGHT = 16
-_MAX_FAILURES = 2
 
 
 def step_folder(step: int) -> str:
@@ -71,7 +71,7 @@ def committed_steps(store: Store, folder: str = "") -> list[int]:
     """The steps whose folders hold a manifest, rising."""
     steps = _step_folders(store.list(folder))
     with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
-        committed = list(pool.map(lambda step: _is_committed(store, join_name(folder, step_folder(step))), steps))
+        committed = list(pool.map(lambda step: _is_step(store, join_name(folder, step_folder(step))), steps))
     return [step for step, is_committed in zip(steps, committed, strict=True) if is_committed]
 
 
@@ -81,7 +81,7 @@ def latest_step(store: Store) -> int | None:
 
 
 def _latest_of(store: Store, listing: Mapping[str, int | None]) -> int | None:
-    return next((step for step in reversed(_step_folders(listing)) if _is_committed(store, step_folder(step))), None)
+    return next((step for step in reversed(_step_folders(listing)) if _is_step(store, step_folder(step))), None)
 
 
 def _step_folders(listing: Mapping[str, int | None]) -> list[int]:
@@ -89,7 +89,24 @@ def _step_folders(listing: Mapping[str, int | None]) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
+def _is_step(store: Store, folder: str) -> bool:
+    """Whether the folder of a step is a committed checkpoint. One that a link leads to elsewhere is left out, with a
+    warning: it must not hide the other steps.
+    """
+    try:
+        return _is_committed(store, folder)
+    except UnsafeCheckpointError as error:
+        path = join_name(str(store), folder)
+        warnings.warn(
+            f"{path} is left out of the steps: {error.message}. To load it, give the path that the link leads to",
+            stacklevel=2,
+        )
+        return False
+
+
 def _is_committed(store: Store, folder: str) -> bool:
+    if isinstance(store, LooksByName):
+        return store.byte_length(join_name(folder, MANIFEST_NAME)) is not None
     return has_manifest(store.list(folder))
 
 
@@ -117,9 +134,9 @@ def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, locat
 
 def _find_step(store: Store, step: int, *, location: str) -> str:
     folder = step_folder(step)
-    listing = store.list(folder)
-    if has_manifest(listing):
+    if _is_committed(store, folder):
         return folder
+    listing = store.list(folder)
     others = _name_steps(committed_steps(store))
     if listing:
         raise CheckpointNotFoundError(
@@ -182,20 +199,14 @@ def read_manifest_bytes(store: Store, folder: str) -> bytes:
     """The manifest file, not yet decoded: one rank reads it for all."""
     name = join_name(folder, MANIFEST_NAME)
     path = join_name(str(store), name)
-    num_bytes = store.list(folder).get(MANIFEST_NAME)
-    if num_bytes is None:
+    try:
+        return read_whole(store, name, max_bytes=MAX_MANIFEST_BYTES)
+    except CheckpointNotFoundError as error:
+        if error.kind != "missing_file":
+            raise
         raise CheckpointNotFoundError(
             f"there is no {path}, so no checkpoint is committed there", kind="not_committed", path=path
-        )
-    if num_bytes > MAX_MANIFEST_BYTES:
-        raise UnsafeCheckpointError(
-            f"{path} has {num_bytes} bytes; a manifest may have {MAX_MANIFEST_BYTES}: it was not read",
-            kind="limits_exceeded",
-            path=path,
-        )
-    content = bytearray(num_bytes)
-    store.read_into(name, 0, memoryview(content))
-    return bytes(content)
+        ) from error
 
 
 def parse_manifest(content: bytes, *, path: str, whole: bool) -> Manifest:
@@ -212,12 +223,8 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
     Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated), which name all that are wrong.
     """
     wanted = [manifest.files[index] for index in sorted(set(wanted_file_indices))]
-    parents = {file.name.rpartition("/")[0] for file in wanted}
-    listings = {parent: store.list(join_name(folder, parent)) for parent in parents}
     missing, wrong = [], []
-    for file in wanted:
-        parent, _, last = file.name.rpartition("/")
-        found_bytes = listings[parent].get(last)
+    for file, found_bytes in zip(wanted, _lengths(store, folder, [file.name for file in wanted]), strict=True):
         if found_bytes is None:
             missing.append(file.name)
         elif found_bytes != file.byte_length:
@@ -238,6 +245,21 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
             kind="truncated",
             path=path,
         )
+
+
+def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None]:
+    """The lengths of objects in a folder. Files are looked at by name: a listing would cost a look at all that is
+    there, and on a network file system may be old.
+    """
+    if isinstance(store, LooksByName):
+        paths = [join_name(folder, name) for name in names]
+        if len(paths) <= _LOOKS_IN_FLIGHT:
+            return [store.byte_length(path) for path in paths]
+        with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
+            return list(pool.map(store.byte_length, paths))
+    parents = {name.rpartition("/")[0] for name in names}
+    listings = {parent: store.list(join_name(folder, parent)) for parent in parents}
+    return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]
 
 
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
@@ -304,38 +326,11 @@ def _files_of(store: Store, folder: str, parent: str, save_id: str) -> list[str]
 
 
 def committed_save_id(store: Store, folder: str) -> str:
-    """Of the checkpoint in a folder; empty where none is committed. Raises what `read_manifest` raises else."""
+    """Of the checkpoint in a folder; empty where none is committed. Raises what `read_manifest` raises else,
+    as far as the outside of the manifest shows it.
+    """
+    path = join_name(str(store), folder, MANIFEST_NAME)
     try:
-        return read_manifest(store, folder).save_id
+        return parse_manifest(read_manifest_bytes(store, folder), path=path, whole=False).save_id
     except CheckpointNotFoundError:
         return ""
-
-
-def files_of_checkpoint(store: Store, folder: str) -> list[str]:
-    """The names, inside its folder, of what the save of a committed checkpoint has written but for the manifest; none
-    where that cannot be read.
-
-    Hazard: they are deleted. A manifest may point to other files below its folder, as to another step's.
-    """
-    with suppress(CheckpointError):
-        manifest = read_manifest(store, folder)
-        prefix = f"{DATA_FOLDER}/{manifest.save_id}-"
-        data = [file.name for file in manifest.files if file.name.startswith(prefix)]
-        return data + telemetry_of(store, folder, manifest.save_id)
-    return []
-
-
-def discard(store: Store, folder: str, names: Iterable[str]) -> None:
-    """Removes data files that no manifest points to, as far as the store lets it: what stays is only a leftover.
-
-    A store that is out of reach twice in a row is not asked any more: others wait for this rank meanwhile.
-    """
-    num_failures = 0
-    for name in names:
-        try:
-            store.delete(join_name(folder, name))
-            num_failures = 0
-        except CheckpointError:
-            num_failures += 1
-        if num_failures == _MAX_FAILURES:
-            return

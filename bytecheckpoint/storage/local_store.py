@@ -6,13 +6,14 @@ there whole and durably or not at all, names stay inside the root, and every fai
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.storage.blocks import count_bytes, take_blocks
 from bytecheckpoint.storage.direct_file import DirectFile
 from bytecheckpoint.storage.local_files import (
@@ -29,6 +30,7 @@ from bytecheckpoint.storage.os_errors import (
     is_a_file,
     missing_file,
     read_error,
+    too_long,
     truncated,
     write_error,
 )
@@ -83,17 +85,31 @@ class LocalStore:
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
         path = self._resolve(check_name(name))
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
-        with _reading(path):
-            # Opening a pipe that someone put there would wait for its writer for ever but for O_NONBLOCK.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise missing_file(path)
-                filled = read_fully(fd, byte_offset, flat, on_filled)
-            finally:
-                os.close(fd)
+        with _reading(path), _opened(path) as (fd, _):
+            filled = read_fully(fd, byte_offset, flat, on_filled)
         if filled < flat.nbytes:
             raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
+
+    def read_whole(self, name: str, *, max_bytes: int) -> bytes:
+        """As `ReadsWhole` says: the length is that of the open file."""
+        path = self._resolve(check_name(name))
+        with _reading(path), _opened(path) as (fd, num_bytes):
+            if num_bytes > max_bytes:
+                raise too_long(path, num_bytes, max_bytes)
+            content = bytearray(num_bytes)
+            filled = read_fully(fd, 0, memoryview(content))
+        if filled < num_bytes:
+            raise truncated(path, wanted_end=num_bytes, found_end=filled)
+        return bytes(content)
+
+    def byte_length(self, name: str) -> int | None:
+        """As `LooksByName` says."""
+        path = self._resolve(check_name(name))
+        try:
+            with _reading(path), _opened(path) as (_, num_bytes):
+                return num_bytes
+        except CheckpointNotFoundError:
+            return None
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path = self._resolve(check_name(folder) if folder else "")
@@ -222,6 +238,23 @@ def _reading(path: str, *, doing: str = "read") -> Iterator[None]:
         raise read_error(error, path, reason=describe(error), doing=doing) from error
 
 
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[int, int]]:
+    """The descriptor of an ordinary file, and its length in bytes."""
+    try:
+        # Opening a pipe that someone put there would wait for its writer for ever but for O_NONBLOCK.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except NotADirectoryError as error:
+        raise is_a_file(_file_in_the_way(path)) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise missing_file(path)
+        yield fd, status.st_size
+    finally:
+        os.close(fd)
+
+
 def _publish(temporary: str, path: str, *, replace: bool) -> None:
     try:
         publish(temporary, path, replace=replace)
@@ -230,10 +263,14 @@ def _publish(temporary: str, path: str, *, replace: bool) -> None:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """In bytes, _FOLDER for a folder, None for what is neither or is gone by now."""
+    """In bytes, _FOLDER for a folder, None for what is neither, is gone by now, or is a link to itself."""
     try:
         status = entry.stat()
     except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
         return None
     if stat.S_ISDIR(status.st_mode):
         return _FOLDER

@@ -13,6 +13,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     StorageError,
+    UnsafeCheckpointError,
 )
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -131,5 +132,14 @@ def truncated(path: str, *, wanted_end: int, found_end: int) -> CheckpointCorrup
         f"{path} ends at byte {found_end}, but bytes up to {wanted_end} are to be read; it was cut short or replaced: "
         "restore the file or take another step",
         kind="truncated",
+        path=path,
+    )
+
+
+def too_long(path: str, num_bytes: int, max_bytes: int) -> UnsafeCheckpointError:
+    """For an object that is longer than anything of its kind may be."""
+    return UnsafeCheckpointError(
+        f"{path} has {num_bytes} bytes; it may have {max_bytes}: it was not read",
+        kind="limits_exceeded",
         path=path,
     )

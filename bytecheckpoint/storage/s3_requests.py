@@ -50,6 +50,14 @@ class EndOfObjectError(Exception):
         self.found_end = found_end
 
 
+class TooLongError(Exception):
+    """An object has more bytes than were to be read."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(f"the object has {num_bytes} bytes")
+        self.num_bytes = num_bytes
+
+
 class RangeIgnoredError(Exception):
     """A service gave something else than the bytes that were asked for."""
 
@@ -154,6 +162,36 @@ class S3Requests:
             found = self.head(key, patience) or {}
             raise EndOfObjectError(int(found.get("ContentLength", 0))) from failed
 
+    def read_object(self, key: str, patience: Patience, *, max_bytes: int) -> bytes:
+        """All bytes of an object. After a broken connection the rest is read, if the object is still the same one.
+
+        Raises TooLongError, too.
+        """
+        arrived = _Arrived()
+        self.persist(lambda _: self._read_rest(key, arrived, max_bytes), patience)
+        return bytes(arrived.content)
+
+    def _read_rest(self, key: str, arrived: _Arrived, max_bytes: int) -> None:
+        has_some = 0 < len(arrived.content) < arrived.num_bytes
+        wanted = {"Range": f"bytes={len(arrived.content)}-"} if has_some and arrived.tag else {}
+        answer = self.send("get_object", Key=key, **wanted)
+        is_rest = bool(wanted) and answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL
+        is_same = answer.get("ETag") == arrived.tag
+        with closing(answer["Body"]) as body:
+            if is_rest and not is_same:
+                arrived.begin("", 0)
+                raise ConnectionError(BROKEN_OFF)
+            if not is_rest:
+                arrived.begin(str(answer.get("ETag") or ""), int(answer.get("ContentLength") or 0))
+            if arrived.num_bytes > max_bytes:
+                raise TooLongError(arrived.num_bytes)
+            while part := body.read(_READ_BYTES):
+                arrived.content += part
+                if len(arrived.content) > max_bytes:  # an answer in chunks gives no length
+                    raise TooLongError(len(arrived.content))
+        if arrived.num_bytes and len(arrived.content) != arrived.num_bytes:
+            raise IncompleteReadError(actual_bytes=len(arrived.content), expected_bytes=arrived.num_bytes)
+
     def _read_on(self, key: str, byte_offset: int, buffer: memoryview, progress: list[int]) -> None:
         first, last = byte_offset + progress[0], byte_offset + buffer.nbytes - 1
         answer = self.send("get_object", Key=key, Range=f"bytes={first}-{last}")
@@ -164,6 +202,19 @@ class S3Requests:
                 if num_bytes == 0:
                     raise IncompleteReadError(actual_bytes=progress[0], expected_bytes=buffer.nbytes)
                 progress[0] += num_bytes
+
+
+class _Arrived:
+    """The bytes of one object that have arrived so far."""
+
+    def __init__(self) -> None:
+        self.begin("", 0)
+
+    def begin(self, tag: str, num_bytes: int) -> None:
+        """Starts again with another object: its ETag, and its length or 0 where that is unknown."""
+        self.tag = tag
+        self.num_bytes = num_bytes
+        self.content = bytearray()
 
 
 def _check_range(answer: Mapping[str, Any], first: int, last: int) -> None:

@@ -19,10 +19,10 @@ from bytecheckpoint.storage.blocks import count_bytes
 from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url, tells_secret
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.names import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.os_errors import already_exists, is_a_file, replaced_meanwhile, truncated
+from bytecheckpoint.storage.os_errors import already_exists, is_a_file, replaced_meanwhile, too_long, truncated
 from bytecheckpoint.storage.s3_client import client_for
 from bytecheckpoint.storage.s3_errors import FailedRequestError, describe_s3, is_missing, is_no_upload, to_store_error
-from bytecheckpoint.storage.s3_requests import EndOfObjectError, Patience, RangeIgnoredError, S3Requests
+from bytecheckpoint.storage.s3_requests import EndOfObjectError, Patience, RangeIgnoredError, S3Requests, TooLongError
 from bytecheckpoint.storage.s3_upload import TakenError, abort_uploads_of, begin_upload, new_target, upload
 from bytecheckpoint.storage.store import Access, Block, OnFilled
 
@@ -107,6 +107,15 @@ class S3Store:
                 raise truncated(shown, wanted_end=wanted_end, found_end=error.found_end) from error
         if on_filled is not None:  # not before: a range that is asked for again comes over what came
             on_filled(buffer.nbytes)
+
+    def read_whole(self, name: str, *, max_bytes: int) -> bytes:
+        """As `ReadsWhole` says: one request, whose answer has the length."""
+        key, shown = self._key(name), self._show(name)
+        with self._translated(shown, doing="read"):
+            try:
+                return self._requests.read_object(key, self._patience(), max_bytes=max_bytes)
+            except TooLongError as error:
+                raise too_long(shown, error.num_bytes, max_bytes) from error
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         key, shown = (self._key(folder), self._show(folder)) if folder else (self._prefix, self._shown)

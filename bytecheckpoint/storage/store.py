@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.storage.os_errors import missing_file, too_long
 
 
 class Block(NamedTuple):
@@ -122,6 +123,42 @@ class RemoteStore(Store, Protocol):
 
     def check_writable(self) -> None:
         """Raises what a write would raise, within seconds where nobody answers. Leaves nothing there."""
+
+
+@runtime_checkable
+class ReadsWhole(Store, Protocol):
+    """A store that reads an object of unknown length as it is at one moment."""
+
+    def read_whole(self, name: str, *, max_bytes: int) -> bytes:
+        """All bytes of an object. Where the object is replaced meanwhile, these are the old or the new one's.
+
+        Raises CheckpointNotFoundError (missing_file) and, for an object of more than `max_bytes`,
+        UnsafeCheckpointError (limits_exceeded).
+        """
+
+
+@runtime_checkable
+class LooksByName(Store, Protocol):
+    """A store whose listings may be older than its objects, as those of network file systems."""
+
+    def byte_length(self, name: str) -> int | None:
+        """The length of an object, from opening it; None where there is none."""
+
+
+def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
+    """`ReadsWhole.read_whole`, or for other stores the length that a listing gives, and then so many bytes."""
+    if isinstance(store, ReadsWhole):
+        return store.read_whole(name, max_bytes=max_bytes)
+    folder, _, last = name.rpartition("/")
+    num_bytes = store.list(folder).get(last)
+    path = join_name(str(store), name)
+    if num_bytes is None:
+        raise missing_file(path)
+    if num_bytes > max_bytes:
+        raise too_long(path, num_bytes, max_bytes)
+    content = bytearray(num_bytes)
+    store.read_into(name, 0, memoryview(content))
+    return bytes(content)
 
 
 @runtime_checkable

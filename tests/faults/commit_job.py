@@ -17,7 +17,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.tools import clean_up
 from faults.object_world import SCHEME, Operation, WorldStore
@@ -172,9 +172,9 @@ def _retain(call: Call) -> None:
     store = api.open_store(call.root, storage_options=None, writer_threads=1)
     for step in layout.committed_steps(store)[: -call.keep]:
         folder = layout.step_folder(step)
-        names = layout.files_of_checkpoint(store, folder)
+        names = deletion.files_of_checkpoint(store, folder)
         store.delete(join_name(folder, layout.MANIFEST_NAME))
-        layout.discard(store, folder, names)
+        deletion.discard(store, folder, names)
 
 
 _DOES: dict[str, Callable[[Call], Any]] = {
