@@ -24,6 +24,7 @@ DEMO_FOLDER := demo-out
 # A tenth of the full size, for a few minutes; `make bench BENCH_ARGS=` runs all of it, for hours and with 20 GiB.
 BENCH_ARGS ?= --size 0.1 --rounds 3
 BENCH_LOAD_ARGS ?= --size 0.1
+BENCH_RANKS_ARGS ?= --ranks 8 32 --rounds 2 --share-out 1024
 BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 BENCH_OBJECTS_ARGS ?= --size 0.25
 
@@ -62,6 +63,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/plan_cache.py
 	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/ranks.py $(BENCH_RANKS_ARGS)
 	$(BIN)/python benchmarks/save.py $(BENCH_ARGS)
 
 bench-load: $(VENV)/.installed-bench

@@ -14,7 +14,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.parcels import Header, check_digest
 from bytecheckpoint.peers import Connection, PeerLeftError
 from bytecheckpoint.placing import Targets, memory_of, place_all
-from bytecheckpoint.planner.coalesce import FlatPart, Frame, Part
+from bytecheckpoint.planner.coalesce import Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_parts import Arrival, packed
 from bytecheckpoint.planner.pieces import piece_of
 from bytecheckpoint.reading import frame_read
@@ -80,6 +80,13 @@ class Arrivals:
                 position += length
             with self._changes.overwriting() if parts else nullcontext():
                 place_all(parts, 0, self._targets, scratch)
+
+    def put(self, fetch: Fetch, content: memoryview) -> None:
+        """Puts what a fetch is for where it belongs. `content` is what it would read, is verified and is writable."""
+        for frame in fetch.frames:
+            self._place_frame(frame, content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length])
+        with self._changes.overwriting() if fetch.parts else nullcontext():
+            place_all(fetch.parts, fetch.byte_offset, self._targets, content)
 
     def break_off(self) -> None:
         """Nobody waits for scratch memory any longer."""

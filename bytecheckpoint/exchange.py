@@ -16,12 +16,13 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from bytecheckpoint.arrivals import Arrivals
+from bytecheckpoint.common_bytes import CommonBytes
 from bytecheckpoint.device_loads import Lanes, lanes_to
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.exchange_agreement import Assignment, LocalPlan, agree_on_reads
 from bytecheckpoint.frames import FRAME_BYTES
 from bytecheckpoint.greetings import Address, Listener, connect
 from bytecheckpoint.matching import Match
@@ -43,9 +44,9 @@ from bytecheckpoint.peers import Connection, Peer, PeerLeftError, shown_ranks
 from bytecheckpoint.placing import Targets
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_parts import Arrival, Unit, Work, can_share, divide_work, wanted_runs
-from bytecheckpoint.planner.exchange_plan import Extents, Run, Share, share_out
+from bytecheckpoint.planner.exchange_plan import Extents
 from bytecheckpoint.planner.pieces import Piece, piece_of
-from bytecheckpoint.ranks import Ranks
+from bytecheckpoint.ranks import COORDINATOR, Ranks
 from bytecheckpoint.reading import Source
 from bytecheckpoint.storage.budget import Budget
 from bytecheckpoint.storage.reader import Read
@@ -55,8 +56,6 @@ _GRACE_S = 1.0
 _MAX_GRACE_S = 5.0
 """How much longer a reader waits for a taker than the taker for its readers, so that who is stuck is named: a taker may
 be held up by another reader, while a reader that is held up by a taker says that it gets on."""
-_BEATS_IN_TIMEOUT = 4
-_MAX_BEAT_S = 30.0
 
 
 class Traffic(NamedTuple):
@@ -64,26 +63,6 @@ class Traffic(NamedTuple):
 
     num_bytes_read: int
     num_bytes_received: int
-
-
-class _Wish(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says about itself."""
-
-    address: Address
-    runs: list[Run]
-    unit_bytes: int
-    timeout_s: float
-
-
-class _Deal(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator tells a rank."""
-
-    share: Share
-    addresses: dict[int, Address]
-    """Of the readers of what it receives, by rank."""
-    unit_bytes: int
-    beat_s: float
-    """How often a taker hears that its reader gets on: several times within what any of them waits."""
 
 
 def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
@@ -103,39 +82,34 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     tensors = (shard.tensor for shard in match.shards if not shard.address)
     with closing(Listener(towards=ranks.meeting_host)) as listener, lanes_to(tensors) as lanes:
         runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
-        deal = _agree(ranks, _Wish(listener.address, runs, source.unit_bytes(sharable), timeout_s), extents)
-        work = divide_work(sharable, deal.share, extents, unit_bytes=deal.unit_bytes)
+        plan = LocalPlan(listener.address, runs, source.unit_bytes(sharable), timeout_s)
+        assigned = agree_on_reads(ranks, plan, extents)
+        work = divide_work(sharable, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         work = work._replace(alone=[*work.alone, *unsharable])
         targets = source.targets(match.shards, match.stored_fqns, lanes)
-        exchange = _Exchange(ranks, source, targets, match.stored_fqns, lanes=lanes, beat_s=deal.beat_s)
+        common = CommonBytes(assigned.share.common, extents, source.manifest.files)
+        common.share(ranks, source, targets, lanes)
+        exchange = _Exchange(ranks, source, targets, match.stored_fqns, lanes=lanes, beat_s=assigned.beat_s)
+        exchange.put(common, work)
         try:
-            return exchange.run(work, deal, listener)
+            traffic = exchange.run(work, assigned, listener)
+            return _with_common(traffic, common, work, is_reader=ranks.rank == COORDINATOR)
         except PeerLeftError:
             _await_verdict(ranks)
             raise
+
+
+def _with_common(traffic: Traffic, common: CommonBytes, work: Work, *, is_reader: bool) -> Traffic:
+    if is_reader:
+        return traffic._replace(num_bytes_read=traffic.num_bytes_read + len(common))
+    received = sum(piece_of(item).byte_length for fetch in work.common for item in (*fetch.parts, *fetch.frames))
+    return traffic._replace(num_bytes_received=traffic.num_bytes_received + received)
 
 
 def _await_verdict(ranks: Ranks) -> None:
     """Whatever has failed elsewhere is the error of this rank as well, and it will be told."""
     ranks.gather(b"")
     ranks.broadcast(b"")
-
-
-def _agree(ranks: Ranks, wish: _Wish, extents: Extents) -> _Deal:
-    wishes = [msgspec.msgpack.decode(content, type=_Wish) for content in ranks.gather(msgspec.msgpack.encode(wish))]
-    shares = share_out([wish.runs for wish in wishes], extents)
-    unit_bytes = min((wish.unit_bytes for wish in wishes), default=0)
-    beat_s = min((wish.timeout_s / _BEATS_IN_TIMEOUT for wish in wishes), default=0.0)
-    deals = [
-        _Deal(
-            share,
-            {reader: wishes[reader].address for reader, _ in share.received},
-            unit_bytes,
-            min(beat_s, _MAX_BEAT_S),
-        )
-        for share in shares
-    ]
-    return msgspec.msgpack.decode(ranks.scatter([msgspec.msgpack.encode(deal) for deal in deals]), type=_Deal)
 
 
 def _halved_again(num_bytes: int) -> tuple[int, int]:
@@ -185,18 +159,22 @@ class _Exchange:
         self._failure: BaseException | None = None
         self._failed_at = 0.0
 
-    def run(self, work: Work, deal: _Deal, listener: Listener) -> Traffic:
-        by_reader: dict[int, list[Arrival]] = {reader: [] for reader in deal.addresses}
+    def put(self, common: CommonBytes, work: Work) -> None:
+        """Puts into place what this rank wants of what all ranks have."""
+        common.put(work.common, self._arrivals)
+
+    def run(self, work: Work, assigned: Assignment, listener: Listener) -> Traffic:
+        by_reader: dict[int, list[Arrival]] = {reader: [] for reader in assigned.addresses}
         for arrival in work.received:
             by_reader[arrival.reader].append(arrival)
         alone = self._source.reads(work.alone, self._targets, self._stored_fqns)
         reads = [*map(self._passing_on, work.passed_on), *map(self._counted, alone)]
-        num_others = len(by_reader) + len(deal.share.takers)
+        num_others = len(by_reader) + len(assigned.share.takers)
         with ThreadPoolExecutor(num_others + 1, thread_name_prefix="bcp-exchange") as pool:
             futures: list[Future[None]] = []
             try:
                 with self._failing_together():  # a thread may not be had, and whoever waits may be interrupted
-                    futures.extend(self._begin(pool, by_reader, deal, listener))
+                    futures.extend(self._begin(pool, by_reader, assigned, listener))
                     self._read_all(reads)
                     wait(futures, return_when=FIRST_EXCEPTION)
             finally:
@@ -206,12 +184,12 @@ class _Exchange:
         return Traffic(sum(read.byte_length for read in reads), received)
 
     def _begin(
-        self, pool: ThreadPoolExecutor, by_reader: Mapping[int, list[Arrival]], deal: _Deal, listener: Listener
+        self, pool: ThreadPoolExecutor, by_reader: Mapping[int, list[Arrival]], assigned: Assignment, listener: Listener
     ) -> Iterator[Future[None]]:
         """A thread for each rank that this one takes from or passes on to."""
         for reader, arrivals in by_reader.items():
-            yield pool.submit(self._receive_all, self._peer(reader), deal.addresses[reader], arrivals)
-        for outbox in self._admit(listener, deal.share.takers):
+            yield pool.submit(self._receive_all, self._peer(reader), assigned.addresses[reader], arrivals)
+        for outbox in self._admit(listener, assigned.share.takers):
             yield pool.submit(self._send_all, outbox)
 
     def _read_all(self, reads: Sequence[Read]) -> None:

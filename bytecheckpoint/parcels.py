@@ -54,7 +54,7 @@ def decode_request(sent: bytes, *, taker: int) -> Request:
     """Raises CheckpointCorruptError (checksum) where it is not what the taker has sent."""
     content = sent[_DIGEST.size :]
     if sent[: _DIGEST.size] != _DIGEST.pack(xxhash.xxh3_64_intdigest(content)):
-        raise _damaged(f"what rank {taker} asked for ({len(sent)} bytes) was")
+        raise damaged(f"what rank {taker} asked for ({len(sent)} bytes) was")
     return dict(msgspec.msgpack.decode(content, type=list[tuple[Unit, tuple[Piece, ...]]]))
 
 
@@ -123,7 +123,7 @@ def check_digest(header: Header, buffers: Sequence[memoryview], *, reader: int, 
     """Raises CheckpointCorruptError (checksum) where what came is not what was sent."""
     found = sealed(header, buffers).digest
     if found != header.digest:
-        raise _damaged(
+        raise damaged(
             f"{header.byte_length} bytes of {wanted_by} that rank {reader} had read and passed on (checksum "
             f"{header.digest:016x} sent, {found:016x} arrived) were"
         )
@@ -131,13 +131,14 @@ def check_digest(header: Header, buffers: Sequence[memoryview], *, reader: int, 
 
 def not_asked_for(header: Header, reader: int) -> CheckpointCorruptError:
     """Of a parcel that nobody waits for."""
-    return _damaged(
+    return damaged(
         f"a parcel of {header.byte_length} bytes from rank {reader}, which was not asked for (file {header.file}, byte "
         f"{header.unit_byte_offset}), was"
     )
 
 
-def _damaged(what: str) -> CheckpointCorruptError:
+def damaged(what: str) -> CheckpointCorruptError:
+    """Of bytes that are not what another rank has sent."""
     return CheckpointCorruptError(
         f"{what} damaged on the way. The checkpoint is as it was: look at the network and the memory of both hosts, or "
         'load with LoadOptions(exchange="off")',

@@ -17,6 +17,12 @@ QUICK_S, LONG_S = 170, 840
 
 QUICK = {
     "manifest.py --tensors 2 --chunks 2": [r"\n +2 x 2 +[\d.]+ "],
+    "ranks.py --ranks 2 --tensors 8 --rounds 1 --share-out 16": [
+        r"\n\| bytecheckpoint \| 2 \| load, exchanged \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
+        r"\n\| bytecheckpoint \| 2 \| load on half \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
+        r"\n\| torch DCP \| 2 \| load \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
+        r"\n\| in every file \| 16 \| [\d.]+ \|",
+    ],
     "codec.py --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that one of them has a leader who passes messages on.
     "planning.py --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],

@@ -32,6 +32,8 @@ class Work(NamedTuple):
     received: Sequence[Arrival]
     """What others read for it, in file order. Units between the rows of a box, of which it wants nothing, are left
     out."""
+    common: Sequence[Fetch]
+    """What the coordinator reads for all: a fetch for each unit of which this rank wants something."""
 
 
 class Arrival(NamedTuple):
@@ -88,7 +90,7 @@ def divide_work(fetches: Iterable[Fetch], share: Share, extents: Extents, *, uni
 
     Units are of at most `unit_bytes`, or of one extent; readers and takers have to give the same number.
     """
-    shared = sorted([*share.reads, *(run for _, run in share.received)])
+    shared = sorted([*share.reads, *(run for _, run in share.received), *share.common])
     mixed: list[Fetch] = []
     alone: list[Fetch] = []
     for fetch in fetches:
@@ -109,6 +111,7 @@ def divide_work(fetches: Iterable[Fetch], share: Share, extents: Extents, *, uni
             for unit in units([run])
             if (items := wanted[unit])
         ],
+        [_fetch(unit, items) for unit in units(share.common) if (items := wanted[unit])],
     )
 
 

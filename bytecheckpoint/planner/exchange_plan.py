@@ -14,6 +14,12 @@ from bytecheckpoint.manifest import DataFile
 MAX_TOGETHER = 64
 """Ranks that share the reading of the same bytes: more are divided into groups that each read them once, so that no
 rank is connected to all others."""
+FEW_RANKS = 8
+"""So many ranks at most connect with one that reads something small for them. What more of them want travels with the
+messages that all ranks get anyway."""
+_COMMON_BYTES = 256 << 10
+_COMMON_BYTES_OF_ALL = 256 << 20
+"""Of such messages to all ranks together: they come from one store."""
 _UNCHECKED_BYTES = 1 << 20
 """What counts as an extent of a file that has no checksums."""
 
@@ -36,6 +42,8 @@ class Share(NamedTuple):
     """The ranks to which it passes something on, rising."""
     received: Sequence[tuple[int, Run]]
     """Who reads what this rank wants and does not read; in the order of the files."""
+    common: Sequence[Run] = ()
+    """Read by the coordinator and sent to all; the same for every rank, whether it wants these runs or not."""
 
 
 class Extents:
@@ -58,17 +66,25 @@ class Extents:
         return bounds[run.end] - bounds[run.first]
 
 
-def share_out(wanted: Sequence[Sequence[Run]], extents: Extents) -> list[Share]:
+def max_common_bytes(num_ranks: int) -> int:
+    """The most that travels with the messages of a load."""
+    return min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // max(num_ranks, 1))
+
+
+def share_out(wanted: Sequence[Sequence[Run]], extents: Extents, *, common_bytes: int) -> list[Share]:
     """One reader for every extent that two ranks or more want, such that all ranks read about as many bytes.
 
     `wanted` has the runs of each rank, which do not overlap and do not touch one another. Who reads is one of those
-    who want it; it gets few, long runs. The same input always gives the same shares.
+    who want it; it gets few, long runs. But what more than FEW_RANKS want is common, up to so many bytes in all. The
+    same input always gives the same shares.
     """
+    by_ranks = _runs_by_ranks(wanted)
+    common = _take_common(by_ranks, extents, common_bytes)
     reads: list[list[Run]] = [[] for _ in wanted]
     received: list[list[tuple[int, Run]]] = [[] for _ in wanted]
     takers: list[set[int]] = [set() for _ in wanted]
     read_bytes = [0] * len(wanted)
-    for together, runs in _runs_by_group(wanted):
+    for together, runs in _runs_by_group(by_ranks):
         if len(together) == 1:
             read_bytes[together[0]] += sum(map(extents.num_bytes, runs))
             continue
@@ -81,14 +97,25 @@ def share_out(wanted: Sequence[Sequence[Run]], extents: Extents) -> list[Share]:
             for taker in others:
                 received[taker] += [(reader, run) for run in part]
     return [
-        Share(own, sorted(of_own), sorted(others, key=lambda item: item[1]))
+        Share(own, sorted(of_own), sorted(others, key=lambda item: item[1]), common)
         for own, of_own, others in zip(reads, takers, received, strict=True)
     ]
 
 
-def _runs_by_group(wanted: Sequence[Sequence[Run]]) -> Iterator[tuple[Sequence[int], list[Run]]]:
+def _take_common(by_ranks: dict[tuple[int, ...], list[Run]], extents: Extents, max_bytes: int) -> list[Run]:
+    """The runs that many ranks want and that are small in all, which are then taken out; those of most ranks first."""
+    common: list[Run] = []
+    many = [ranks for ranks in by_ranks if len(ranks) > FEW_RANKS]
+    for ranks in sorted(many, key=lambda ranks: (-len(ranks), ranks)):
+        num_bytes = sum(map(extents.num_bytes, by_ranks[ranks]))
+        if num_bytes <= max_bytes:
+            max_bytes -= num_bytes
+            common += by_ranks.pop(ranks)
+    return sorted(common)
+
+
+def _runs_by_group(by_ranks: Mapping[tuple[int, ...], list[Run]]) -> Iterator[tuple[Sequence[int], list[Run]]]:
     """The ranks that share the reading of some runs. First those of few: they have the least choice."""
-    by_ranks = _runs_by_ranks(wanted)
     for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
         num_groups = -(-len(ranks) // MAX_TOGETHER)
         ends = [len(ranks) * number // num_groups for number in range(num_groups + 1)]
@@ -96,7 +123,7 @@ def _runs_by_group(wanted: Sequence[Sequence[Run]]) -> Iterator[tuple[Sequence[i
             yield ranks[first:end], by_ranks[ranks]
 
 
-def _runs_by_ranks(wanted: Sequence[Sequence[Run]]) -> Mapping[tuple[int, ...], list[Run]]:
+def _runs_by_ranks(wanted: Sequence[Sequence[Run]]) -> dict[tuple[int, ...], list[Run]]:
     """Every wanted extent once, under exactly those ranks that want it; runs are in the order of the files."""
     # A set of ranks is a number with a bit for each while files are swept: it changes at every begin and end.
     changes: dict[tuple[int, int], int] = {}

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from faults.seams import before, raising
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
+from bytecheckpoint.common_bytes import CommonBytes
 from distributed.workers import WorkerPool
 
 WIDTH, NUM_LAYERS = 48, 12
@@ -55,13 +57,15 @@ def local_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> l
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]
 
 
-def save_trained(rank: int, world_size: int, path: str, num_replicas: int, is_spread: bool) -> None:
+def save_trained(
+    rank: int, world_size: int, path: str, num_replicas: int, is_spread: bool, codec: str = "none"
+) -> None:
     model, optimizer = trained(world_size, num_replicas=num_replicas, seed=1)
     with pytest.MonkeyPatch.context() as patch:
         if is_spread:  # as earlier versions did
             for module in ("replicas", "save_plan"):
                 patch.setattr(f"bytecheckpoint.planner.{module}.is_small", lambda _: False)
-        bcp.save(path, {"model": model, "optimizer": optimizer})
+        bcp.save(path, {"model": model, "optimizer": optimizer}, options=bcp.SaveOptions(codec=codec))
 
 
 def load_trained(
@@ -114,3 +118,67 @@ def test_a_checkpoint_with_small_replicas_in_every_file_loads(
     for world_size in (8, 3):
         results = workers.run(load_trained, path, 1, options, world_size=world_size)
         assert all(same for same, *_ in results)
+
+
+def load_in_common(
+    rank: int, world_size: int, path: str, damages_on: int | None = None, verify: bool = True
+) -> tuple[bool, int, int]:
+    """As many ranks would, of which none connects with another: rank 0 reads and sends what all want."""
+
+    def verify_damaged(common: CommonBytes) -> None:
+        common._content[-1] ^= 1
+        verify_content(common)
+
+    verify_content = CommonBytes._verify
+    expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))
+    model, optimizer = trained(world_size, num_replicas=1, seed=2)
+    options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=verify)
+    with pytest.MonkeyPatch.context() as patch, before("bytecheckpoint.exchange.connect", raising(AssertionError())):
+        patch.setattr("bytecheckpoint.planner.exchange_plan.FEW_RANKS", 2)
+        if rank == damages_on:
+            patch.setattr(CommonBytes, "_verify", verify_damaged)
+        report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
+    same = all(map(torch.equal, local_tensors(model, optimizer), expected))
+    return same, report.num_bytes_read, report.num_bytes_received
+
+
+STEP_BYTES = 2 * NUM_LAYERS * 4
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_what_many_ranks_want_is_read_once_and_nobody_connects(
+    workers: WorkerPool, tmp_path: Path, codec: str, verify: bool
+) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_trained, path, 1, False, codec, world_size=8)
+    for world_size in (8, 4):
+        results = workers.run(load_in_common, path, None, verify, world_size=world_size)
+        assert all(same for same, *_ in results)
+        read = sum(num_read for _, num_read, _ in results)
+        # Of a compressed file whole frames are read, each once.
+        assert read <= bcp.open(path).info.num_bytes
+        assert [num_received > 0 for *_, num_received in results] == [False] + [True] * (world_size - 1)
+        assert codec != "none" or {num_received for *_, num_received in results[1:]} == {STEP_BYTES}
+
+
+def test_what_is_damaged_on_the_way_to_a_rank_is_noticed_there(workers: WorkerPool, tmp_path: Path) -> None:
+    path = save_with(workers, tmp_path / "ckpt", world_size=4)
+    outcomes = workers.run_each(load_in_common, path, 2, world_size=4)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, bcp.CheckpointCorruptError)
+        assert outcome.error.kind == "checksum"
+        assert outcome.error.ranks == (2,)
+        assert "damaged on the way" in str(outcome.error)
+
+
+def test_damage_in_what_many_ranks_want_is_told_to_all(workers: WorkerPool, tmp_path: Path) -> None:
+    path = save_with(workers, tmp_path / "ckpt", world_size=4)
+    (file,) = (tmp_path / "ckpt").rglob("*-00000-0.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # float32 is the largest dtype of the file: what all want lies at its end
+    file.write_bytes(content)
+    for outcome in workers.run_each(load_in_common, path, world_size=4):
+        assert isinstance(outcome.error, bcp.CheckpointCorruptError)
+        assert outcome.error.kind == "checksum"
+        assert file.name in str(outcome.error)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner import exchange_plan
-from bytecheckpoint.planner.exchange_plan import Extents, Run, Share, share_out
+from bytecheckpoint.planner.exchange_plan import FEW_RANKS, Extents, Run, Share, share_out
 
 Wanted = list[list[Run]]
 
@@ -67,9 +67,9 @@ def check_shares(wanted: Wanted, shares: list[Share], *, max_readers: int) -> No
 @settings(max_examples=80, deadline=None)
 def test_every_shared_extent_is_read_once_and_passed_on_to_all_who_want_it(case: tuple[Extents, Wanted]) -> None:
     extents, wanted = case
-    shares = share_out(wanted, extents)
+    shares = share_out(wanted, extents, common_bytes=0)
     check_shares(wanted, shares, max_readers=1)
-    assert share_out(wanted, extents) == shares
+    assert share_out(wanted, extents, common_bytes=0) == shares
 
 
 @given(cases())
@@ -78,7 +78,7 @@ def test_where_many_want_the_same_they_are_divided_into_groups(case: tuple[Exten
     extents, wanted = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
-        check_shares_in_groups(wanted, share_out(wanted, extents))
+        check_shares_in_groups(wanted, share_out(wanted, extents, common_bytes=0))
 
 
 def check_shares_in_groups(wanted: Wanted, shares: list[Share]) -> None:
@@ -102,7 +102,7 @@ def read_bytes(wanted: Wanted, shares: list[Share], extents: Extents) -> list[in
 def test_replicas_read_equal_parts_in_long_runs() -> None:
     extents = Extents([file_of([10] * 100), file_of([10] * 20)])
     wanted = [[Run(0, 0, 100), Run(1, 0, 20)] for _ in range(4)]
-    shares = share_out(wanted, extents)
+    shares = share_out(wanted, extents, common_bytes=0)
     assert [list(share.reads) for share in shares] == [
         [Run(0, 0, 30)],
         [Run(0, 30, 60)],
@@ -115,13 +115,13 @@ def test_replicas_read_equal_parts_in_long_runs() -> None:
 def test_those_who_have_much_of_their_own_to_read_get_less_of_what_is_shared() -> None:
     extents = Extents([file_of([10] * 100)])
     wanted = [[Run(0, 0, 60)], [Run(0, 40, 60), Run(0, 90, 100)], [Run(0, 40, 60)]]
-    shares = share_out(wanted, extents)
+    shares = share_out(wanted, extents, common_bytes=0)
     assert read_bytes(wanted, shares, extents) == [400, 150, 150]
 
 
 def test_one_extent_that_all_want_has_one_reader() -> None:
     extents = Extents([file_of([5])])
-    shares = share_out([[Run(0, 0, 1)]] * 3, extents)
+    shares = share_out([[Run(0, 0, 1)]] * 3, extents, common_bytes=0)
     assert sorted(len(share.reads) for share in shares) == [0, 0, 1]
 
 
@@ -135,7 +135,24 @@ def test_the_cost_grows_with_the_runs_and_not_with_pairs_of_ranks() -> None:
     num_ranks = 1024
     extents = Extents([file_of([1] * 4096)])
     wanted = [[Run(0, 4 * rank, 4 * rank + 4)] for rank in range(num_ranks)]
-    assert all(not share.reads and not share.received for share in share_out(wanted, extents))
-    replicas = share_out([[Run(0, 0, 4096)]] * num_ranks, extents)
+    assert all(not share.reads and not share.received for share in share_out(wanted, extents, common_bytes=0))
+    replicas = share_out([[Run(0, 0, 4096)]] * num_ranks, extents, common_bytes=0)
     assert {len(share.takers) for share in replicas} == {63}
     assert {sum(map(extents.num_bytes, share.reads)) for share in replicas} == {64}
+
+
+def test_little_that_many_ranks_want_is_common_and_the_rest_is_shared_out() -> None:
+    extents = Extents([file_of([100] * 40), file_of([100] * 4)])
+    small, large, of_few = Run(0, 0, 3), Run(0, 5, 40), Run(1, 0, 2)
+    wanted = [[small, *([of_few] if rank < 2 else [large])] for rank in range(FEW_RANKS + 3)]
+    shares = share_out(wanted, extents, common_bytes=600)
+    assert all(share.common == [small] for share in shares)
+    assert extents_in([run for share in shares for run in share.reads]) == extents_in([large, of_few])
+    check_shares([runs[1:] for runs in wanted], shares, max_readers=1)
+
+
+def test_what_few_ranks_want_is_not_common() -> None:
+    extents = Extents([file_of([100] * 4)])
+    shares = share_out([[Run(0, 0, 3)]] * FEW_RANKS, extents, common_bytes=600)
+    assert all(not share.common for share in shares)
+    check_shares([[Run(0, 0, 3)]] * FEW_RANKS, shares, max_readers=1)

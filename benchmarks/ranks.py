@@ -1,0 +1,181 @@
+"""Costs of a save and of loads by their number of ranks: processor time of a rank, bytes read, files opened,
+connections and threads, for tensors so small that what does not shrink with the shards decides.
+
+    python benchmarks/ranks.py                                 8, 16, 32 and 64 ranks; DCP up to 16
+    python benchmarks/ranks.py --ranks 8 64 --states dict --libraries bcp
+    python benchmarks/ranks.py --share-out 1024 2048           also the coordinator's part of an exchange, played alone
+    python benchmarks/ranks.py --json r.json --markdown r.md
+
+One process imports torch and starts no thread; the ranks are forked from it, and apart from them a process with the
+TCPStore server. All ranks begin a call at one moment; a call ends with the last of them. N ranks share the machine's
+cores, so wall time says little: compare the other columns. Each rank holds the same bytes whatever their number is, so
+these columns should not grow with it.
+
+"read / wanted" compares all bytes read, the manifest's included, with the sum of all ranks' local bytes; those of DCP
+are what /proc/self/io counts. Files are data files that a rank has opened, connections and threads those that it has
+begun in the call: each is of the rank with most. Processor time is the mean of all ranks. Every load is compared with
+what was saved. The first call of each kind is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy and torch read them at import
+
+import argparse
+import dataclasses
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from machine import machine_facts
+from ranks_crew import ForkedRanks, RanksError
+from ranks_shares import measure_share_out
+from report_tables import table
+
+CALLS = ("save", "load", "load, exchanged", "load on half", "load on half, exchanged")
+EXCHANGED = ", exchanged"
+STATES = ("dict", "objects")
+LIBRARIES = {"bcp": "bytecheckpoint", "dcp": "torch DCP"}
+TITLES = ["library", "ranks", "call", "wall s", "CPU ms a rank", "CPU ms rank 0", "read / wanted", "MB read"]
+TITLES += ["files", "connections", "threads"]
+
+
+@dataclasses.dataclass
+class Row:
+    """One call of one library on so many ranks: medians of the rounds."""
+
+    state: str
+    library: str
+    ranks: int
+    call: str
+    wall_s: float
+    cpu_ms: float
+    """Of a rank, the mean of all."""
+    cpu_ms_rank_0: float
+    wanted_bytes: int
+    """Local bytes of all ranks."""
+    read_bytes: int
+    """Of all ranks."""
+    files: int
+    """Here and below, of the rank with most."""
+    connections: int
+    threads: int
+
+
+def main() -> None:
+    """Prints a table for each state."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--tensors", type=int, default=200, help="weights in the state, each with what AdamW keeps")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument("--dcp-up-to", type=int, default=16, metavar="RANKS", help="more take it minutes a call")
+    parser.add_argument("--share-out", type=int, nargs="*", default=[], metavar="RANKS")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of a call")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--markdown", type=Path, help="write the tables there")
+    arguments = parser.parse_args()
+    lines: list[str] = []
+    rows: list[Row] = []
+
+    def tell(more: Iterator[str] | list[str]) -> None:
+        for line in more:
+            lines.append(line)
+            print(line, flush=True)
+
+    with tempfile.TemporaryDirectory() as root:
+        facts = machine_facts(Path(root))
+        tell([", ".join(f"{name} {value}" for name, value in facts.items())])
+        for state in arguments.states:
+            tell(["", f"## {state}, {arguments.tensors} weights with AdamW's state", ""])
+            tell(table(TITLES, []))
+            for row in measure_state(state, arguments, Path(root)):
+                if isinstance(row, str):
+                    tell([row])
+                    continue
+                rows.append(row)
+                tell([table_line(row)])
+    if arguments.share_out:
+        tell(["", "## Sharing out what ranks read, on the coordinator", ""])
+        tell(measure_share_out(arguments.share_out))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": facts, "rows": list(map(dataclasses.asdict, rows))}, indent=1))
+    if arguments.markdown is not None:
+        arguments.markdown.write_text("\n".join(lines) + "\n")
+
+
+def measure_state(state: str, arguments: argparse.Namespace, root: Path) -> Iterator[Row | str]:
+    """The rows of a table, or why there is none."""
+    for num_ranks in arguments.ranks:
+        for library in arguments.libraries:
+            name = LIBRARIES[library]
+            if library == "dcp" and num_ranks > arguments.dcp_up_to:
+                continue
+            folder = root / f"{state}-{library}-{num_ranks}"
+            try:
+                yield from measure_ranks(state, library, num_ranks, folder=folder, arguments=arguments)
+            except RanksError as error:
+                yield f"| {name} | {num_ranks} | failed: {str(error).replace('|', '/')} |" + " |" * (len(TITLES) - 3)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure_ranks(
+    state: str, library: str, num_ranks: int, *, folder: Path, arguments: argparse.Namespace
+) -> Iterator[Row]:
+    setting = {"library": library, "state": state, "tensors": arguments.tensors, "parts": num_ranks}
+    calls = [call for call in CALLS if library == "bcp" or not call.endswith(EXCHANGED)]
+    halves = max(num_ranks // 2, 1)
+    for here, members in ((num_ranks, calls[:1] + [c for c in calls[1:] if "half" not in c]), (halves, calls)):
+        with ForkedRanks(here, {**setting, "folder": str(folder)}, timeout_s=arguments.timeout) as ranks:
+            for call in members:
+                if here == num_ranks or "half" in call:
+                    rounds = [ranks.run(call, number) for number in range(arguments.rounds + 1)]
+                    yield row_of(rounds[1:], state=state, library=LIBRARIES[library], ranks=num_ranks, call=call)
+
+
+def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, ranks: int, call: str) -> Row:
+    """Of what each rank measured in each round."""
+
+    def median(measure: str, of_ranks: Any) -> float:
+        return statistics.median(of_ranks([answer[measure] for answer in answers]) for answers in rounds)
+
+    return Row(
+        state=state,
+        library=library,
+        ranks=ranks,
+        call=call,
+        wall_s=median("wall_s", max),
+        cpu_ms=median("cpu_s", statistics.mean) * 1e3,
+        cpu_ms_rank_0=median("cpu_s", lambda values: values[0]) * 1e3,
+        wanted_bytes=int(median("wanted_bytes", sum)),
+        read_bytes=int(median("read_bytes", sum)),
+        files=int(median("files", max)),
+        connections=int(median("connections", max)),
+        threads=int(median("threads", max)),
+    )
+
+
+def table_line(row: Row) -> str:
+    is_load = row.call.startswith("load")
+    cells = [
+        row.library,
+        str(row.ranks),
+        row.call,
+        f"{row.wall_s:.3f}",
+        f"{row.cpu_ms:.1f}",
+        f"{row.cpu_ms_rank_0:.1f}",
+    ]
+    read = [f"{row.read_bytes / row.wanted_bytes:.3f}", f"{row.read_bytes / 1e6:.1f}", str(row.files)]
+    cells += [*(read if is_load else [""] * len(read)), str(row.connections), str(row.threads)]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
