@@ -17,7 +17,7 @@ from bytecheckpoint.adapters.stored import Contents, Scope
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.digests import combined_digest, small_digests
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.plan_cache import KnownPlan, PlanCache
 from bytecheckpoint.planner.codec_choice import CodecOption
@@ -239,8 +239,21 @@ class _Decision:
             orders = _orders(save_id, self.plan)
         if not orders[COORDINATOR].tell_all:
             self.objects, self.rank_objects = merge_plain([request.plain for request in requests], names)
+            self._refuse_nothing()
         encoded = [msgspec.msgpack.encode(order) for order in orders]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
+
+    def _refuse_nothing(self) -> None:
+        """Raises CheckpointSaveError (unsupported_value) where no rank has anything to save."""
+        plan = self.plan
+        is_empty = plan is not None and not any(map(len, [*plan.kept, *plan.parts]))
+        if is_empty and not (self.objects or self.rank_objects):
+            raise CheckpointSaveError(
+                "the state holds nothing, on any rank; nothing was written: pass a dict of what is to be saved, as in "
+                '{"model": model}',
+                kind="unsupported_value",
+                ranks=tuple(self._ranks.names),
+            )
 
     def _asks_for_stages(self, requests: Sequence[_Request]) -> bool:
         """Whether ranks have yet to give digests of what several stages hold under one FQN."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from bytecheckpoint.adapters.globs import listed_globs
 from bytecheckpoint.adapters.renaming import KeyMap
 from bytecheckpoint.adapters.state import collect_all, entries_of, finish_all
 from bytecheckpoint.aftermath import telling
@@ -26,7 +27,7 @@ from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, Verdict, match_again, share_findings
+from bytecheckpoint.matching import Match, Verdict, match_again, share_findings, warn_of_idle
 from bytecheckpoint.naming import View, match_named
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together
@@ -238,8 +239,9 @@ def load(
             Modules on the meta device get memory, optimizers without state get state.
         framework: As for `save`.
         step: A step, `latest` for the checkpoint at `path` itself or its newest committed step, None for `path` only.
-        strict: Keys that are missing on either side and shapes and dtypes that differ are one error; otherwise what
-            fits is loaded and the report tells the rest.
+        strict: Keys that are missing on either side, shapes and dtypes that differ, rules of `include`, `exclude` and
+            `key_map` that match nothing, and a load that would fill nothing are one error; otherwise what fits is
+            loaded and the report tells the rest, of the rules and of a load that fills nothing with a warning.
         key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
             order, or a function. Optimizer state follows the parameters of its modules.
         include: Only checkpoint FQNs that match one of these globs.
@@ -272,7 +274,8 @@ def load(
         source = open_together(ranks, asked, options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):
-        view = View(source.manifest, ranks.rank, key_map, _globs(include), _globs(exclude))
+        included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
+        view = View(source.manifest, ranks.rank, key_map, included, excluded)
         entries, stored, match = match_named(ranks, view, state, lambda: entries_of(state, framework), cast=cast)
         fetches = source.plan(match.shards, match.stored_fqns)
         # The last of what can be refused: who hears the verdict knows that every rank has come this far.
@@ -294,12 +297,9 @@ def load(
     ranks.farewell()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
+        warn_of_idle(verdict, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
-
-
-def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:
-    return [globs] if isinstance(globs, str) else globs
 
 
 def _report(source: Source, match: Match, verdict: Verdict, traffic: Traffic, seconds: float) -> LoadReport:
@@ -315,6 +315,7 @@ def _report(source: Source, match: Match, verdict: Verdict, traffic: Traffic, se
         mismatched=[problem.text for problem in verdict.problems if problem.kind != "missing_key"],
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
+        unused=list(map(str, verdict.unused)),
         seconds=seconds,
     )
 
@@ -344,4 +345,4 @@ def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
 
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
     """All committed steps under a path, rising; [] where there is none."""
-    return layout.committed_steps(open_store(path, storage_options=storage_options, writer_threads=1))
+    return layout.steps_of_root(open_store(path, storage_options=storage_options, writer_threads=1))

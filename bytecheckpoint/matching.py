@@ -4,6 +4,7 @@ and told by every rank to all, because a key that one rank lacks another one may
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from bytecheckpoint.adapters.stored import (
     Problem,
     Stored,
     StoredTensor,
+    UnusedRule,
     is_at_or_below,
     not_stored,
 )
@@ -210,6 +212,10 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """Of the names that only this rank sees, those under a name of its state that it has no place for."""
     names_digest: int
     """Of the names that all ranks see, as this one does."""
+    unused: list[UnusedRule]
+    """What matches nothing in the checkpoint, nor in its state."""
+    fills: bool
+    """Something of its state is filled."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -217,6 +223,10 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
     problems: list[Problem]
     unexpected: list[str]
+    unused: list[UnusedRule]
+    """What matches nothing on any rank."""
+    fills: bool
+    """Something is filled, on whichever rank."""
 
 
 def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iterable[str], *, strict: bool) -> Verdict:
@@ -229,17 +239,28 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
     unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
     digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
-    findings = _Findings(match.problems, sorted(top_level), np.packbits(wanted).tobytes(), unexpected, digest)
+    fills = bool(match.shards) or not match.claims.isdisjoint(stored.plain)
+    bits, unused = np.packbits(wanted).tobytes(), stored.unused_rules
+    findings = _Findings(match.problems, sorted(top_level), bits, unexpected, digest, unused, fills)
 
     def judge(payloads: Sequence[bytes]) -> Sequence[bytes]:
         all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
         _check_same_names(ranks, all_findings)
         verdict = _merge(all_findings, names)
-        if strict and (verdict.problems or verdict.unexpected):
-            raise _mismatch(verdict)
+        if strict and (verdict.problems or verdict.unexpected or verdict.unused or not verdict.fills):
+            raise _mismatch(verdict, stored, {name for of_rank in all_findings for name in of_rank.top_level})
         return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
 
     return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=Verdict)
+
+
+def warn_of_idle(verdict: Verdict, path: str) -> None:
+    """Says in one warning which rules match nothing, and where nothing was filled: both are mostly misspelt names."""
+    told = [f"{rule} matches nothing in the checkpoint" for rule in verdict.unused]
+    if not verdict.fills:
+        told.append("nothing of the state was filled")
+    if told:
+        warnings.warn(f"loading {path}: {'; '.join(told)}. Check the names", stacklevel=3)
 
 
 def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
@@ -262,10 +283,11 @@ def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
     unexpected = [name for name in unexpected if is_at_or_below(name, top_level)]
     unexpected += sorted({name for of_rank in findings for name in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
-    return Verdict(list(problems.values()), unexpected)
+    unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
+    return Verdict(list(problems.values()), unexpected, unused, any(of_rank.fills for of_rank in findings))
 
 
-def _mismatch(verdict: Verdict) -> CheckpointMismatchError:
+def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> CheckpointMismatchError:
     missing = [fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"]
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for kind, fqn, text in verdict.problems:
@@ -274,13 +296,49 @@ def _mismatch(verdict: Verdict) -> CheckpointMismatchError:
     for fqn in verdict.unexpected:
         near = _near(fqn, missing) if len(lines["unexpected_key"]) < _NUM_SHOWN else ""
         lines["unexpected_key"].append(f"{fqn}: in the checkpoint, not in the state{near}")
+    for rule in verdict.unused:
+        lines["conflict"].append(_unused_text(rule, stored))
+    if not verdict.fills and not any(lines.values()):
+        lines["conflict"].append(_nothing_text(stored, top_level))
     found = {kind: of_kind for kind, of_kind in lines.items() if of_kind}
     counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
     return CheckpointMismatchError(
         f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. Rename with "
-        "key_map, choose with include and exclude, or load what fits with strict=False:\n" + _listed(found),
+        "key_map, choose with include and exclude, or load what fits with strict=False:\n"
+        + _listed(found)
+        + _entries_text(missing, stored),
         kind=next(iter(found)),
     )
+
+
+def _unused_text(rule: UnusedRule, stored: Stored) -> str:
+    names = stored.names_of_all_ranks
+    parts = (name.split(".") for name in names)
+    names |= {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
+    wanted = rule.rule if rule.option != "key_map" else rule.rule.strip("()'\"").split("'")[0]
+    near = get_close_matches(wanted.rstrip(".*"), sorted(names, key=len)[:_NUM_MATCHED], n=1, cutoff=0.5)
+    return f"{rule} matches nothing in the checkpoint" + (f" (near: {near[0]})" if near else "")
+
+
+def _nothing_text(stored: Stored, top_level: set[str]) -> str:
+    if not top_level:
+        return "the state names nothing, so that nothing would be filled; pass what is to be filled"
+    left_out = "include and exclude leave out all of the state" if stored.skipped else "the state has nothing to fill"
+    return f"{left_out}, so that nothing would be loaded; it names {_some(sorted(top_level))}"
+
+
+def _entries_text(missing: Sequence[str], stored: Stored) -> str:
+    """What the names of the checkpoint begin with, where none begins as a name of the state does."""
+    entries = {name.partition(".")[0] for name in stored.common_names}
+    lost = sorted({name.partition(".")[0] for name in missing} - entries)
+    if not lost:
+        return ""
+    has = f"has the entries {_some(sorted(entries))}" if entries else "holds nothing"
+    return f"\nThe checkpoint has no entry {_some([repr(name) for name in lost])}: it {has}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_SHOWN]) + (f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else "")
 
 
 def _near(fqn: str, others: Sequence[str]) -> str:

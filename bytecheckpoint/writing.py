@@ -41,6 +41,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.leftovers import MIN_AGE_S, sweep
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import is_remote
+from bytecheckpoint.storage.roots import refuse_occupied
 from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.store import Store
 from bytecheckpoint.storage.writer import Image, write_image
@@ -88,9 +89,11 @@ class Saving(NamedTuple):
 
 
 def refuse_existing(ranks: Ranks, store: Store, folder: str, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError, before anything is written, where a committed checkpoint is not to be replaced."""
-    if ranks.rank == COORDINATOR and not overwrite and layout.has_manifest(store.list(folder)):
-        raise layout.exists_error(join_name(str(store), folder))
+    """Raises CheckpointExistsError, before anything is written, where a committed checkpoint is not to be replaced, or
+    none may stand beside another one.
+    """
+    if ranks.rank == COORDINATOR:
+        refuse_occupied(store, folder, overwrite=overwrite)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import click
 
 from bytecheckpoint.links import Files, files_of, opening_at
+from bytecheckpoint.location import check_step
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
 from bytecheckpoint.storage.store import Store
@@ -43,13 +44,34 @@ def with_output_options(command: _Command) -> _Command:
     )(command)
 
 
+class StepType(click.ParamType):
+    """`latest`, which is the default, `none` for the checkpoint at the path itself, or a number."""
+
+    name = "step"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | Literal["latest"] | None:
+        if value == "none":
+            return None
+        if value == "latest":
+            return "latest"
+        try:
+            return check_step(int(value))
+        except ValueError:
+            self.fail(f"{value!r} is no step: give a number from 0 on, latest, or none for the path itself", param, ctx)
+
+
+def step_option(help_text: str) -> Callable[[_Command], _Command]:
+    """`--step`, with what it means for a command."""
+    return click.option("--step", type=StepType(), default="latest", metavar="STEP", help=help_text)
+
+
 def with_step_option(command: _Command) -> _Command:
     """Adds `--step`, for commands that look at one checkpoint."""
-    return click.option(
-        "--step",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="This step under a root. Without it: the checkpoint at the path, or the newest committed step under it.",
+    return step_option(
+        "This step under a root. Without it: the checkpoint at the path, or the newest committed step under it. `none` "
+        "is the checkpoint at the path itself, where an earlier version has left steps beside it."
     )(command)
 
 
@@ -99,10 +121,12 @@ def with_link_option(command: _Command) -> _Command:
     )(command)
 
 
-def open_manifest(path: str, *, step: int | None, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
+def open_manifest(
+    path: str, *, step: int | Literal["latest"] | None, storage_options: Mapping[str, Any], follow_links: bool
+) -> Opened:
     """The checkpoint that is meant. Raises what `bcp.open` raises."""
     opening = opening_at(path, Opening(storage_options), follow_links=follow_links)
-    found = find_checkpoint(path, "latest" if step is None else step, opening)
+    found = find_checkpoint(path, step, opening)
     return Opened(found.store, found.folder, manifest_of(found), found.path)
 
 

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -16,7 +16,7 @@ from bytecheckpoint.planner.map_options import parse_options
 from bytecheckpoint.storage.opening import is_local
 
 from . import exit_codes
-from .arguments import options_for, with_link_option, with_output_options
+from .arguments import options_for, step_option, with_link_option, with_output_options
 from .byte_sizes import ByteSize
 from .progress import byte_progress
 from .screen import Screen, print_json
@@ -72,11 +72,9 @@ def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequen
     help="bcp: this library's own. hf: safetensors of one model, in a folder. dcp: a folder of "
     "torch.distributed.checkpoint. torch: a file of torch.save.",
 )
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="This step under the root SRC. Without it: the checkpoint at SRC, or the newest committed step under it.",
+@step_option(
+    "This step under the root SRC. Without it: the checkpoint at SRC, or the newest committed step under it. `none` is "
+    "the checkpoint at SRC itself, where an earlier version has left steps beside it."
 )
 @click.option("--link", is_flag=True, help="Only with --to bcp: write a manifest that points into the files of SRC.")
 @click.option(
@@ -136,7 +134,7 @@ def convert(
     src: str,
     dst: str,
     to: Any,
-    step: int | None,
+    step: int | Literal["latest"] | None,
     link: bool,
     dtype: str | None,
     include: Sequence[str],
@@ -169,7 +167,7 @@ def convert(
     wish = Wish(to=to, include=include, exclude=exclude, rename=rename, keep_names=keep_names, dtype=dtype)
     default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
     request = Request(
-        source=Asked(src, "latest" if step is None else step, of_source),
+        source=Asked(src, step, of_source),
         target=dst,
         target_options={} if follow_links and is_local(dst) else of_target,
         wish=wish,

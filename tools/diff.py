@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -17,6 +17,7 @@ from .arguments import (
     finite,
     open_manifest,
     options_for,
+    step_option,
     with_limit_option,
     with_link_option,
     with_output_options,
@@ -38,11 +39,9 @@ Example:
 @click.command(short_help="What differs between two checkpoints.", epilog=_EXAMPLE)
 @click.argument("a")
 @click.argument("b")
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="This step under both roots. Without it: the checkpoint at the path, or the newest committed step under it.",
+@step_option(
+    "This step under both roots. Without it: the checkpoint at the path, or the newest committed step under it. `none` "
+    "is the checkpoint at the path itself, where an earlier version has left steps beside it."
 )
 @click.option(
     "--atol",
@@ -70,7 +69,7 @@ def diff(
     *,
     a: str,
     b: str,
-    step: int | None,
+    step: int | Literal["latest"] | None,
     atol: float | None,
     rtol: float | None,
     ignore_dtype: bool,

@@ -88,10 +88,22 @@ def ls(*, root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
         alone = find_checkpoint(root, "latest", Opening(storage_options))  # or it says what is there instead
         found = [_read(alone, None) or _gone(alone)]
     if as_json:
-        print_json({"root": str(store), "checkpoints": [_as_json(item) for item in found]})
+        print_json({"root": str(store), "checkpoints": [_as_json(item) for item in found], "warning": _mixed(found)})
     else:
         _print(str(store), found)
     return exit_codes.CORRUPT if any(item.problem for item in found) else exit_codes.FINE
+
+
+def _mixed(found: list[Listed]) -> str | None:
+    """The warning for a root that is a checkpoint and has steps below it."""
+    own = [item for item in found if item.committed and item.format == OWN_FORMAT]
+    steps = [item.step for item in own if layout.parse_step(item.folder) is not None]
+    if not steps or all(item.folder for item in own):
+        return None
+    return (
+        f"This path is a checkpoint and has committed steps below it: load and the other commands ask for --step none "
+        f"or --step {steps[-1]}. Move one of the two to a path of its own."
+    )
 
 
 def _find(store: Store) -> list[Listed]:
@@ -160,6 +172,10 @@ def _print(root: str, found: list[Listed]) -> None:
     screen.line()
     now = datetime.now(UTC)
     screen.table(_COLUMNS, [_row(item, now) for item in found])
+    warning = _mixed(found)
+    if warning:
+        screen.line()
+        screen.line(warning, style="yellow")
     for item in found:
         if item.problem:
             screen.line()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -88,7 +88,7 @@ Example:
 def show(
     *,
     ckpt: str,
-    step: int | None,
+    step: int | Literal["latest"] | None,
     with_tree: bool,
     patterns: Sequence[str],
     with_files: bool,

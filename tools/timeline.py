@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -50,7 +50,7 @@ Example:
 def timeline(
     *,
     ckpt: str,
-    step: int | None,
+    step: int | Literal["latest"] | None,
     trace_path: str | None,
     limit: int,
     as_json: bool,

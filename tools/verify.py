@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -63,7 +63,7 @@ Example:
 def verify(
     *,
     ckpt: str,
-    step: int | None,
+    step: int | Literal["latest"] | None,
     sample_percent: float,
     threads: int,
     follow_links: bool,
