@@ -60,6 +60,8 @@ class Wish(NamedTuple):
     codec: CodecOption
     stages: Mapping[str, int]
     """Of modules that are stages of a pipeline and say which: by FQN."""
+    is_empty: bool = False
+    """The state has no entry."""
 
     def fingerprint(self, ranks: Ranks) -> bytes:
         """What a plan depends on, and nothing else."""
@@ -86,6 +88,8 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     """There, of `stage_digests` only."""
     stage_digests: PartDigests = {}
     """Of what the coordinator asked for, now or when the plan was made."""
+    is_empty: bool = False
+    """As in `Wish`."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
@@ -144,7 +148,7 @@ def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) 
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
     stages = {fqn: stage for of_entry in contents for fqn, stage in of_entry.stages.items()}
-    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec, stages)
+    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec, stages, not contents)
 
 
 def propose(ranks: Ranks, wish: Wish, plans: PlanCache) -> Proposal:
@@ -177,7 +181,9 @@ def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     digests = [combined_digest([wish.shards[index].tensor for index in group]) for group in known.compared]
     stages = {fqn: wish.stages[fqn] for fqn in known.in_stages if fqn in wish.stages}
     stage_digests = digests_of(wish.shards, known.in_stages, wish.aliases)
-    return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain), stages, stage_digests)
+    return _Request(
+        str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain), stages, stage_digests, wish.is_empty
+    )
 
 
 @collector_paused()
@@ -197,6 +203,7 @@ def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _R
         dict(wish.plain),
         dict(wish.stages),
         digests,
+        wish.is_empty,
     )
 
 
@@ -223,6 +230,13 @@ class _Decision:
         names, known = self._ranks.names, self._known
         told = [InStages(request.stages, request.stage_digests) for request in requests]
         check_same("save to", [request.target for request in requests], names)
+        if all(request.is_empty for request in requests):
+            raise CheckpointSaveError(
+                "the state is an empty dict, on every rank; nothing was written: pass what is to be saved, as in "
+                '{"model": model}',
+                kind="unsupported_value",
+                ranks=tuple(names),
+            )
         save_id = uuid.uuid4().hex[:16]
         if known is not None and _is_still_so(known, requests):
             check_stages(known.in_stages, told, names)
@@ -239,21 +253,8 @@ class _Decision:
             orders = _orders(save_id, self.plan)
         if not orders[COORDINATOR].tell_all:
             self.objects, self.rank_objects = merge_plain([request.plain for request in requests], names)
-            self._refuse_nothing()
         encoded = [msgspec.msgpack.encode(order) for order in orders]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
-
-    def _refuse_nothing(self) -> None:
-        """Raises CheckpointSaveError (unsupported_value) where no rank has anything to save."""
-        plan = self.plan
-        is_empty = plan is not None and not any(map(len, [*plan.kept, *plan.parts]))
-        if is_empty and not (self.objects or self.rank_objects):
-            raise CheckpointSaveError(
-                "the state holds nothing, on any rank; nothing was written: pass a dict of what is to be saved, as in "
-                '{"model": model}',
-                kind="unsupported_value",
-                ranks=tuple(self._ranks.names),
-            )
 
     def _asks_for_stages(self, requests: Sequence[_Request]) -> bool:
         """Whether ranks have yet to give digests of what several stages hold under one FQN."""

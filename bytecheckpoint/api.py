@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from bytecheckpoint.adapters.frameworks import Framework
 from bytecheckpoint.adapters.globs import listed_globs
 from bytecheckpoint.adapters.renaming import KeyMap
 from bytecheckpoint.adapters.state import collect_all, entries_of, finish_all
@@ -52,7 +53,7 @@ logger = logging.getLogger("bytecheckpoint")
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    framework: str = "auto",
+    framework: Framework = "auto",
     *,
     step: int | None = None,
     async_save: bool = False,
@@ -69,7 +70,8 @@ def save(
         state: A dict of modules, optimizers, objects with state_dict(), tensors and plain data; every rank passes
             what it holds, and all call `save` together.
         framework: `auto`, `ddp`, `fsdp`, `fsdp2`, `dtensor`, `vescale`, `megatron` or `deepspeed`. `auto` finds what
-            there is; one that nothing in the state is of is refused.
+            there is. One that nothing in the state is of, as `fsdp` of a model that is not wrapped yet, is refused:
+            docs/frameworks.md says what counts.
         step: The training step, at least 0.
         async_save: Return as soon as the state may change again, and write in the background.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.
@@ -124,7 +126,7 @@ def save(
         handle = SaveHandle(target.path, is_staged=target.is_staged)
 
         def check() -> None:
-            handle.enter(ranks)
+            handle._enter(ranks)
             refuse_existing(ranks, store, folder, overwrite=options.overwrite)
 
         def settle() -> Saving:
@@ -134,7 +136,8 @@ def save(
         def finish(saving: Saving) -> CheckpointInfo:
             if tier is None:
                 return write_and_commit(saving)
-            return write_upload_and_commit(saving, tier, handle.reach_local, IN_FLIGHT.uploading(own_turn, draft.close))
+            uploading = IN_FLIGHT.uploading(own_turn, draft.close)
+            return write_upload_and_commit(saving, tier, handle._reach_local, uploading)
 
         def write_here() -> CheckpointInfo:
             settle()
@@ -146,7 +149,7 @@ def save(
             settle()
         if async_save and write_in_background(handle, draft, turn, entries, settle=settle, finish=finish):
             return handle
-        handle.finish(write_here, turn)
+        handle._finish(write_here, turn)
     if not async_save or IN_FLIGHT.is_told_at_once(handle):
         handle.result()
     return handle
@@ -182,7 +185,7 @@ def _saving(
 
 def warm_up(
     state: Mapping[str, Any],
-    framework: str = "auto",
+    framework: Framework = "auto",
     *,
     process_group: dist.ProcessGroup | None = None,
     options: SaveOptions | None = None,
@@ -213,7 +216,7 @@ def warm_up(
 def load(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    framework: str = "auto",
+    framework: Framework = "auto",
     *,
     step: int | Literal["latest"] | None = "latest",
     strict: bool = True,

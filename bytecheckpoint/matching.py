@@ -216,6 +216,8 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """What matches nothing in the checkpoint, nor in its state."""
     fills: bool
     """Something of its state is filled."""
+    is_open: bool
+    """Its state is empty, or has a place that something could fill."""
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -226,7 +228,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     unused: list[UnusedRule]
     """What matches nothing on any rank."""
     fills: bool
-    """Something is filled, on whichever rank."""
+    """Something is filled, on whichever rank, or there is nothing to fill."""
 
 
 def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iterable[str], *, strict: bool) -> Verdict:
@@ -240,8 +242,9 @@ def share_findings(ranks: Ranks, match: Match, stored: Stored, state_names: Iter
     unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
     digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
     fills = bool(match.shards) or not match.claims.isdisjoint(stored.plain)
+    is_open = bool(match.claims or match.skipped or match.problems or not top_level)
     bits, unused = np.packbits(wanted).tobytes(), stored.unused_rules
-    findings = _Findings(match.problems, sorted(top_level), bits, unexpected, digest, unused, fills)
+    findings = _Findings(match.problems, sorted(top_level), bits, unexpected, digest, unused, fills, is_open)
 
     def judge(payloads: Sequence[bytes]) -> Sequence[bytes]:
         all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
@@ -284,7 +287,9 @@ def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
     unexpected += sorted({name for of_rank in findings for name in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
-    return Verdict(list(problems.values()), unexpected, unused, any(of_rank.fills for of_rank in findings))
+    # A state of nothing but modules without tensors has nothing that a load could fill.
+    fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.is_open for of_rank in findings)
+    return Verdict(list(problems.values()), unexpected, unused, fills)
 
 
 def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> CheckpointMismatchError:
@@ -314,10 +319,14 @@ def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> Checkpoi
 def _unused_text(rule: UnusedRule, stored: Stored) -> str:
     names = stored.names_of_all_ranks
     parts = (name.split(".") for name in names)
-    names |= {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
+    around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
     wanted = rule.rule if rule.option != "key_map" else rule.rule.strip("()'\"").split("'")[0]
-    near = get_close_matches(wanted.rstrip(".*"), sorted(names, key=len)[:_NUM_MATCHED], n=1, cutoff=0.5)
-    return f"{rule} matches nothing in the checkpoint" + (f" (near: {near[0]})" if near else "")
+    text = f"{rule} matches nothing in the checkpoint"
+    if wanted in around:
+        return f"{text}, which has names below it, as {min(name for name in names if name.startswith(f'{wanted}.'))}"
+    candidates = sorted(names | around, key=len)[:_NUM_MATCHED]
+    near = get_close_matches(wanted.rstrip(".*"), candidates, n=1, cutoff=0.5)
+    return f"{text} (near: {near[0]})" if near else text
 
 
 def _nothing_text(stored: Stored, top_level: set[str]) -> str:

@@ -115,12 +115,33 @@ def test_a_load_that_would_fill_nothing_is_an_error(saved: Path, arguments: dict
 
 
 def test_an_empty_state_is_refused(tmp_path: Path, saved: Path) -> None:
-    with pytest.raises(bcp.CheckpointSaveError, match="the state holds nothing") as caught:
+    with pytest.raises(bcp.CheckpointSaveError, match="the state is an empty dict") as caught:
         bcp.save(tmp_path / "empty", {})
     assert caught.value.kind == "unsupported_value"
     assert not (tmp_path / "empty").exists()
     with pytest.raises(bcp.CheckpointMismatchError, match="the state names nothing"):
         bcp.load(saved, {})
+
+
+def test_a_rank_may_have_nothing_where_another_one_has(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_on_one_rank, str(tmp_path), world_size=2)
+    assert float(bcp.open(tmp_path)["x"][0]) == 1.0
+
+
+def save_on_one_rank(rank: int, world_size: int, path: str) -> None:
+    state = {} if rank else {"x": torch.ones(2)}
+    bcp.save(path, state)
+    bcp.load(path, state)
+
+
+def test_modules_without_tensors_are_no_empty_state(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"loss": torch.nn.ReLU()})
+    bcp.load(tmp_path, {"loss": torch.nn.ReLU()})
+
+
+def test_a_glob_that_names_a_container_is_told_of_the_names_below(saved: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"has names below it, as model\.0\.bias"):
+        bcp.load(saved, {"model": mlp(1)}, exclude="model.0")
 
 
 def test_plain_data_alone_fills_something(saved: Path) -> None:

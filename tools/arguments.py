@@ -13,6 +13,7 @@ from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.location import check_step
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.storage.opening import at_home
 from bytecheckpoint.storage.store import Store
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -92,6 +93,11 @@ def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     if value is not None and not isfinite(value):
         raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
     return value
+
+
+def at_home_folder(_ctx: click.Context, _param: click.Parameter, folder: str | None) -> str | None:
+    """For options that take a folder: a shell leaves the `~` of `--option=~/folder` as it is."""
+    return folder and at_home(folder)
 
 
 def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:

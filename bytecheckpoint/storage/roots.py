@@ -9,8 +9,8 @@ from bytecheckpoint.storage.store import Store
 
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError (exists) where no checkpoint may be saved in this folder, which is "" for the store's
-    root, or that of a step. Costs a listing of the root, and one of the step's folder where that is there.
+    """Raises CheckpointExistsError (exists) where no checkpoint may be saved in this folder: that of a step, or "", the
+    store's root. Costs a listing of the root, and one of the step's folder where that is there.
     """
     listing = store.list("")
     if folder:
