@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from bytecheckpoint.checkpoint import Checkpoint
     from bytecheckpoint.recovering import recover
     from bytecheckpoint.save_handle import SaveHandle
+    from bytecheckpoint.tree_loading import load_tree
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Checkpoint",
@@ -53,8 +56,10 @@ __all__ = [
     "SaveOptions",
     "StorageError",
     "UnsafeCheckpointError",
+    "__version__",
     "latest",
     "load",
+    "load_tree",
     "open",
     "recover",
     "save",
@@ -69,6 +74,7 @@ _WITH_TORCH = {
     "RngState": "bytecheckpoint.adapters.rng",
     "SaveHandle": "bytecheckpoint.save_handle",
     "recover": "bytecheckpoint.recovering",
+    "load_tree": "bytecheckpoint.tree_loading",
     **dict.fromkeys(("latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 
@@ -80,4 +86,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

@@ -17,7 +17,7 @@ from bytecheckpoint.adapters.stored import Contents, Scope
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.digests import combined_digest, small_digests
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.plan_cache import KnownPlan, PlanCache
 from bytecheckpoint.planner.codec_choice import CodecOption
@@ -60,6 +60,8 @@ class Wish(NamedTuple):
     codec: CodecOption
     stages: Mapping[str, int]
     """Of modules that are stages of a pipeline and say which: by FQN."""
+    is_empty: bool = False
+    """The state has no entry."""
 
     def fingerprint(self, ranks: Ranks) -> bytes:
         """What a plan depends on, and nothing else."""
@@ -86,6 +88,8 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     """There, of `stage_digests` only."""
     stage_digests: PartDigests = {}
     """Of what the coordinator asked for, now or when the plan was made."""
+    is_empty: bool = False
+    """As in `Wish`."""
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True):
@@ -146,7 +150,7 @@ def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) 
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
     stages = {fqn: stage for of_entry in contents for fqn, stage in of_entry.stages.items()}
-    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec, stages)
+    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec, stages, not contents)
 
 
 def propose(ranks: Ranks, wish: Wish, plans: PlanCache) -> Proposal:
@@ -179,7 +183,9 @@ def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     digests = [combined_digest([wish.shards[index].tensor for index in group]) for group in known.compared]
     stages = {fqn: wish.stages[fqn] for fqn in known.in_stages if fqn in wish.stages}
     stage_digests = digests_of(wish.shards, known.in_stages, wish.aliases)
-    return _Request(str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain), stages, stage_digests)
+    return _Request(
+        str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain), stages, stage_digests, wish.is_empty
+    )
 
 
 @collector_paused()
@@ -199,6 +205,7 @@ def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _R
         dict(wish.plain),
         dict(wish.stages),
         digests,
+        wish.is_empty,
     )
 
 
@@ -225,6 +232,13 @@ class _Decision:
         names, known = self._ranks.names, self._known
         told = [InStages(request.stages, request.stage_digests) for request in requests]
         check_same("save to", [request.target for request in requests], names)
+        if all(request.is_empty for request in requests):
+            raise CheckpointSaveError(
+                "the state is an empty dict, on every rank; nothing was written: pass what is to be saved, as in "
+                '{"model": model}',
+                kind="unsupported_value",
+                ranks=tuple(names),
+            )
         save_id = uuid.uuid4().hex[:16]
         if known is not None and _is_still_so(known, requests):
             check_stages(known.in_stages, told, names)

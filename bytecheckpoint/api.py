@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from bytecheckpoint.adapters.frameworks import Framework
+from bytecheckpoint.adapters.globs import listed_globs
 from bytecheckpoint.adapters.renaming import KeyMap
 from bytecheckpoint.adapters.state import collect_all, entries_of, finish_all
 from bytecheckpoint.aftermath import telling
@@ -26,7 +28,7 @@ from bytecheckpoint.exchange import Traffic, read_together
 from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, Verdict, match_again
+from bytecheckpoint.matching import Match, Verdict, match_again, warn_of_idle
 from bytecheckpoint.naming import View, Wanted, fit_state
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together
@@ -51,7 +53,7 @@ logger = logging.getLogger("bytecheckpoint")
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    framework: str = "auto",
+    framework: Framework = "auto",
     *,
     step: int | None = None,
     async_save: bool = False,
@@ -68,7 +70,8 @@ def save(
         state: A dict of modules, optimizers, objects with state_dict(), tensors and plain data; every rank passes
             what it holds, and all call `save` together.
         framework: `auto`, `ddp`, `fsdp`, `fsdp2`, `dtensor`, `vescale`, `megatron` or `deepspeed`. `auto` finds what
-            there is; one that nothing in the state is of is refused.
+            there is. One that nothing in the state is of, as `fsdp` of a model that is not wrapped yet, is refused:
+            docs/frameworks.md says what counts.
         step: The training step, at least 0.
         async_save: Return as soon as the state may change again, and write in the background.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.
@@ -123,7 +126,7 @@ def save(
         handle = SaveHandle(target.path, is_staged=target.is_staged)
 
         def check() -> None:
-            handle.enter(ranks)
+            handle._enter(ranks)
             refuse_existing(ranks, store, folder, overwrite=options.overwrite)
 
         def settle() -> Saving:
@@ -133,7 +136,8 @@ def save(
         def finish(saving: Saving) -> CheckpointInfo:
             if tier is None:
                 return write_and_commit(saving)
-            return write_upload_and_commit(saving, tier, handle.reach_local, IN_FLIGHT.uploading(own_turn, draft.close))
+            uploading = IN_FLIGHT.uploading(own_turn, draft.close)
+            return write_upload_and_commit(saving, tier, handle._reach_local, uploading)
 
         def write_here() -> CheckpointInfo:
             settle()
@@ -145,7 +149,7 @@ def save(
             settle()
         if async_save and write_in_background(handle, draft, turn, settle=settle, finish=finish):
             return handle
-        handle.finish(write_here, turn)
+        handle._finish(write_here, turn)
     if not async_save or IN_FLIGHT.is_told_at_once(handle):
         handle.result()
     return handle
@@ -181,7 +185,7 @@ def _saving(
 
 def warm_up(
     state: Mapping[str, Any],
-    framework: str = "auto",
+    framework: Framework = "auto",
     *,
     process_group: dist.ProcessGroup | None = None,
     options: SaveOptions | None = None,
@@ -213,7 +217,7 @@ def warm_up(
 def load(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    framework: str = "auto",
+    framework: Framework = "auto",
     *,
     step: int | Literal["latest"] | None = "latest",
     strict: bool = True,
@@ -239,8 +243,9 @@ def load(
             Modules on the meta device get memory, optimizers without state get state.
         framework: As for `save`.
         step: A step, `latest` for the checkpoint at `path` itself or its newest committed step, None for `path` only.
-        strict: Keys that are missing on either side and shapes and dtypes that differ are one error; otherwise what
-            fits is loaded and the report tells the rest.
+        strict: Keys that are missing on either side, shapes and dtypes that differ, rules of `include`, `exclude` and
+            `key_map` that match nothing, and a load that would fill nothing are one error; otherwise what fits is
+            loaded and the report tells the rest, of the rules and of a load that fills nothing with a warning.
         key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
             order, or a function. Optimizer state follows the parameters of its modules.
         include: Only checkpoint FQNs that match one of these globs.
@@ -274,7 +279,8 @@ def load(
         source = open_together(ranks, asked, options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):
-        view = View(source.manifest, ranks.rank, key_map, _globs(include), _globs(exclude))
+        included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
+        view = View(source.manifest, ranks.rank, key_map, included, excluded)
         wanted = Wanted(state, framework, cast=cast, strict=strict)
         fitted = fit_state(ranks, view, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
         entries, stored, match, manifest, fetches, verdict = fitted
@@ -296,12 +302,9 @@ def load(
     ranks.farewell()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
+        warn_of_idle(verdict, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
-
-
-def _globs(globs: str | Sequence[str] | None) -> Sequence[str] | None:
-    return [globs] if isinstance(globs, str) else globs
 
 
 def _report(source: Source, match: Match, verdict: Verdict, traffic: Traffic, seconds: float) -> LoadReport:
@@ -317,6 +320,7 @@ def _report(source: Source, match: Match, verdict: Verdict, traffic: Traffic, se
         mismatched=[problem.text for problem in verdict.problems if problem.kind != "missing_key"],
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
+        unused=list(map(str, verdict.unused)),
         seconds=seconds,
     )
 
@@ -346,4 +350,4 @@ def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
 
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
     """All committed steps under a path, rising; [] where there is none."""
-    return layout.committed_steps(open_store(path, storage_options=storage_options, writer_threads=1))
+    return layout.steps_of_root(open_store(path, storage_options=storage_options, writer_threads=1))

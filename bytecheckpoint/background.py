@@ -35,7 +35,7 @@ def write_in_background(
 
     def stage() -> None:
         with clock.phase("stage"):
-            handle.stage(snapshot)
+            handle._stage(snapshot)
         if ranks.rank == COORDINATOR:
             logger.info("staged %s in %.2f s", path, clock.total)
 
@@ -65,7 +65,7 @@ def write_in_background(
     if draft.is_lazy:
         shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
         if isinstance(shared, StagedState):  # waves follow one another: nobody can help with them
-            handle.share(shared)
+            handle._share(shared)
         IN_FLIGHT.hold_steps()
     try:
         if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):

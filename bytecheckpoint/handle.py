@@ -127,7 +127,7 @@ class InFlight:
     def _watch(self, handle: SaveHandle) -> None:
         watched, number = self._watched, id(handle)
         watched[number] = handle
-        handle.when_told(lambda: watched.pop(number, None))
+        handle._when_told(lambda: watched.pop(number, None))
 
     def _raise_unseen(self) -> None:
         for handle in self._handles:
@@ -160,7 +160,7 @@ class InFlight:
 
         def run() -> None:
             if claim.acquire(blocking=False):
-                handle.finish(finish, own_turn)
+                handle._finish(finish, own_turn)
 
         try:
             own_turn.push(turn.pop_all())
@@ -180,7 +180,7 @@ class InFlight:
         """Whether a save that was written in the call raises there what its handle would raise: what interrupted it, as
         Ctrl-C does, is meant for the caller, and when the interpreter is exiting, nobody may come to ask.
         """
-        return self._is_exiting or handle.was_interrupted()
+        return self._is_exiting or handle._was_interrupted()
 
     def hold_steps(self) -> None:
         """From now on, each step of a torch optimizer of this process waits while the save in flight is staging: also

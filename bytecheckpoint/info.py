@@ -99,6 +99,8 @@ class LoadReport:
     """State FQNs that were loaded into another dtype."""
     skipped: Sequence[str] = ()
     """State FQNs that include or exclude kept from being loaded."""
+    unused: Sequence[str] = ()
+    """Rules of include, exclude and key_map that matched nothing, on any rank."""
     seconds: float = 0.0
 
 

@@ -4,6 +4,7 @@ and told by every rank to all, because a key that one rank lacks another one may
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from bytecheckpoint.adapters.stored import (
     Problem,
     Stored,
     StoredTensor,
+    UnusedRule,
     is_at_or_below,
     not_stored,
 )
@@ -210,6 +212,12 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """Of the names that only this rank sees, those under a name of its state that it has no place for."""
     names_digest: int
     """Of the names that all ranks see, as this one does."""
+    unused: list[UnusedRule]
+    """What matches nothing in the checkpoint, nor in its state."""
+    fills: bool
+    """Something of its state is filled."""
+    has_places: bool
+    """Its state is empty, or has a place that something could fill."""
     num_found: int
     """Shards that the checkpoint fills."""
     other_name: str
@@ -223,6 +231,10 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
     problems: list[Problem]
     unexpected: list[str]
+    unused: list[UnusedRule]
+    """What matches nothing on any rank."""
+    fills: bool
+    """Something is filled, on whichever rank, or there is nothing to fill."""
     is_open: bool = False
     """Something is missing, and the checkpoint may have it in another way."""
     other_name: str = ""
@@ -248,14 +260,16 @@ def share_findings(
     wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
     unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
     digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
-    packed = np.packbits(wanted).tobytes()
     findings = _Findings(
-        match.problems,
-        sorted(top_level),
-        packed,
-        unexpected,
-        digest,
-        len(match.shards),
+        problems=match.problems,
+        top_level=sorted(top_level),
+        wanted=np.packbits(wanted).tobytes(),
+        unexpected=unexpected,
+        names_digest=digest,
+        unused=stored.unused_rules,
+        fills=bool(match.shards) or not match.claims.isdisjoint(stored.plain),
+        has_places=bool(match.claims or match.skipped or match.problems or not top_level),
+        num_found=len(match.shards),
         other_name=other_name,
         has_experts=has_experts,
     )
@@ -266,9 +280,9 @@ def share_findings(
         verdict = _merge(all_findings, names)
         other = _common_name(all_findings)
         if _is_lacking(all_findings) and (other or all_findings[COORDINATOR].has_experts):
-            verdict = Verdict([], [], is_open=True, other_name=other)
-        elif strict and (verdict.problems or verdict.unexpected):
-            raise _mismatch(verdict)
+            verdict = Verdict([], [], [], fills=True, is_open=True, other_name=other)
+        elif strict and (verdict.problems or verdict.unexpected or verdict.unused or not verdict.fills):
+            raise _mismatch(verdict, stored, {name for of_rank in all_findings for name in of_rank.top_level})
         return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
 
     return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=Verdict)
@@ -282,6 +296,15 @@ def _is_lacking(findings: Sequence[_Findings]) -> bool:
 def _common_name(findings: Sequence[_Findings]) -> str:
     names = {of_rank.other_name for of_rank in findings}
     return names.pop() if len(names) == 1 else ""
+
+
+def warn_of_idle(verdict: Verdict, path: str) -> None:
+    """Says in one warning which rules match nothing, and where nothing was filled: both are mostly misspelt names."""
+    told = [f"{rule} matches nothing in the checkpoint" for rule in verdict.unused]
+    if not verdict.fills:
+        told.append("nothing of the state was filled")
+    if told:
+        warnings.warn(f"loading {path}: {'; '.join(told)}. Check the names", stacklevel=3)
 
 
 def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
@@ -304,10 +327,13 @@ def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
     unexpected = [name for name in unexpected if is_at_or_below(name, top_level)]
     unexpected += sorted({name for of_rank in findings for name in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
-    return Verdict(list(problems.values()), unexpected)
+    unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
+    # A state of nothing but modules without tensors has nothing that a load could fill.
+    fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.has_places for of_rank in findings)
+    return Verdict(list(problems.values()), unexpected, unused, fills)
 
 
-def _mismatch(verdict: Verdict) -> CheckpointMismatchError:
+def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> CheckpointMismatchError:
     missing = [fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"]
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for kind, fqn, text in verdict.problems:
@@ -316,13 +342,53 @@ def _mismatch(verdict: Verdict) -> CheckpointMismatchError:
     for fqn in verdict.unexpected:
         near = _near(fqn, missing) if len(lines["unexpected_key"]) < _NUM_SHOWN else ""
         lines["unexpected_key"].append(f"{fqn}: in the checkpoint, not in the state{near}")
+    for rule in verdict.unused:
+        lines["conflict"].append(_unused_text(rule, stored))
+    if not verdict.fills and not any(lines.values()):
+        lines["conflict"].append(_nothing_text(stored, top_level))
     found = {kind: of_kind for kind, of_kind in lines.items() if of_kind}
     counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
     return CheckpointMismatchError(
         f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. Rename with "
-        "key_map, choose with include and exclude, or load what fits with strict=False:\n" + _listed(found),
+        "key_map, choose with include and exclude, or load what fits with strict=False:\n"
+        + _listed(found)
+        + _entries_text(missing, stored),
         kind=next(iter(found)),
     )
+
+
+def _unused_text(rule: UnusedRule, stored: Stored) -> str:
+    names = stored.names_of_all_ranks
+    parts = (name.split(".") for name in names)
+    around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
+    wanted = rule.rule if rule.option != "key_map" else rule.rule.strip("()'\"").split("'")[0]
+    text = f"{rule} matches nothing in the checkpoint"
+    if wanted in around:
+        return f"{text}, which has names below it, as {min(name for name in names if name.startswith(f'{wanted}.'))}"
+    candidates = sorted(names | around, key=len)[:_NUM_MATCHED]
+    near = get_close_matches(wanted.rstrip(".*"), candidates, n=1, cutoff=0.5)
+    return f"{text} (near: {near[0]})" if near else text
+
+
+def _nothing_text(stored: Stored, top_level: set[str]) -> str:
+    if not top_level:
+        return "the state names nothing, so that nothing would be filled; pass what is to be filled"
+    left_out = "include and exclude leave out all of the state" if stored.skipped else "the state has nothing to fill"
+    return f"{left_out}, so that nothing would be loaded; it names {_some(sorted(top_level))}"
+
+
+def _entries_text(missing: Sequence[str], stored: Stored) -> str:
+    """What the names of the checkpoint begin with, where none begins as a name of the state does."""
+    entries = {name.partition(".")[0] for name in stored.common_names}
+    lost = sorted({name.partition(".")[0] for name in missing} - entries)
+    if not lost:
+        return ""
+    has = f"has the entries {_some(sorted(entries))}" if entries else "holds nothing"
+    return f"\nThe checkpoint has no entry {_some([repr(name) for name in lost])}: it {has}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_SHOWN]) + (f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else "")
 
 
 def _near(fqn: str, others: Sequence[str]) -> str:

@@ -182,7 +182,7 @@ def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...
 def _checked_map_name(value: object) -> str:
     name = os.fspath(value) if isinstance(value, os.PathLike) else value
     if isinstance(name, str) and name and "\0" not in name:
-        return name
+        return os.path.expanduser(name)  # noqa: PTH111 - it is kept as a str
     raise ValueError(f"NameMap.name takes the name or the path of a map, not {value!r}")
 
 
@@ -200,8 +200,10 @@ def _is_map_option(pair: object) -> bool:
 
 def _checked_folder(name: str, value: object) -> str | None:
     folder = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if folder is None or (isinstance(folder, str) and folder and "://" not in folder and "\0" not in folder):
-        return folder
+    if folder is None:
+        return None
+    if isinstance(folder, str) and folder and "://" not in folder and "\0" not in folder:
+        return os.path.expanduser(folder)  # noqa: PTH111 - it is kept as a str
     raise ValueError(f"{name} takes a folder on a disk of this host, or None, not {value!r}")
 
 

@@ -32,6 +32,7 @@ from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.local_stage import Found, Journal, StagedFolder
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.roots import checkpoint_in_the_way
 from bytecheckpoint.storage.store import Block, Store, endpoint_of, place_of
 from bytecheckpoint.tier import upload_files
 
@@ -124,7 +125,7 @@ def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
         told = [msgspec.msgpack.decode(payload, type=tuple[str, list[Part]]) for payload in payloads]
         check_same("recover saves to", [target for target, _ in told], ranks.names)
         seen = [of_rank for _, of_rank in told]
-        folders = {part.folder for of_rank in seen for part in of_rank}
+        folders = {part.folder: part.step is not None for of_rank in seen for part in of_rank}
         plan = _plan(store, seen, folders)
         if _say_alive(store, plan.verdicts):
             plan = _plan(store, seen, folders)  # what a clean-up has removed until now is seen to be gone
@@ -185,17 +186,18 @@ def _needed(stage: str, found: Found) -> tuple[dict[str, int] | None, str]:
     return {file.name: file.byte_length for file in manifest.files}, ""
 
 
-def _plan(store: Store, seen: Sequence[Sequence[Part]], folders: set[str]) -> RecoveryPlan:
-    return plan_recovery(seen, {folder: _there(store, folder) for folder in folders})
+def _plan(store: Store, seen: Sequence[Sequence[Part]], folders: Mapping[str, bool]) -> RecoveryPlan:
+    return plan_recovery(seen, {folder: _there(store, folder, is_step=is_step) for folder, is_step in folders.items()})
 
 
-def _there(store: Store, folder: str) -> There:
+def _there(store: Store, folder: str, *, is_step: bool) -> There:
     listing = store.list(join_name(folder, layout.DATA_FOLDER))
     sizes = {f"{layout.DATA_FOLDER}/{name}": size for name, size in listing.items() if size is not None}
+    in_the_way = checkpoint_in_the_way(store, folder, is_step=is_step)
     try:
-        return There(layout.committed_save_id(store, folder), sizes)
+        return There(layout.committed_save_id(store, folder), sizes, in_the_way)
     except (CheckpointCorruptError, UnsafeCheckpointError):
-        return There(None, sizes)
+        return There(None, sizes, in_the_way)
 
 
 def _say_alive(store: Store, verdicts: Sequence[Verdict]) -> bool:

@@ -95,7 +95,7 @@ class SaveHandle:
     def _failed(self) -> bool:
         return self._error is not None
 
-    def was_interrupted(self) -> bool:
+    def _was_interrupted(self) -> bool:
         """Whether it ended with something that is no failure of its own."""
         return self._error is not None and not isinstance(self._error, Exception)
 
@@ -122,25 +122,25 @@ class SaveHandle:
                     raise
         self._staged.wait()
 
-    def when_told(self, let_go: Callable[[], object]) -> None:
+    def _when_told(self, let_go: Callable[[], object]) -> None:
         """Calls this, perhaps more than once, when the save has ended and nobody need be told of it any more."""
         self._let_go = let_go
 
-    def enter(self, ranks: Ranks) -> None:
+    def _enter(self, ranks: Ranks) -> None:
         """From now on other calls may begin: it is certain which one this save is to all ranks."""
         ranks.enter()
         self._entered.set()
 
-    def reach_local(self, info: LocalInfo) -> None:
+    def _reach_local(self, info: LocalInfo) -> None:
         """Every rank's data is durable in the local stage."""
         if self._local is not None:
             self._local.set_result(info)
 
-    def share(self, snapshot: Snapshot) -> None:
+    def _share(self, snapshot: Snapshot) -> None:
         """The snapshot will be staged in the background: from now on, who waits for that takes part."""
         self._shared = snapshot
 
-    def stage(self, snapshot: Snapshot) -> None:
+    def _stage(self, snapshot: Snapshot) -> None:
         """Stages, and lets the training state change. A failure is for the writer to meet, who tells all ranks."""
         try:
             snapshot.stage()
@@ -157,7 +157,7 @@ class SaveHandle:
         finally:
             self._shared = None
 
-    def finish(self, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
+    def _finish(self, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
         """Runs the rest of the save, ends its turn and keeps its outcome. Whatever it raises is for `result`."""
         info = None
         try:

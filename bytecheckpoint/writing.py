@@ -41,6 +41,7 @@ from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.leftovers import MIN_AGE_S, sweep
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import is_remote
+from bytecheckpoint.storage.roots import refuse_occupied
 from bytecheckpoint.storage.scratch import Scratch
 from bytecheckpoint.storage.store import BlindStore, Store
 from bytecheckpoint.storage.writer import Image, write_image
@@ -88,17 +89,13 @@ class Saving(NamedTuple):
 
 
 def refuse_existing(ranks: Ranks, store: Store, folder: str, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError, before anything is written, where a committed checkpoint is not to be replaced, and
-    StorageError (unsupported) where the store cannot replace it.
+    """Raises CheckpointExistsError, before anything is written, where a committed checkpoint is not to be replaced, or
+    none may stand beside another one, and StorageError (unsupported) where the store cannot replace it.
     """
-    if ranks.rank != COORDINATOR or (overwrite and not isinstance(store, BlindStore)):
-        return
-    if not layout.has_manifest(store.list(folder)):
-        return
-    if not overwrite:
-        raise layout.exists_error(join_name(str(store), folder))
-    if isinstance(store, BlindStore):
-        store.check_replaceable()
+    if ranks.rank == COORDINATOR:
+        refuse_occupied(store, folder, overwrite=overwrite)
+        if overwrite and isinstance(store, BlindStore) and layout.has_manifest(store.list(folder)):
+            store.check_replaceable()
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -255,9 +255,9 @@ def test_roles_are_checkpoints_side_by_side(tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ["tensorflow", "", "FSDP"])
 def test_a_framework_that_is_not_known(tmp_path: Path, call: Any, framework: str) -> None:
     bcp.save(tmp_path / "there", state())
-    with pytest.raises(bcp.CheckpointError, match=r"auto.*fsdp2") as error:
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"auto.*fsdp2") as error:
         call(tmp_path / "there" if call is bcp.load else tmp_path / "new", state(), framework=framework)
-    assert error.value.kind == "unsupported_value"
+    assert error.value.kind == "conflict"
     assert not (tmp_path / "new").exists()
 
 

@@ -187,14 +187,14 @@ def test_an_overwrite_deletes_nothing_that_a_foreign_manifest_points_to(tmp_path
     bcp.save(tmp_path, state_of(0, 1.0))
     manifest_path = tmp_path / "manifest.bcp"
     manifest = decode_manifest(manifest_path.read_bytes())
-    others = [DataFile("manifest.bcp", 1), DataFile("step_00000005/manifest.bcp", 1)]
+    others = [DataFile("manifest.bcp", 1), DataFile("best/manifest.bcp", 1)]
     manifest_path.write_bytes(encode_manifest(replace(manifest, files=[*manifest.files, *others])))
-    bcp.save(tmp_path, state_of(0, 1.0), step=5)
+    bcp.save(tmp_path / "best", state_of(0, 1.0))
 
     bcp.save(tmp_path, state_of(0, 2.0), options=OVERWRITING)
 
     assert loads_as(tmp_path, 0, 2.0)
-    assert bcp.steps(tmp_path) == [5]
+    assert loads_as(tmp_path / "best", 0, 1.0)
 
 
 def test_an_overwrite_of_a_damaged_checkpoint_mends_it(tmp_path: Path) -> None:

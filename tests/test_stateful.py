@@ -66,7 +66,8 @@ def test_what_is_excluded_stays_or_is_not_there_at_all(tmp_path: Path, case: str
     saved, before, expected = LEFT_OUT[case]
     bcp.save(tmp_path, {"x": wrap(Counter(**saved))})
     target = Counter(**copy.deepcopy(before))
-    bcp.load(tmp_path, {"x": wrap(target)}, exclude=["x.a", "x.a.*"])
+    has_names_below = any(isinstance(value, dict) and value for value in saved.values())
+    bcp.load(tmp_path, {"x": wrap(target)}, exclude="x.a.*" if has_names_below else "x.a")
     assert repr(target.state) == repr(expected)
 
 
@@ -133,7 +134,8 @@ def test_an_object_that_is_not_in_the_checkpoint_is_named(tmp_path: Path) -> Non
     ) as error:
         bcp.load(tmp_path, {"object": target})
     assert error.value.kind == "missing_key"
-    report = bcp.load(tmp_path, {"object": target}, strict=False)
+    with pytest.warns(UserWarning, match="nothing of the state was filled"):
+        report = bcp.load(tmp_path, {"object": target}, strict=False)
     assert report.missing == ["object"]
     assert target.num_loads == 0
 

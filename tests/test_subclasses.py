@@ -427,7 +427,8 @@ def test_include_exclude_and_key_map_see_inner_tensors(tmp_path: Path) -> None:
     bcp.load(tmp_path, {"it": {"v": target}}, key_map=[(r"^it\.w\.", "it.v.")])
     assert same(target, int8(1))
     other = int8(2, block=2)
-    bcp.load(tmp_path, {"it": {"w": other}}, exclude="it.w.*")
+    with pytest.warns(UserWarning, match="nothing of the state was filled"):
+        bcp.load(tmp_path, {"it": {"w": other}}, exclude="it.w.*", strict=False)
     assert same(other, int8(2, block=2))
 
 

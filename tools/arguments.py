@@ -13,6 +13,7 @@ from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.storage.opening import at_home
 from bytecheckpoint.storage.store import Store
 
 from .exit_codes import UnfollowedLinkError
@@ -46,21 +47,23 @@ def with_output_options(command: _Command) -> _Command:
     )(command)
 
 
-class Step(click.ParamType[int | Literal["latest"]]):
-    """A step as `bcp.open` takes it."""
+class Step(click.ParamType[int | Literal["latest"] | None]):
+    """A step as `bcp.open` takes it: `latest`, `none` for the checkpoint at the path itself, or a number."""
 
     name = "step"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["latest"]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> AnyStep:
+        if value == "none":
+            return None
         if value == "latest":
             return "latest"
         text = str(value)
         if not (text.isascii() and text.isdecimal() and int(text) < 1 << 63):
-            self.fail(f"{text!r} is no step: 0, 1, 2, ... or latest", param, ctx)
+            self.fail(f"{text!r} is no step: 0, 1, 2, ..., latest, or none for the path itself", param, ctx)
         return int(text)
 
 
-AnyStep = int | Literal["latest"]
+AnyStep = int | Literal["latest"] | None
 
 
 def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
@@ -71,7 +74,7 @@ def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
         default="latest",
         metavar="N",
         help=f"This step under {under}. Without it, or with latest: the checkpoint at the path, or the newest "
-        "committed step under it.",
+        "committed step under it. none: the checkpoint at the path, where an earlier version left steps below it.",
     )
 
 
@@ -92,6 +95,11 @@ def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> f
     if value is not None and not isfinite(value):
         raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
     return value
+
+
+def at_home_folder(_ctx: click.Context, _param: click.Parameter, folder: str | None) -> str | None:
+    """For options that take a folder: a shell leaves the `~` of `--option=~/folder` as it is."""
+    return folder and at_home(folder)
 
 
 def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:

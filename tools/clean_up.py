@@ -20,7 +20,7 @@ from bytecheckpoint.storage.opening import open_store
 from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
-from .arguments import with_output_options
+from .arguments import at_home_folder, with_output_options
 from .column_widths import Column
 from .screen import Screen, print_json
 from .wording import age_text, count_text, size_text, some_of
@@ -99,6 +99,7 @@ class Age(click.ParamType[float]):
 @click.option(
     "--local-stage",
     "stage",
+    callback=at_home_folder,
     metavar="FOLDER",
     help="Also what saves to ROOT have left in this local stage, on this host, and `bcp.recover` could still finish.",
 )

@@ -21,7 +21,7 @@ from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .advice import Advice, Compression, advise, measure_compression
-from .arguments import finite, with_output_options
+from .arguments import at_home_folder, finite, with_output_options
 from .column_widths import Column
 from .screen import Screen, print_json
 from .wording import size_text
@@ -61,6 +61,7 @@ class Diagnosis:
 @click.option(
     "--local-stage",
     "stage",
+    callback=at_home_folder,
     metavar="FOLDER",
     help="Also measure this folder on a disk of this host, which saves could go through.",
 )

@@ -28,7 +28,7 @@ class LocalFile(click.Path):
 def write_text(path: str, text: str) -> None:
     """Writes a file, in place of one that stands there. Raises CheckpointSaveError (storage) where it cannot."""
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).expanduser().write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointSaveError(
             f"cannot write the {len(text.encode())} bytes of {path}: {describe(error)}; the checkpoint was only read: "

@@ -12,6 +12,7 @@ import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
@@ -62,11 +63,32 @@ def ls(*, root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
     found = listing.checkpoints
     if as_json:
         not_listed = [join_name(str(store), folder) for folder in listing.not_listed]
-        print_json({"root": str(store), "checkpoints": [_as_json(item) for item in found], "not_listed": not_listed})
+        print_json(
+            {
+                "root": str(store),
+                "warning": _mixed(found),
+                "checkpoints": [_as_json(item) for item in found],
+                "not_listed": not_listed,
+            }
+        )
     else:
         _print(str(store), listing)
     is_damaged = any(item.problem and not item.is_refused for item in found)
     return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
+
+
+def _mixed(found: Sequence[Listed]) -> str | None:
+    """The warning for a root, or a run, that is a checkpoint and has steps below it."""
+    own = [item for item in found if item.committed and item.format == OWN_FORMAT]
+    for item in own:
+        beside = [other for other in own if other.folder.rpartition("/")[0] == item.folder != other.folder]
+        steps = [other.step for other in beside if layout.parse_step(other.folder.rpartition("/")[2]) is not None]
+        if steps:
+            return (
+                f"{item.path} is a checkpoint and has committed steps below it: load and the other commands ask for "
+                f"--step none or --step {steps[-1]}. Move one of the two to a path of its own."
+            )
+    return None
 
 
 def _gone(found: Found) -> Listed:
@@ -97,6 +119,10 @@ def _print(root: str, listing: Listing) -> None:
         if item.problem:
             screen.line()
             screen.line(item.problem, style="yellow" if item.is_refused else "red")
+    warning = _mixed(found)
+    if warning:
+        screen.line()
+        screen.line(warning, style="yellow")
     if listing.not_listed:
         screen.line()
         screen.line(f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 
 from bytecheckpoint.errors import CheckpointMismatchError
 
@@ -11,50 +12,79 @@ KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 """From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
 
-def renamer(key_map: KeyMap | None, below: str, beside: Collection[str] = ()) -> Callable[[str], str]:
+def renamer(key_map: KeyMap | None, below: str, beside: Collection[str] = ()) -> Renamer:
     """From checkpoint FQN to state FQN: a key_map in any of its forms, and the name below which all others stand, but
     for those at and below the names beside it.
+
+    Raises CheckpointMismatchError (conflict) for what is no key_map.
     """
-    return _lowered(_mapped(key_map), below, beside)
+    return Renamer(key_map, f"{below}." if below else "", beside)
 
 
-def _mapped(key_map: KeyMap | None) -> Callable[[str], str]:
-    if key_map is None:
-        return lambda fqn: fqn
-    if callable(key_map):
-        return key_map
-    if isinstance(key_map, Mapping):
-        names = dict(key_map)
-        return lambda fqn: names.get(fqn, fqn)
-    rules = list(key_map)
+class Renamer:
+    """From checkpoint FQN to state FQN, and which rules of the key_map have matched nothing so far."""
 
-    def rename(fqn: str) -> str:
-        for pattern, replacement in rules:
-            fqn = _substitute(pattern, replacement, fqn)
+    def __init__(self, key_map: KeyMap | None, prefix: str, beside: Collection[str]) -> None:
+        self.unused: dict[str | tuple[str, str], None] = {}
+        """Keys of a dict, or pairs of a list."""
+        self._prefix = prefix
+        self._beside = frozenset(beside)
+        self._beside_prefixes = tuple(f"{name}." for name in beside)
+        self._rename = self._renaming(key_map)
+
+    def __call__(self, fqn: str) -> str:
+        name = self._rename(fqn)
+        if not self._prefix or name in self._beside or name.startswith(self._beside_prefixes):
+            return name
+        return f"{self._prefix}{name}" if name else self._prefix[:-1]
+
+    def _renaming(self, key_map: KeyMap | None) -> Callable[[str], str]:
+        if key_map is None:
+            return lambda fqn: fqn
+        if callable(key_map):
+            return key_map
+        rules = list(key_map.items() if isinstance(key_map, Mapping) else _pairs(key_map))
+        for rule in rules:
+            if not (isinstance(rule, tuple | list) and len(rule) == 2 and all(isinstance(text, str) for text in rule)):
+                raise _no_key_map(f"not {rule!r}")
+        if isinstance(key_map, Mapping):
+            self.unused = dict.fromkeys(key_map)
+            return partial(self._by_name, dict(key_map))
+        pairs = [(pattern, replacement) for pattern, replacement in rules]
+        self.unused = dict.fromkeys(pairs)
+        return partial(self._by_patterns, pairs)
+
+    def _by_name(self, names: Mapping[str, str], fqn: str) -> str:
+        if fqn in names:
+            self.unused.pop(fqn, None)
+        return names.get(fqn, fqn)
+
+    def _by_patterns(self, pairs: Sequence[tuple[str, str]], fqn: str) -> str:
+        for pair in pairs:
+            fqn, num_found = _substitute(*pair, fqn)
+            if num_found:
+                self.unused.pop(pair, None)
         return fqn
 
-    return rename
+
+def _pairs(key_map: object) -> Iterable[object]:
+    if isinstance(key_map, str) or not isinstance(key_map, Iterable):
+        raise _no_key_map(f"not {key_map!r}")
+    return key_map
 
 
-def _lowered(rename: Callable[[str], str], below: str, beside: Collection[str]) -> Callable[[str], str]:
-    """The same with a name before all others; what has no name gets that one."""
-    if not below:
-        return rename
-    prefixes = tuple(f"{name}." for name in beside)
-
-    def lower(fqn: str) -> str:
-        name = rename(fqn)
-        if name in beside or name.startswith(prefixes):
-            return name
-        return f"{below}.{name}" if name else below
-
-    return lower
+def _no_key_map(what: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        "key_map takes a dict from checkpoint FQN to state FQN, a list of pairs (pattern, replacement) for re.sub, or "
+        f"a function from FQN to FQN, {what}; nothing was loaded",
+        kind="conflict",
+    )
 
 
-def _substitute(pattern: str, replacement: str, fqn: str) -> str:
+def _substitute(pattern: str, replacement: str, fqn: str) -> tuple[str, int]:
     try:
-        return re.sub(pattern, replacement, fqn)
-    except re.error as error:
+        return re.subn(pattern, replacement, fqn)
+    except (re.error, IndexError) as error:
         raise CheckpointMismatchError(
             f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing "
             "was loaded",

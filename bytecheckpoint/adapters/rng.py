@@ -24,7 +24,11 @@ class RngState:
     Generators of your own have states of their own: save `generator.get_state()` in a `RankLocal`.
     """
 
+    def __repr__(self) -> str:
+        return "RngState(python, numpy, torch, and CUDA where it is used)"
+
     def state_dict(self) -> dict[str, Any]:
+        """What the generators are at now. A save calls this."""
         state = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  it is the old generator that is global
@@ -37,6 +41,7 @@ class RngState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the generators. A load calls this."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])  # noqa: NPY002
         torch.set_rng_state(state["torch"])

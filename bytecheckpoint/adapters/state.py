@@ -12,6 +12,7 @@ import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.deepspeed import flat_optimizer, is_engine
+from bytecheckpoint.adapters.frameworks import check_known, refuse_absent
 from bytecheckpoint.adapters.megatron import MegatronEntry
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module, refuse_inside
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
@@ -29,9 +30,6 @@ from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
 from bytecheckpoint.adapters.zero_partitions import is_wrapper
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
-
-FRAMEWORKS = ("auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale")
-"""What `framework` may be. Those that have no adapters of their own share those of torch's modules and optimizers."""
 
 _CONTAINERS = (dict, list, tuple)
 _MODULES = ModuleEntry | MegatronEntry
@@ -75,13 +73,10 @@ _OWN_ADAPTERS: Mapping[str, Callable[[Entry], bool]] = {"deepspeed": _is_of_deep
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     """The entries of a state, modules first: optimizers are named after their modules' parameters.
 
-    Raises CheckpointSaveError (unsupported_value) for a state that is no dict with names as keys, and for a framework
-    that is none of FRAMEWORKS, or that nothing in the state is of.
+    Raises CheckpointSaveError (unsupported_value) for a state that is no dict with names as keys, and
+    CheckpointMismatchError (conflict) for a framework that is not known, or that nothing in the state is of.
     """
-    if framework not in FRAMEWORKS:
-        raise unsupported(
-            f"framework={framework!r}", "a framework that this release does not know", f"pass one of {FRAMEWORKS}"
-        )
+    check_known(framework)
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
     modules: list[ModuleEntry | MegatronEntry] = []
@@ -98,10 +93,8 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     for optimizer in optimizers:
         optimizer.name_parameters(modules)
     entries: list[Entry] = [*modules, *optimizers, *others]
-    if framework in _OWN_ADAPTERS and not any(map(_OWN_ADAPTERS[framework], entries)):
-        tried = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"
-        what = f"a framework of which nothing is in the state; tried were {tried}"
-        raise unsupported(f"framework={framework!r}", what, 'pass framework="auto", which finds what there is')
+    is_of_it = _OWN_ADAPTERS.get(framework)
+    refuse_absent(framework, state, has_own=is_of_it is not None and any(map(is_of_it, entries)))
     return entries
 
 

@@ -5,12 +5,12 @@ key_map, plain data decoded for one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.globs import Globs
 from bytecheckpoint.adapters.plain_data import (
     TensorRef,
     decode_plain,
@@ -72,6 +72,16 @@ class Problem(NamedTuple):
     text: str
 
 
+class UnusedRule(NamedTuple):
+    """A glob or a rule that matches nothing."""
+
+    option: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.rule if self.option == 'key_map' else repr(self.rule)}"
+
+
 class Expectation(NamedTuple):
     """What an entry of the state wants of a checkpoint."""
 
@@ -104,7 +114,8 @@ class Stored:
         """
         self._manifest = manifest
         self._rank = rank
-        self._include, self._exclude = include, exclude or ()
+        self._include = None if include is None else Globs(include)
+        self._exclude = Globs(exclude or ())
         self.takes_all = include is None and not exclude
         """Whether neither keeps anything from being loaded."""
         self._below = f"{below}." if below else ""
@@ -147,12 +158,12 @@ class Stored:
         """Whether include and exclude let this checkpoint FQN through."""
         if self.takes_all:
             return True
-        included = self._include is None or _matches(fqn, self._include)
-        return included and not self.excludes(fqn)
+        is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
+        return (self._include is None or self._include.match(fqn)) and not is_excluded
 
     def excludes(self, fqn: str) -> bool:
         """Whether exclude names this checkpoint FQN."""
-        return _matches(fqn, self._exclude)
+        return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
         """What include and exclude know by this state FQN that the checkpoint has not."""
@@ -277,6 +288,32 @@ class Stored:
         """State FQNs, sorted, of what every rank sees alike."""
         return sorted(self._known.difference(self.own_names))
 
+    @property
+    def unused_rules(self) -> list[UnusedRule]:
+        """The rules of include, exclude and key_map that match nothing in the checkpoint, and nothing that the state
+        has asked for so far.
+        """
+        if self._has_unused:
+            for fqn in self.names_of_all_ranks:
+                self.takes(fqn)
+                self.rename(fqn)
+        found = [UnusedRule("include", glob) for glob in (self._include.unused if self._include else ())]
+        found += [UnusedRule("exclude", glob) for glob in self._exclude.unused]
+        return found + [UnusedRule("key_map", repr(rule)) for rule in self.rename.unused]
+
+    @property
+    def _has_unused(self) -> bool:
+        return bool((self._include and self._include.unused) or self._exclude.unused or self.rename.unused)
+
+    @property
+    def names_of_all_ranks(self) -> set[str]:
+        """The checkpoint FQNs of tensors and plain data, of every rank that saved it."""
+        manifest = self._manifest
+        trees = [*manifest.objects.items()]
+        trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
+        names = {leaf for fqn, data in trees for leaf in (fqn, *leaves(decode_plain(data), fqn))}
+        return names.union(manifest.tensors, manifest.aliases)
+
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:
         return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
@@ -330,10 +367,6 @@ def _descend(tree: Any, path: str) -> Any:
         if found is not None:
             return found
     return None
-
-
-def _matches(fqn: str, globs: Iterable[str]) -> bool:
-    return any(fnmatchcase(fqn, glob) for glob in globs)
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:

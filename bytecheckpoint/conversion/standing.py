@@ -33,6 +33,8 @@ class Place(NamedTuple):
     store: Store
     name: str
     """Of the file, for a target that is one; else ""."""
+    above: Store | None = None
+    """The folder around it, where the target has the name of a step's folder."""
 
     @property
     def path(self) -> str:
@@ -52,9 +54,9 @@ class Standing(NamedTuple):
 
 def open_place(path: str, to: TargetFormat, opening: Opening) -> Place:
     """Raises what `open_store` raises, and CheckpointMismatchError (conflict) where no file can be named so."""
-    if to != "torch":
-        return Place(opening.store(path), "")
     parent, name = split_path(from_root(path))
+    if to != "torch":
+        return Place(opening.store(path), "", None if layout.parse_step(name) is None else opening.store(parent))
     if not name or path.endswith("/"):
         raise CheckpointMismatchError(
             f"{opening.store(path)} names no file, and this target is one; nothing was written: give it a name, such "
@@ -77,6 +79,9 @@ def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) ->
     if to == "torch":
         return _of_file(place, listing, overwrite=overwrite)
     _refuse_root_of_steps(place, listing)
+    if place.above is not None and layout.has_manifest(place.above.list("")):
+        what = f"{place.above} is a checkpoint, and {place.path} would be a step below it, which would hide it"
+        raise _exists(place, what, "give another path")
     foreign = None if layout.has_manifest(listing) else find_folder(place.store, "", listing)
     other = OWN_FORMAT if layout.has_manifest(listing) else foreign and foreign.format
     if other is not None and other != _FORMATS[to] and not beside:

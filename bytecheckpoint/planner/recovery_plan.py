@@ -48,6 +48,8 @@ class There(NamedTuple):
     """Of the checkpoint that is committed there; empty where there is none, None where it cannot be read."""
     sizes: Mapping[str, int]
     """Of data files, by name in the checkpoint, in bytes."""
+    in_the_way: str = ""
+    """Path of a committed checkpoint beside which none may be committed there; empty where there is none."""
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -93,12 +95,19 @@ def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -
     busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
     claimed: dict[str, str] = {}
     """By folder the id of the save that has been chosen for it."""
+    by_root: dict[str, tuple[bool, str]] = {}
+    """By root whether steps are finished below it or a checkpoint at it, and where the first of them is."""
     for parts in _newest_first(found):
-        folder = parts[0].folder
-        save = _Save(parts, there[folder])
+        folder, is_step = parts[0].folder, parts[0].step is not None
+        root = folder.rpartition("/")[0] if is_step else folder
+        are_steps, beside = by_root.get(root, (is_step, ""))
+        save = _Save(
+            parts, there[folder], in_the_way=there[folder].in_the_way or (beside if are_steps != is_step else "")
+        )
         verdict = save.verdict(claimed_by=claimed.get(folder, ""), is_busy=folder in busy)
         if verdict.outcome == "committed":
             claimed[folder] = verdict.save_id
+            by_root.setdefault(root, (is_step, folder or "the path itself"))
         verdicts.append(verdict)
         for part, uploads, commits in save.work(verdict):
             seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
@@ -119,9 +128,10 @@ def _newest_first(found: Sequence[Sequence[Part]]) -> list[list[Part]]:
 
 
 class _Save:
-    def __init__(self, parts: Sequence[Part], there: There) -> None:
+    def __init__(self, parts: Sequence[Part], there: There, *, in_the_way: str) -> None:
         self._parts = parts
         self._there = there
+        self._in_the_way = in_the_way
         self._pending = next((part for part in parts if part.needed is not None), None)
         self._damage = next((part.damage for part in parts if part.damage), "")
         self._here = {name for part in parts for name in part.here}
@@ -160,6 +170,11 @@ class _Save:
             return "kept", "a checkpoint stands there whose manifest cannot be read: see `bcp verify`"
         if self._there.save_id and not (self._pending.overwrite and self._there.save_id in self._pending.replaces):
             return "removed", f"another checkpoint (save {self._there.save_id}) has been committed there since"
+        if self._in_the_way:
+            return "kept", (
+                f"a checkpoint is committed at {self._in_the_way}, and a path is one checkpoint or the root of steps, "
+                "never both: move that one away and call recover again, or remove this one with `bcp gc`"
+            )
         if is_busy:
             return "kept", "another save to the same place is under way: call recover again when it has ended"
         missing = self._missing(self._pending.needed or {})

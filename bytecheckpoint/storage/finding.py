@@ -14,7 +14,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.foreign.file_bytes import damaged
 from bytecheckpoint.storage.foreign.formats import Place, find_file, find_folder, find_step, read_manifest
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.opening import is_plain_path, open_store
+from bytecheckpoint.storage.opening import at_home, is_plain_path, open_store
 from bytecheckpoint.storage.store import Store
 
 _HUB_LEVELS = 2
@@ -129,6 +129,7 @@ def _in_hub(found: Found, path: str, opening: Opening) -> Found:
 
 def from_root(path: str) -> str:
     """The same path, so that folders above it have names. A URL, and what `open_store` refuses, stay as they are."""
+    path = at_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
 

@@ -15,6 +15,7 @@ from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     UnsafeCheckpointError,
@@ -76,12 +77,40 @@ def committed_steps(store: Store, folder: str = "") -> list[int]:
 
 
 def latest_step(store: Store) -> int | None:
-    """The highest committed step: one listing, and one for each newer folder that turns out not to be committed."""
-    return _latest_of(store, store.list(""))
+    """The highest committed step: one listing, and one for each newer folder that turns out not to be committed.
+
+    Raises CheckpointMismatchError (conflict) where a checkpoint stands beside steps.
+    """
+    listing = store.list("")
+    newest = newest_below(store, "", listing)
+    if newest is not None and has_manifest(listing):
+        raise _mixed_root(newest, location=str(store))
+    return newest
 
 
-def _latest_of(store: Store, listing: Mapping[str, int | None]) -> int | None:
-    return next((step for step in reversed(_step_folders(listing)) if _is_step(store, step_folder(step))), None)
+def steps_of_root(store: Store) -> list[int]:
+    """The committed steps, rising. Raises what `latest_step` raises."""
+    steps = committed_steps(store)
+    if steps and has_manifest(store.list("")):
+        raise _mixed_root(steps[-1], location=str(store))
+    return steps
+
+
+def newest_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> int | None:
+    """The highest committed step in the folder with this listing."""
+    steps = reversed(_step_folders(listing))
+    return next((step for step in steps if _is_step(store, join_name(folder, step_folder(step)))), None)
+
+
+def _mixed_root(newest: int, *, location: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{location} is a checkpoint, and has committed steps below it, the newest {newest}: earlier versions of this "
+        "library let both be saved there, and which of them is meant cannot be known; nothing was read or changed. "
+        f"Say which one: step=None for the checkpoint at the path, step={newest} for that step (on the command line "
+        f"--step none, --step {newest}). Then move one of the two to a path of its own",
+        kind="conflict",
+        path=location,
+    )
 
 
 def _step_folders(listing: Mapping[str, int | None]) -> list[int]:
@@ -119,14 +148,17 @@ def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, locat
     """The folder, inside the store, of the checkpoint that is asked for: "" is the store's root.
 
     None means the root itself, "latest" the root if it is a checkpoint, else its newest committed step. `location` is
-    the root as messages show it. Raises CheckpointNotFoundError (not_found, not_committed).
+    the root as messages show it. Raises CheckpointNotFoundError (not_found, not_committed), and for "latest" where a
+    checkpoint stands beside steps CheckpointMismatchError (conflict).
     """
     if isinstance(step, int):
         return _find_step(store, step, location=location)
     listing = store.list("")
+    newest = newest_below(store, "", listing) if step == "latest" else None
     if has_manifest(listing):
+        if newest is not None:
+            raise _mixed_root(newest, location=location)
         return ""
-    newest = _latest_of(store, listing) if step == "latest" else None
     if newest is not None:
         return step_folder(newest)
     raise _nothing_at_root(store, listing, location=location)

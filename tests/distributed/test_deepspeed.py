@@ -489,5 +489,5 @@ def test_what_cannot_be_read_right_is_refused_by_name(workers: WorkerPool, tmp_p
 
 
 def test_a_state_without_an_engine_is_no_state_of_deepspeed(tmp_path: Path) -> None:
-    with pytest.raises(bcp.CheckpointSaveError, match=r"tried were model \(a \w+\)"):
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"found were model \(a \w+\)"):
         bcp.save(tmp_path, plain_state("", step=7.0), framework="deepspeed")

@@ -127,7 +127,7 @@ def serve(address: str) -> None:
             line.calls.send(carry_out(call))
 
 
-REACH_LOCAL = "bytecheckpoint.save_handle.SaveHandle.reach_local"
+REACH_LOCAL = "bytecheckpoint.save_handle.SaveHandle._reach_local"
 
 
 def carry_out(call: Call) -> Ended:

@@ -74,8 +74,9 @@ def test_an_uncommitted_folder_given_itself_is_listed(call, root) -> None:
 
 def test_checkpoints_with_names_are_listed_after_steps(call, tmp_path) -> None:
     bcp.save(tmp_path / "best", {"x": 1})
-    bcp.save(tmp_path, {"x": 1}, step=3)
     bcp.save(tmp_path, {"x": 1})
+    bcp.save(tmp_path / "steps", {"x": 1}, step=3)
+    (tmp_path / "steps" / "step_00000003").rename(tmp_path / "step_00000003")  # as earlier versions let it be saved
     items = call("ls", tmp_path, "--json").json["checkpoints"]
     assert [item["path"] for item in items] == [
         str(tmp_path / name) if name else str(tmp_path) for name in ("", "step_00000003", "best")

@@ -1,0 +1,202 @@
+"""A glob or a rule that matches nothing, and a load that would fill nothing, are misspelt names: errors under strict,
+one warning else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import mlp
+
+import bytecheckpoint as bcp
+from distributed.workers import WorkerPool
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "epoch": 3, "rank": bcp.RankLocal({"seed": 5})}
+    bcp.save(tmp_path, state)
+    return tmp_path
+
+
+def fresh() -> dict[str, Any]:
+    model = mlp(1)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "epoch": 0}
+
+
+UNUSED: list[tuple[dict[str, Any], str]] = [
+    ({"include": "modle.*"}, "include 'modle.*'"),
+    ({"include": ["model.*", "optimiser.*"]}, "include 'optimiser.*'"),
+    ({"exclude": "modle.*"}, "exclude 'modle.*'"),
+    ({"key_map": {"nothing": "model.0.weight"}}, "key_map 'nothing'"),
+    ({"key_map": [("^modle", "model")]}, r"key_map ('^modle', 'model')"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "rule"), UNUSED, ids=[rule for _, rule in UNUSED])
+def test_a_rule_that_matches_nothing_is_an_error(saved: Path, arguments: dict[str, Any], rule: str) -> None:
+    state = {"model": mlp(1)}
+    before = [parameter.clone() for parameter in state["model"].parameters()]
+    with pytest.raises(bcp.CheckpointMismatchError) as caught:
+        bcp.load(saved, state, **arguments)
+    assert caught.value.kind == "conflict"
+    assert f"{rule} matches nothing in the checkpoint" in str(caught.value)
+    assert "nothing was loaded" in str(caught.value)
+    assert all(map(torch.equal, before, state["model"].parameters()))
+
+
+def test_a_near_name_is_told(saved: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"include 'modle\.\*' .*\(near: model\)"):
+        bcp.load(saved, {"model": mlp(1)}, include="modle.*")
+
+
+@pytest.mark.parametrize(("arguments", "rule"), UNUSED, ids=[rule for _, rule in UNUSED])
+def test_without_strict_it_is_one_warning_and_in_the_report(saved: Path, arguments: dict[str, Any], rule: str) -> None:
+    with pytest.warns(UserWarning, match="matches nothing in the checkpoint") as told:
+        report = bcp.load(saved, {"model": mlp(1)}, strict=False, **arguments)
+    assert len(told) == 1
+    assert list(report.unused) == [rule]
+
+
+USED: list[dict[str, Any]] = [
+    {"include": ["model.*", "optimizer.*"]},  # entries that the state does not name
+    {"include": "model.*", "exclude": "optimizer.*"},  # one leaves out what the other one would
+    {"include": ["model.*", "model.0.*"]},
+    {"include": ["model.*", "rank.seed"]},
+    {"exclude": "epoch"},
+    {"key_map": {"epoch": "number"}},
+    {"key_map": [("^optimizer", "optimizer"), ("nothing|model", "model")]},
+    {"key_map": lambda fqn: fqn},
+]
+
+
+@pytest.mark.parametrize("arguments", USED, ids=str)
+def test_a_rule_that_matches_anything_in_the_checkpoint_is_none(saved: Path, arguments: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = bcp.load(saved, {"model": mlp(1)}, **arguments)
+    assert report.num_tensors
+    assert not report.unused
+
+
+def test_what_the_state_has_and_the_checkpoint_lacks_may_be_excluded(saved: Path) -> None:
+    """A new head, as for a fine-tuning: the glob is of use, though nothing in the checkpoint has such a name."""
+    model = mlp(1)
+    model.add_module("head", torch.nn.Linear(2, 2))
+    report = bcp.load(saved, {"model": model}, exclude="model.head.*")
+    assert {"model.head.weight", "model.head.bias"} <= set(report.skipped)
+
+
+def test_the_parameters_of_an_optimizer_alone_are_names(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    bcp.save(tmp_path, {"optimizer": optimizer})
+    other = mlp(1)
+    bcp.load(tmp_path, {"optimizer": torch.optim.AdamW(other.named_parameters())}, exclude="optimizer.state.0.*")
+
+
+@pytest.mark.parametrize("arguments", [{"include": "optimizer.*"}, {"exclude": "model.*"}], ids=str)
+def test_a_load_that_would_fill_nothing_is_an_error(saved: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="nothing would be loaded; it names model") as caught:
+        bcp.load(saved, {"model": mlp(1)}, **arguments)
+    assert caught.value.kind == "conflict"
+    with pytest.warns(UserWarning, match="nothing of the state was filled"):
+        report = bcp.load(saved, {"model": mlp(1)}, strict=False, **arguments)
+    assert report.num_tensors == 0
+
+
+def test_an_empty_state_is_refused(tmp_path: Path, saved: Path) -> None:
+    with pytest.raises(bcp.CheckpointSaveError, match="the state is an empty dict") as caught:
+        bcp.save(tmp_path / "empty", {})
+    assert caught.value.kind == "unsupported_value"
+    assert not (tmp_path / "empty").exists()
+    with pytest.raises(bcp.CheckpointMismatchError, match="the state names nothing"):
+        bcp.load(saved, {})
+
+
+def test_a_rank_may_have_nothing_where_another_one_has(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_on_one_rank, str(tmp_path), world_size=2)
+    assert float(bcp.open(tmp_path)["x"][0]) == 1.0
+
+
+def save_on_one_rank(rank: int, world_size: int, path: str) -> None:
+    state = {} if rank else {"x": torch.ones(2)}
+    bcp.save(path, state)
+    bcp.load(path, state)
+
+
+def test_modules_without_tensors_are_no_empty_state(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"loss": torch.nn.ReLU()})
+    bcp.load(tmp_path, {"loss": torch.nn.ReLU()})
+
+
+def test_a_glob_that_names_a_container_is_told_of_the_names_below(saved: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"has names below it, as model\.0\.bias"):
+        bcp.load(saved, {"model": mlp(1)}, exclude="model.0")
+
+
+def test_plain_data_alone_fills_something(saved: Path) -> None:
+    extra = {"epoch": 0}
+    bcp.load(saved, extra)
+    assert extra == {"epoch": 3}
+
+
+def test_a_wrong_entry_name_says_which_entries_there_are(saved: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError) as caught:
+        bcp.load(saved, {"net": mlp(1)})
+    assert "no entry 'net': it has the entries epoch, model, optimizer" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key_map", ["x", 3, ["ab"], [("a", 1)], {"a": 1}, {1: "a"}, [("(", "a")], [("a", r"\1")]], ids=str
+)
+def test_what_is_no_key_map_is_a_conflict(saved: Path, key_map: Any) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="key_map") as caught:
+        bcp.load(saved, {"model": mlp(1)}, key_map=key_map)
+    assert caught.value.kind == "conflict"
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+@pytest.mark.parametrize("globs", [3, [3]], ids=str)
+def test_what_is_no_glob_is_a_conflict(saved: Path, option: str, globs: Any) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match=f"{option} takes a glob") as caught:
+        bcp.load(saved, {"model": mlp(1)}, **{option: globs})
+    assert caught.value.kind == "conflict"
+
+
+def load_a_stage(rank: int, world_size: int, path: str, arguments: dict[str, Any]) -> list[str]:
+    """Each rank has one layer, as a stage of a pipeline has."""
+    state = {"model": {f"layer{rank}": {"weight": torch.zeros(3)}}, **({"new": {"w": torch.zeros(1)}} if rank else {})}
+    report = bcp.load(path, state, **arguments)
+    return list(report.skipped)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_unused"),
+    [
+        ({"include": ["model.layer0.*", "model.layer1.*"], "exclude": "new.*"}, False),
+        ({"exclude": ["model.layer1.*", "new.*"]}, False),
+        ({"exclude": ["new.*", "model.layer2.*"]}, True),
+        ({"key_map": {"model.layer1.weight": "model.layer1.weight"}, "exclude": "new.w"}, False),
+    ],
+    ids=str,
+)
+def test_ranks_agree_about_what_matches(
+    tmp_path: Path, workers: WorkerPool, arguments: dict[str, Any], is_unused: bool
+) -> None:
+    """What only one rank has a place for is matched all the same; `new` is in the state of one rank only."""
+    bcp.save(tmp_path, {"model": {f"layer{number}": {"weight": torch.ones(3)} for number in range(2)}})
+    outcomes = workers.run_each(load_a_stage, str(tmp_path), arguments, world_size=2)
+    if is_unused:
+        assert all("exclude 'model.layer2.*' matches nothing" in str(outcome) for outcome in outcomes)
+    else:
+        assert [outcome.error for outcome in outcomes] == [None, None]
