@@ -57,13 +57,15 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     mapped = as_state(mapped, objects) if is_state else mapped
     left_out = [_dropped(manifest, fqn) for fqn in mapped.dropped]
     left_out += [LeftOut(fqn, 0, 0, why) for fqn, why in without.items()]
+    names = ModelNames(mapped.in_model, frozenset(mapped.kept))
     if in_place:
-        return View(as_mapped(manifest, mapped, objects), left_out=left_out, sides=mapped.sides)
+        relinked = as_mapped(manifest, mapped, objects)
+        return View(relinked, names_of_map=names, left_out=left_out, sides=mapped.sides)
     tensors = {tensor.fqn: tensor_record(tensor.dtype, tensor.shape, ()) for tensor in mapped.tensors}
     return View(
         replace(manifest, tensors=tensors, aliases=mapped.aliases, objects=objects),
         {tensor.fqn: tensor.pieces for tensor in mapped.tensors},
-        ModelNames(mapped.in_model, frozenset(mapped.kept)),
+        names,
         left_out,
         mapped.sides,
     )
