@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -130,7 +131,7 @@ def verify_checkpoint(
     )
 
 
-def _count_sound(manifest: Manifest, hit: Collection[str], doubtful_files: set[int]) -> int:
+def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: AbstractSet[int]) -> int:
     """The tensors that are not hit and have no byte in a doubtful file."""
     others = (fqn for fqn in manifest.tensors if fqn not in hit)
     if not doubtful_files:

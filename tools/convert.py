@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.options import NameMap
-from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED
-from bytecheckpoint.planner.map_options import parse_options
 from bytecheckpoint.storage.opening import is_local
 
 from . import exit_codes
@@ -27,6 +23,7 @@ from .arguments import (
     with_step_option,
 )
 from .byte_sizes import ByteSize
+from .name_options import FORMATS, NameOptions, with_name_options
 from .progress import byte_progress
 from .screen import Screen, print_json
 from .wording import count_text, size_text
@@ -34,7 +31,6 @@ from .wording import count_text, size_text
 if TYPE_CHECKING:
     from bytecheckpoint.conversion.convert import Converted, Request
 
-_FORMATS = ("bcp", "hf", "dcp", "torch")
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _MAX_FILE = {"bcp": "8GiB", "hf": "5GB"}
 
@@ -47,35 +43,12 @@ Example:
 """
 
 
-def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> list[tuple[str, str]]:
-    rules = []
-    for text in texts:
-        old, separator, new = text.rpartition("=")
-        if not separator:
-            raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", ctx=ctx, param=param)
-        try:
-            re.sub(old, new, "")
-        except re.error as error:
-            raise click.BadParameter(
-                f"{text!r} is no pattern and replacement: {error}", ctx=ctx, param=param
-            ) from error
-        rules.append((old, new))
-    return rules
-
-
-def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, int | str]:
-    try:
-        return parse_options(texts)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx=ctx, param=param) from error
-
-
 @click.command(short_help="Write a checkpoint in another format.", epilog=_EXAMPLE)
 @click.argument("src")
 @click.argument("dst")
 @click.option(
     "--to",
-    type=click.Choice(_FORMATS),
+    type=click.Choice(FORMATS),
     required=True,
     metavar="FORMAT",
     help="bcp: this library's own. hf: safetensors of one model, in a folder. dcp: a folder of "
@@ -91,40 +64,7 @@ def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequen
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Only names of SRC that match; may be repeated.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No names of SRC that match; may be repeated.")
-@click.option(
-    "--rename",
-    multiple=True,
-    metavar="OLD=NEW",
-    callback=_parse_rules,
-    help="A pattern and a replacement for Python's re.sub, divided at the last =, as the rules of key_map in bcp.load: "
-    "--rename '^model\\.=net.'. May be repeated; applied in order.",
-)
-@click.option(
-    "--map",
-    "map_name",
-    metavar="NAME|FILE",
-    help="Write it as another framework would have: megatron-gpt-to-hf-llama, hf-llama-to-megatron-gpt, or a file of "
-    "your own (docs/name_maps.md). The options above get the names that come of it.",
-)
-@click.option(
-    "--map-option",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_parse_map_options,
-    help="What the map needs and SRC does not say: --map-option heads=32. May be repeated.",
-)
-@click.option(
-    "--keep-unmapped", is_flag=True, help="With --map: keep tensors of the model that it does not know, as they are."
-)
-@click.option("--keep-names", is_flag=True, help="With --to hf: drop no name that stands before all others.")
-@click.option(
-    "--experts",
-    type=click.Choice((*EXPERT_NAMES, FUSED)),
-    metavar="NAMES",
-    help="With --to hf: names for experts that transformers 5 holds in one tensor. qwen2_moe: gate_proj, up_proj and "
-    "down_proj of each. mixtral: w1, w3 and w2 below block_sparse_moe. fused: as they are. Without it: what model_type "
-    "in a config.json at DST or in SRC asks for, else qwen2_moe.",
-)
+@with_name_options
 @click.option(
     "--max-shard-size",
     type=ByteSize("1MB"),
@@ -171,9 +111,9 @@ def convert(
     Tensors are streamed: memory stays bounded, whatever their size. DST is there whole or not at all. What the target
     has no place for is told. Under torchrun the ranks share the work.
     """
-    _refuse_idle(to, link=link, keep_names=keep_names, experts=experts, max_shard_size=max_shard_size)
-    if not map_name and (map_option or keep_unmapped or map_name is not None):
-        raise click.UsageError("--map takes a name or a file; --map-option and --keep-unmapped are for --map")
+    _refuse_idle(to, link=link, max_shard_size=max_shard_size)
+    names = NameOptions(to, rename, map_name, map_option, keep_unmapped, keep_names, experts)
+    name_map = names.name_map()
     of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
     from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
     from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
@@ -198,19 +138,15 @@ def convert(
         overwrite=overwrite,
         is_link=link,
         follow_links=follow_links,
-        name_map=NameMap(map_name, map_option, keep_unmapped) if map_name else None,
+        name_map=name_map,
     )
     return _run(request, as_json=as_json)
 
 
-def _refuse_idle(to: str, *, link: bool, keep_names: bool, experts: str | None, max_shard_size: int | None) -> None:
+def _refuse_idle(to: str, *, link: bool, max_shard_size: int | None) -> None:
     """Raises click.UsageError for options that would do nothing."""
     if link and to != "bcp":
         raise click.UsageError(f"--link writes a manifest, which only --to bcp has, not --to {to}")
-    if keep_names and to != "hf":
-        raise click.UsageError(f"--keep-names is for --to hf: --to {to} keeps all names")
-    if experts is not None and to != "hf":
-        raise click.UsageError(f"--experts is for --to hf: --to {to} keeps experts as they are")
     if max_shard_size is not None and (link or to not in _MAX_FILE):
         raise click.UsageError(f"--max-shard-size is for --to hf and --to bcp, not --{'link' if link else f'to {to}'}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,10 +23,14 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
-from .diff_text import print_diff
+from .diff_text import print_diff, print_left_out
 from .differences import ObjectDifference, Result, TensorDifference
+from .name_options import FORMATS, NameOptions, with_name_options
 from .screen import Screen, print_json
 from .value_difference import Tolerance
+
+if TYPE_CHECKING:
+    from .export_view import Export
 
 _DEFAULT_ROWS = 40
 
@@ -34,6 +38,7 @@ _EXAMPLE = """\b
 Example:
   bcp diff run/step_00001000 s3://bucket/run/step_00001000
   bcp diff before after --rtol 1e-3 --exclude 'optimizer.*'
+  bcp diff run llama-hf --to hf
 """
 
 
@@ -41,6 +46,13 @@ Example:
 @click.argument("a")
 @click.argument("b")
 @with_step_option("both roots")
+@click.option(
+    "--to",
+    type=click.Choice(FORMATS),
+    metavar="FORMAT",
+    help="Compare B with what `bcp convert A B --to FORMAT` writes, with these options: names, and what is left out.",
+)
+@with_name_options
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
@@ -68,6 +80,13 @@ def diff(
     a: str,
     b: str,
     step: AnyStep,
+    to: str | None,
+    rename: Sequence[tuple[str, str]],
+    map_name: str | None,
+    map_option: Mapping[str, int | str],
+    keep_unmapped: bool,
+    keep_names: bool,
+    experts: str | None,
     atol: float | None,
     rtol: float | None,
     ignore_dtype: bool,
@@ -84,7 +103,11 @@ def diff(
     Without --atol and --rtol every bit counts: 0.0 and -0.0 differ, and a NaN is the same as one with the same bits.
     With one of them numbers are compared: NaN is the same as NaN, an infinity as one of its sign. Steps and metadata
     are not compared. Exit code 1 where something differs.
+
+    With --to, --rename or --map, A is taken as `bcp convert` would write it: so an export is compared with its source.
     """
+    names = NameOptions(to or "bcp", rename, map_name, map_option, keep_unmapped, keep_names, experts)
+    is_export = bool(names.name_map() or to or rename)
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     both = options_for((a, b), storage_options, follow_links=follow_links)
     from .checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - needs torch, and `bcp ls` does not wait for it
@@ -97,6 +120,8 @@ def diff(
         )
         for path, options in zip((a, b), both, strict=True)
     )
+    export = _export(opened_a, names, exclude, beside=opened_b) if is_export else None
+    opened_a = export.opened if export else opened_a
     result = compare_checkpoints(
         opened_a,
         opened_b,
@@ -106,10 +131,18 @@ def diff(
         threads=threads,
     )
     if as_json:
-        print_json(_as_json(opened_a, opened_b, result, tolerance))
+        left_out = [item._asdict() for item in export.left_out] if export else []
+        print_json({**_as_json(opened_a, opened_b, result, tolerance), "left_out": left_out})
     else:
         print_diff(Screen(), (opened_a.path, opened_b.path), result, limit=limit)
+        print_left_out(Screen(), export.left_out if export else [], limit=limit)
     return exit_codes.FINE if result.is_same else exit_codes.CORRUPT
+
+
+def _export(opened: Opened, names: NameOptions, exclude: Sequence[str], *, beside: Opened) -> Export:
+    from .export_view import export_of  # noqa: PLC0415 - as above
+
+    return export_of(opened, names, to=names.to, exclude=exclude, beside=beside)
 
 
 def _is_wanted(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

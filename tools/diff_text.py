@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .column_widths import Column
 from .differences import ObjectDifference, Result, TensorDifference
 from .screen import Screen
 from .value_difference import larger
 from .wording import count_text, number_text, shape_text, shortened, size_text
+
+if TYPE_CHECKING:
+    from bytecheckpoint.conversion.selecting import LeftOut
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 60
@@ -33,6 +36,14 @@ def print_diff(screen: Screen, paths: tuple[str, str], result: Result, *, limit:
     _print_kinds(screen, differing, limit)
     _print_values(screen, [tensor for tensor in differing if "values" in tensor.problems], limit)
     _print_objects(screen, result.objects, limit)
+
+
+def print_left_out(screen: Screen, left_out: Sequence[LeftOut], *, limit: int) -> None:
+    """What of A the export has no place for, so that it was not compared."""
+    for item in left_out[: limit or None]:
+        size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
+        screen.line(f"  not compared: {item.name}{size} ({item.why})")
+    screen.rest(len(left_out), limit, _HOW)
 
 
 def _counts(result: Result) -> str:

@@ -30,6 +30,7 @@ from bytecheckpoint.conversion.torch_target import plan_torch
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.name_maps import Beside
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.convert_plan import check_wanted
 from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
@@ -229,7 +230,7 @@ def _agreed(request: Request, source: Source, place: Place, ranks: Ranks) -> tup
     payload = b""
     if ranks.rank == COORDINATOR:
         found = look_at(place, request.wish.to, overwrite=request.overwrite, beside=False)
-        experts = names_for_experts(request.wish, source, place.store) if request.wish.to == "hf" else FUSED
+        experts = names_for_experts(request.wish, source, Beside(place.store, "")) if request.wish.to == "hf" else FUSED
         payload = msgspec.msgpack.encode((found, uuid.uuid4().hex[:16], experts))
     return msgspec.msgpack.decode(ranks.broadcast(payload), type=tuple[Standing, str, str])
 

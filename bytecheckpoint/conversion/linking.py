@@ -34,7 +34,7 @@ def link_manifest(view: View, wish: Wish, *, source: str, target: str) -> tuple[
             kind="conflict",
         )
     manifest = view.manifest
-    selection = select(manifest, wish, None)
+    selection = select(manifest, wish, view.names_of_map)
     selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
     plain = PlainData(manifest, selection, wish)
     inside = _below(source, target)

@@ -19,7 +19,6 @@ from bytecheckpoint.planner.convert_plan import Piece, Wanted
 from bytecheckpoint.planner.fused_experts import TRANSPOSED_TYPES, expert_names_of
 from bytecheckpoint.reading import Source
 from bytecheckpoint.region import whole
-from bytecheckpoint.storage.store import Store
 
 
 class View(NamedTuple):
@@ -60,19 +59,21 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     mapped = as_state(mapped, objects) if is_state else mapped
     left_out = [_dropped(manifest, fqn) for fqn in mapped.dropped]
     left_out += [LeftOut(fqn, 0, 0, why) for fqn, why in without.items()]
+    names = ModelNames(mapped.in_model, frozenset(mapped.kept))
     if in_place:
-        return View(as_mapped(manifest, mapped, objects), left_out=left_out, sides=mapped.sides)
+        relinked = as_mapped(manifest, mapped, objects)
+        return View(relinked, names_of_map=names, left_out=left_out, sides=mapped.sides)
     tensors = {tensor.fqn: tensor_record(tensor.dtype, tensor.shape, ()) for tensor in mapped.tensors}
     return View(
         replace(manifest, tensors=tensors, aliases=mapped.aliases, objects=objects),
         {tensor.fqn: tensor.pieces for tensor in mapped.tensors},
-        ModelNames(mapped.in_model, frozenset(mapped.kept)),
+        names,
         left_out,
         mapped.sides,
     )
 
 
-def names_for_experts(wish: Wish, source: Source, target: Store) -> str:
+def names_for_experts(wish: Wish, source: Source, target: Beside) -> str:
     """The names that experts get in an HF target: those that `wish` asks for, else those of the model family that a
     `config.json` at the target or beside the source names, else Qwen2-MoE's.
 
@@ -80,7 +81,7 @@ def names_for_experts(wish: Wish, source: Source, target: Store) -> str:
     """
     if wish.experts:
         return wish.experts
-    configs = (read_config(Beside(target, "")), read_config(Beside(source.store, source.folder)))
+    configs = (read_config(target), read_config(Beside(source.store, source.folder)))
     model_type = next((str(config["model_type"]) for config in configs if "model_type" in config), "")
     if model_type in TRANSPOSED_TYPES:
         raise CheckpointMismatchError(

@@ -152,6 +152,7 @@ def test_json_of_diff(call, root, sections, tmp_path) -> None:
         call("diff", root, root, "--json").json,
         call("diff", tmp_path / "a", tmp_path / "b", "--json").json,
         call("diff", tmp_path / "a", tmp_path / "b", "--json", "--atol", 2).json,
+        call("diff", tmp_path / "a", tmp_path / "b", "--json", "--to", "hf").json,
     ]
     assert_documented(results, sections["diff"])
 

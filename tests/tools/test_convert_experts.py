@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import bytecheckpoint as bcp
 from distributed.test_fused_experts import Model, write_files
@@ -71,3 +71,15 @@ def test_what_was_converted_with_separate_experts_still_fills_stacks(call, saved
     bcp.load(tmp_path / "own", {"model": model}, key_map=[("^", "model.")])
     expected = bcp.open(saved).state_dict("model.")
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("names", ["qwen2_moe", "mixtral"])
+def test_an_export_with_separate_experts_is_compared_with_its_source(call, saved, tmp_path, names) -> None:
+    call("convert", saved, tmp_path / "out", "--to", "hf", "--experts", names)
+    same = call("diff", saved, tmp_path / "out", "--to", "hf", "--experts", names, "--json")
+    assert same.code == 0
+    assert same.json["num_tensors"] == 2 * (1 + 3 * 6)
+    other = load_file(tmp_path / "out" / "model.safetensors")
+    next(value for name, value in other.items() if ".experts.3." in name)[0, 0] += 1
+    save_file(other, tmp_path / "out" / "model.safetensors")
+    assert call("diff", saved, tmp_path / "out", "--to", "hf", "--experts", names).code == 1

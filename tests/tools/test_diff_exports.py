@@ -1,0 +1,146 @@
+"""`bcp diff` proves an export: A is compared as `bcp convert` writes it, with the same options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from two_llamas import VOCABULARY, Llama, Megatron, llama_configuration, megatron_arguments, trained, write_safetensors
+
+import bytecheckpoint as bcp
+
+TO_LLAMA, TO_MEGATRON = "megatron-gpt-to-hf-llama", "hf-llama-to-megatron-gpt"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in training; not to be changed."""
+    path = tmp_path_factory.mktemp("exports") / "run"
+    llama = Llama()
+    bcp.save(path, {"model": llama, "optimizer": trained(llama), "epoch": 3, "rng": bcp.RngState()})
+    return path
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exports") / "megatron"
+    model = Megatron(padding=3)
+    bcp.save(path, {"model": model, "optimizer": trained(model), "args": vars(megatron_arguments(3))})
+    return path
+
+
+def change_one_element(folder: Path) -> str:
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    name = sorted(tensors)[3]
+    tensors[name].view(-1)[-1] += 1
+    save_file(tensors, path, {"format": "pt"})
+    return name
+
+
+def test_an_export_to_hugging_face_is_the_same_as_its_source(call, run, tmp_path) -> None:
+    assert call("diff", run, convert(call, run, tmp_path / "hf", "--to", "hf")).code == 1
+    ended = call("diff", run, tmp_path / "hf", "--to", "hf")
+    assert ended.code == 0, ended.out
+    assert f"the same: {len(Llama().state_dict())} tensors and 0 plain values" in ended.out
+    assert "not compared: optimizer: " in ended.out
+    result = call("diff", run, tmp_path / "hf", "--to", "hf", "--json").json
+    assert {item["name"] for item in result["left_out"]} == {"optimizer", "epoch", "rng"}
+    assert result["read_num_bytes"] > 0
+
+
+def convert(call, source: Path, target: Path, *options: object) -> Path:
+    ended = call("convert", source, target, *options)
+    assert ended.code == 0, ended.err
+    return target
+
+
+def test_an_element_that_differs_in_an_export_is_found(call, run, tmp_path) -> None:
+    name = change_one_element(convert(call, run, tmp_path / "hf", "--to", "hf"))
+    result = call("diff", run, tmp_path / "hf", "--to", "hf", "--json")
+    assert result.code == 1
+    assert [(item["fqn"], item["num_differing"]) for item in result.json["tensors"]] == [(name, 1)]
+
+
+def test_a_tensor_that_an_export_lacks_is_found(call, run, tmp_path) -> None:
+    convert(call, run, tmp_path / "hf", "--to", "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    result = call("diff", run, tmp_path / "hf", "--to", "hf", "--json")
+    assert (result.code, result.json["only_in_a"]) == (1, ["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--to", "hf", "--keep-names"],
+        ["--to", "hf", "--rename", "^model\\.=net."],
+        ["--to", "bcp", "--rename", "^model\\.=net.", "--exclude", "optimizer*"],
+        ["--to", "dcp", "--exclude", "rng*"],
+        ["--to", "torch", "--exclude", "rng*"],
+        ["--to", "bcp"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_options_of_the_conversion_are_those_of_the_comparison(call, run, tmp_path, options) -> None:
+    convert(call, run, tmp_path / "out", *options)
+    ended = call("diff", run, tmp_path / "out", *options)
+    assert ended.code == 0, ended.out
+
+
+@pytest.mark.parametrize("to", ["hf", "bcp"])
+def test_an_export_through_a_name_map_is_the_same_as_its_source(call, megatron, tmp_path, to) -> None:
+    options = ["--to", to, "--map", TO_LLAMA]
+    convert(call, megatron, tmp_path / "llama", *options)
+    ended = call("diff", megatron, tmp_path / "llama", *options)
+    assert ended.code == 0, ended.out
+    if to == "hf":
+        assert load_file(tmp_path / "llama" / "model.safetensors").keys() == Llama().state_dict().keys()
+        name = change_one_element(tmp_path / "llama")
+        result = call("diff", megatron, tmp_path / "llama", *options, "--json")
+        assert (result.code, [item["fqn"] for item in result.json["tensors"]]) == (1, [name])
+
+
+def test_a_hugging_face_folder_is_compared_with_what_became_of_it(call, tmp_path) -> None:
+    write_safetensors(tmp_path / "llama", Llama(), llama_configuration(vocab_size=VOCABULARY))
+    convert(call, tmp_path / "llama", tmp_path / "megatron", "--to", "bcp", "--map", TO_MEGATRON)
+    assert call("diff", tmp_path / "llama", tmp_path / "megatron", "--map", TO_MEGATRON).code == 0
+    assert call("diff", tmp_path / "megatron", tmp_path / "llama").code == 1
+
+
+def test_an_export_of_another_dtype_is_near(call, run, tmp_path) -> None:
+    convert(call, run, tmp_path / "hf", "--to", "hf", "--dtype", "bfloat16")
+    options = ["--to", "hf", "--ignore-dtype", "--rtol", 0.004]
+    assert call("diff", run, tmp_path / "hf", "--to", "hf").code == 1
+    assert call("diff", run, tmp_path / "hf", *options).code == 0
+    change_one_element(tmp_path / "hf")
+    assert call("diff", run, tmp_path / "hf", *options).code == 1
+
+
+def test_tied_weights_of_an_export_are_the_same(call, tmp_path) -> None:
+    llama = Llama()
+    llama.lm_head.weight = llama.model.embed_tokens.weight
+    bcp.save(tmp_path / "run", {"model": llama})
+    convert(call, tmp_path / "run", tmp_path / "hf", "--to", "hf")
+    ended = call("diff", tmp_path / "run", tmp_path / "hf", "--to", "hf")
+    assert ended.code == 0, ended.out
+
+
+def test_stripping_a_prefix_is_a_rename(call, run, tmp_path) -> None:
+    convert(call, run, tmp_path / "hf", "--to", "hf")
+    torch.save(load_file(tmp_path / "hf" / "model.safetensors"), tmp_path / "bare.pt")
+    options = ["--rename", "^model\\.=", "--exclude", "optimizer*", "--exclude", "epoch", "--exclude", "rng*"]
+    ended = call("diff", run, tmp_path / "bare.pt", *options)
+    assert ended.code == 0, ended.out + ended.err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--map-option", "heads=4"], ["--keep-unmapped"], ["--keep-names"], ["--to", "nonsense"], ["--rename", "x"]],
+)
+def test_an_option_that_does_nothing_is_wrong_usage(call, run, options) -> None:
+    assert call("diff", run, run, *options).code == 2

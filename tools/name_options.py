@@ -1,0 +1,111 @@
+"""The options that name the tensors of an export: `bcp convert` writes it so, `bcp diff` compares it so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from bytecheckpoint.options import NameMap
+from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED
+from bytecheckpoint.planner.map_options import parse_options
+
+FORMATS = ("bcp", "hf", "dcp", "torch")
+"""What `bcp convert` writes."""
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class NameOptions(NamedTuple):
+    """What was given, as click passes it."""
+
+    to: str
+    rename: Sequence[tuple[str, str]]
+    map_name: str | None
+    map_option: Mapping[str, int | str]
+    keep_unmapped: bool
+    keep_names: bool
+    experts: str | None
+
+    def name_map(self) -> NameMap | None:
+        """The map to look through. Raises click.UsageError for options that would do nothing."""
+        if self.keep_names and self.to != "hf":
+            raise click.UsageError(f"--keep-names is for --to hf: --to {self.to} keeps all names")
+        if self.experts is not None and self.to != "hf":
+            raise click.UsageError(f"--experts is for --to hf: --to {self.to} keeps experts as they are")
+        if self.map_name:
+            return NameMap(self.map_name, self.map_option, self.keep_unmapped)
+        if self.map_option or self.keep_unmapped or self.map_name is not None:
+            raise click.UsageError("--map takes a name or a file; --map-option and --keep-unmapped are for --map")
+        return None
+
+
+def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> list[tuple[str, str]]:
+    rules = []
+    for text in texts:
+        old, separator, new = text.rpartition("=")
+        if not separator:
+            raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", ctx=ctx, param=param)
+        try:
+            re.sub(old, new, "")
+        except re.error as error:
+            raise click.BadParameter(
+                f"{text!r} is no pattern and replacement: {error}", ctx=ctx, param=param
+            ) from error
+        rules.append((old, new))
+    return rules
+
+
+def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, int | str]:
+    try:
+        return parse_options(texts)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx=ctx, param=param) from error
+
+
+_OPTIONS = (
+    click.option(
+        "--rename",
+        multiple=True,
+        metavar="OLD=NEW",
+        callback=_parse_rules,
+        help="A pattern and a replacement for Python's re.sub, divided at the last =, as the rules of key_map in "
+        "bcp.load: --rename '^model\\.=net.'. May be repeated; applied in order.",
+    ),
+    click.option(
+        "--map",
+        "map_name",
+        metavar="NAME|FILE",
+        help="Names and shapes of another framework: megatron-gpt-to-hf-llama, hf-llama-to-megatron-gpt, or a file of "
+        "your own (docs/name_maps.md). The options above get the names that come of it.",
+    ),
+    click.option(
+        "--map-option",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_parse_map_options,
+        help="What the map needs and the checkpoint does not say: --map-option heads=32. May be repeated.",
+    ),
+    click.option(
+        "--keep-unmapped",
+        is_flag=True,
+        help="With --map: keep tensors of the model that it does not know, as they are.",
+    ),
+    click.option("--keep-names", is_flag=True, help="With --to hf: drop no name that stands before all others."),
+    click.option(
+        "--experts",
+        type=click.Choice((*EXPERT_NAMES, FUSED)),
+        metavar="NAMES",
+        help="With --to hf: names for experts that transformers 5 holds in one tensor. qwen2_moe: gate_proj, up_proj "
+        "and down_proj of each. mixtral: w1, w3 and w2 below block_sparse_moe. fused: as they are. Without it: what "
+        "model_type in a config.json at the target or beside the source asks for, else qwen2_moe.",
+    ),
+)
+
+
+def with_name_options(command: _Command) -> _Command:
+    """Adds them to a command that also has `--to`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
