@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bytecheckpoint.adapters.optimizer_forms import Reshaping, forms_of
 from bytecheckpoint.adapters.renaming import KeyMap
 from bytecheckpoint.adapters.state import Entry
 from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.matching import Match, match_state
 from bytecheckpoint.ranks import Ranks
+from bytecheckpoint.storage.foreign.optimizers import as_saved_here
 
 _Fit = tuple[int, int]
 """How many shards were found, and that number less the problems."""
@@ -29,10 +31,13 @@ class View(NamedTuple):
     include: Sequence[str] | None
     exclude: Sequence[str] | None
 
-    def stored(self, below: str) -> Stored:
-        """The checkpoint with all of its names below this one; as they are below ""."""
+    def stored(self, below: str, entries: Sequence[Entry]) -> Stored:
+        """The checkpoint as these entries see it, with all of its names below this one; as they are below ""."""
         manifest, rank, key_map, include, exclude = self
-        return Stored(manifest, rank=rank, key_map=key_map, include=include, exclude=exclude, below=below)
+        forms = forms_of(entries)
+        reshape = Reshaping(forms, as_saved_here).reshaped if forms else None
+        filters = {"include": include, "exclude": exclude}
+        return Stored(manifest, rank=rank, key_map=key_map, below=below, reshape=reshape, **filters)
 
 
 class Matched(NamedTuple):
@@ -65,7 +70,8 @@ def match_named(
     """
 
     def below(name: str) -> Matched:
-        entries, stored = take_apart(), view.stored(name)
+        entries = take_apart()
+        stored = view.stored(name, entries)
         return Matched(entries, stored, match_state(entries, stored, cast=cast))
 
     as_it_is = below("")
