@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bytecheckpoint.adapters.optimizer_forms import Reshaping, forms_of
 from bytecheckpoint.adapters.renaming import KeyMap, renamer
 from bytecheckpoint.adapters.state import Entry, entries_of
 from bytecheckpoint.adapters.stored import Stored
@@ -17,6 +18,7 @@ from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.fused_experts import has_separate_experts, with_fused_experts
 from bytecheckpoint.ranks import Ranks
+from bytecheckpoint.storage.foreign.optimizers import as_saved_here
 
 _Fit = tuple[int, int]
 """How many shards were found, and that number less the problems."""
@@ -31,13 +33,20 @@ class View(NamedTuple):
     include: Sequence[str] | None
     exclude: Sequence[str] | None
 
-    def stored(self, below: str, beside: Collection[str]) -> Stored:
-        """The checkpoint with all of its names below this one, but for those at and below the names beside it; as
-        they are below "".
+    def stored(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> Stored:
+        """The checkpoint as these entries see it, with all of its names below this one, but for those at and below the
+        names beside it; as they are below "".
         """
-        manifest, rank, key_map, include, exclude = self
+        forms = forms_of(entries)
         return Stored(
-            manifest, rank=rank, key_map=key_map, include=include, exclude=exclude, below=below, beside=beside
+            self.manifest,
+            rank=self.rank,
+            key_map=self.key_map,
+            include=self.include,
+            exclude=self.exclude,
+            below=below,
+            beside=beside,
+            reshape=Reshaping(forms, as_saved_here).reshaped if forms else None,
         )
 
     def other_name(self, names: Sequence[str]) -> str:
@@ -98,7 +107,7 @@ class Fitted(NamedTuple):
 def match_named(view: View, wanted: Wanted, *, below: str = "") -> Matched:
     """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names."""
     entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
-    stored = view.stored(below, [name for name in wanted.names if name != below] if below else ())
+    stored = view.stored(entries, below, [name for name in wanted.names if name != below] if below else ())
     return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), view.manifest)
 
 

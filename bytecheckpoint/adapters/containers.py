@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.optimizer_forms import Form, forms_in
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, encode_refs, join_fqn, leaves, with_leaves
 from bytecheckpoint.adapters.stored import (
     PER_RANK_NAME,
@@ -55,6 +56,10 @@ class PlainEntry:
         plain = encode_plain(self._value, self.fqn, lambda fqn, tensor: found.append((fqn, tensor)))
         shards.add_all(found)
         return Contents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        return forms_in(self._value, self.fqn)
 
     def expect(self, stored: Stored) -> Expectation:
         shards = LocalShards(with_addresses=True)

@@ -24,6 +24,7 @@ import torch
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizer_forms import Form
 from bytecheckpoint.adapters.parameter_names import NamesParameters
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
 from bytecheckpoint.adapters.tensors import unsupported
@@ -62,6 +63,10 @@ class MegatronOptimizerEntry:
             if isinstance(module, MegatronEntry):
                 module.link(optimized)
         self._inner.name_parameters(modules)
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """As its inner optimizers'."""
+        return self._inner.optimizer_forms()
 
     def collect(self) -> Contents:
         return self._inner.collect()

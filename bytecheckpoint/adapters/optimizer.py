@@ -8,7 +8,7 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState, differing_error
 from bytecheckpoint.adapters.fsdp1 import shows_parameter
 from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
+from bytecheckpoint.adapters.optimizer_forms import OWN, Form
 from bytecheckpoint.adapters.parameter_names import (
     MODEL,
     NamesParameters,
@@ -66,6 +67,10 @@ class OptimizerEntry:
             refuse_zero_redundancy(self.fqn, optimizer)
         self._optimized = name_parameters(self.fqn, self._parameters(), modules)
         self._has_model = any(module.fqn == MODEL for module in modules)
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """Its own, by parameter."""
+        return {self.fqn: OWN}
 
     def collect(self) -> Contents:
         shards = LocalShards()

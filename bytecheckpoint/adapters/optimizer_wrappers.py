@@ -9,7 +9,7 @@ silence. A load does what the checkpoint asks for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from bytecheckpoint.adapters.inner_optimizers import (
     shown_by,
 )
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizer_forms import Form
 from bytecheckpoint.adapters.parameter_names import NamesParameters
 from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
@@ -105,6 +106,12 @@ class OptimizerWrapperEntry:
             self._by_parameter.name_parameters(modules)
         except CheckpointSaveError as error:
             self._unnamed = error  # its state_dict() may need none
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """By parameter, unless only its state_dict() can take what was saved."""
+        if self._by_state_dict is not None and not self._wrappers[0].inner:
+            return self._by_state_dict.optimizer_forms()
+        return self._by_parameter.optimizer_forms()
 
     def collect(self) -> Contents:
         """Raises CheckpointSaveError (unsupported_value) where some of the state could not be saved."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 
+from bytecheckpoint.adapters.optimizer_forms import Form, forms_in
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, leaves
 from bytecheckpoint.adapters.stored import (
     PER_RANK_NAME,
@@ -73,7 +74,18 @@ class StatefulEntry:
         self._value = value
         self._target = TreeTarget()
         self._found: StoredTree | None = None
+        self._shown: Any = None
+        """Its state_dict(), once it was asked for to load into."""
         self._current: dict[str, Any] = {}
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        return forms_in(self._show(), self.fqn)
+
+    def _show(self) -> Any:
+        if self._shown is None:
+            self._shown = self._value.state_dict()
+        return self._shown
 
     def collect(self) -> Contents:
         state = self._value.state_dict()
@@ -87,7 +99,7 @@ class StatefulEntry:
 
     def expect(self, stored: Stored) -> Expectation:
         if not self._current:
-            state = self._value.state_dict()
+            state = self._show()
             self._current, self._target.live = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         found = stored.entry_tree(self.fqn)
         self._found = None

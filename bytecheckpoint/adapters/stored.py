@@ -31,6 +31,11 @@ PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
 
 
+Reshape = Callable[[Any, str, Callable[[str], str], Sequence[str]], Any]
+"""Takes a tree, its checkpoint FQN, the renaming of checkpoint FQNs to state FQNs, and those of all tensors; gives the
+tree to load from."""
+
+
 class StoredTensor(NamedTuple):
     """A tensor of the checkpoint."""
 
@@ -108,11 +113,14 @@ class Stored:
         exclude: Sequence[str] | None,
         below: str = "",
         beside: Collection[str] = (),
+        reshape: Reshape | None = None,
     ) -> None:
         """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too, but for those at
-        and below the state FQNs `beside` it.
+        and below the state FQNs `beside` it. `reshape` puts plain data that ranks share into the form that the state
+        has.
         """
         self._manifest = manifest
+        self._reshape = reshape
         self._rank = rank
         self._include = None if include is None else Globs(include)
         self._exclude = Globs(exclude or ())
@@ -173,6 +181,9 @@ class Stored:
     def trees(self) -> dict[str, Any]:
         """Plain data as it was saved, by the checkpoint FQN of its entry."""
         trees = {fqn: decode_plain(data) for fqn, data in self._manifest.objects.items()}
+        if self._reshape is not None:
+            names = [*self._manifest.tensors, *self._manifest.aliases]
+            trees = {fqn: self._reshape(tree, fqn, self.rename, names) for fqn, tree in trees.items()}
         for fqn, by_rank in self._manifest.rank_objects.items():
             if self._rank in by_rank:
                 trees[fqn] = decode_plain(by_rank[self._rank])

@@ -85,12 +85,28 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
 def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {"state": {}, "groups": {}}
     for path, item in value.items():
-        is_state = path.startswith(_STATE)
-        name, _, key = path.removeprefix(_STATE if is_state else _GROUPS).rpartition(".")
-        if is_state:
-            tree["state"].setdefault(name, {})[key] = item
-        else:
+        if path.startswith(_GROUPS):
+            name, _, key = path.removeprefix(_GROUPS).rpartition(".")
             group = tree["groups"].setdefault(name, {"params": {name: None}, "values": {}})
             if key not in {"params", "param_names"}:
                 group["values"][key] = item
+    for path, item in value.items():
+        if path.startswith(_STATE):
+            name, keys = _split(path.removeprefix(_STATE), tree["groups"])
+            at = tree["state"].setdefault(name, {})
+            for key in keys[:-1]:
+                at = at.setdefault(key, {})
+            at[keys[-1]] = item
     return tree
+
+
+def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The name of a parameter, and the keys of a piece of its state: several where that is nested, as torchtitan
+    flattens it. A parameter that is in no group has one key.
+    """
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:count])
+        if name in names:
+            return name, parts[count:]
+    return ".".join(parts[:-1]), parts[-1:]

@@ -1,0 +1,173 @@
+"""State of an optimizer is loaded from any of its forms into any other: flat and nested as torch.distributed.checkpoint
+gives it, in an object or as a dict, an optimizer that holds others, and the optimizer itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from optimizer_shapes import FLAT, Container
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state
+from training import mlp, same_module, same_value, train
+
+import bytecheckpoint as bcp
+
+Optimizer = torch.optim.Optimizer
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Shown:
+    """An object that shows an optimizer in a form of torch.distributed.checkpoint."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, options: Any) -> None:
+        self.model, self.optimizer, self.options = model, optimizer, options
+
+    def state_dict(self) -> dict[str, Any]:
+        return torch_state.get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        torch_state.set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=self.options)
+
+
+class Held(NamedTuple):
+    """What stands in the state for an optimizer, and what is to be done when it was loaded."""
+
+    value: Any
+    finish: Callable[[], None] = lambda: None
+
+
+def bare(_: nn.Module, optimizer: Optimizer) -> Held:
+    return Held(optimizer)
+
+
+def flat_object(model: nn.Module, optimizer: Optimizer) -> Held:
+    return Held(Shown(model, optimizer, FLAT))
+
+
+def nested_object(model: nn.Module, optimizer: Optimizer) -> Held:
+    return Held(Shown(model, optimizer, None))
+
+
+def flat_dict(model: nn.Module, optimizer: Optimizer) -> Held:
+    value = torch_state.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    return Held(value, lambda: torch_state.set_optimizer_state_dict(model, optimizer, value, options=FLAT))
+
+
+def nested_dict(model: nn.Module, optimizer: Optimizer) -> Held:
+    value = torch_state.get_optimizer_state_dict(model, optimizer)
+    return Held(value, lambda: torch_state.set_optimizer_state_dict(model, optimizer, value))
+
+
+def container(model: nn.Module, optimizer: Optimizer) -> Held:
+    held = Container([model])
+    held.optimizers = [optimizer]
+    return Held(held)
+
+
+FORMS = {each.__name__: each for each in (bare, flat_object, nested_object, flat_dict, nested_dict, container)}
+IN_DCP = [name for name in FORMS if name != "bare"]
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:], "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def loaded(path: Path, form: str, build: Callable[[nn.Module], Optimizer], **arguments: Any) -> tuple[Any, Any]:
+    model = mlp(1)
+    optimizer = build(model)
+    held = FORMS[form](model, optimizer)
+    report = bcp.load(path, {"model": model, "optimizer": held.value}, **arguments)
+    assert not report.missing
+    assert not report.unexpected
+    held.finish()
+    return model, optimizer
+
+
+def goes_on(model: nn.Module, optimizer: Optimizer, other: nn.Module, restored: Optimizer) -> bool:
+    train(model, [optimizer], 2, seed=3)
+    train(other, [restored], 2, seed=3)
+    return same_module(model, other) and same_value(optimizer.state_dict(), restored.state_dict())
+
+
+@pytest.mark.parametrize("source", FORMS)
+@pytest.mark.parametrize("target", FORMS)
+def test_every_form_loads_from_every_other(tmp_path: Path, source: str, target: str) -> None:
+    model = mlp(0)
+    optimizer = two_groups(model)
+    train(model, [optimizer], 3)
+    bcp.save(tmp_path, {"model": model, "optimizer": FORMS[source](model, optimizer).value})
+    other, restored = loaded(tmp_path, target, two_groups)
+    assert goes_on(model, optimizer, other, restored)
+
+
+@pytest.mark.parametrize("source", IN_DCP)
+@pytest.mark.parametrize("target", FORMS)
+def test_every_form_loads_from_a_folder_of_torch(tmp_path: Path, source: str, target: str) -> None:
+    model = mlp(0)
+    optimizer = two_groups(model)
+    train(model, [optimizer], 3)
+    held = FORMS[source](model, optimizer)
+    dcp.save({"model": model.state_dict(), "optimizer": held.value}, checkpoint_id=tmp_path, no_dist=True)
+    other, restored = loaded(tmp_path, target, two_groups)
+    assert goes_on(model, optimizer, other, restored)
+
+
+@pytest.mark.parametrize("has_names", [True, False])
+def test_a_state_dict_by_numbers_loads_into_the_optimizer(tmp_path: Path, has_names: bool) -> None:
+    def build(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.named_parameters() if has_names else model.parameters(), lr=0.01)
+
+    model = mlp(0)
+    optimizer = build(model)
+    train(model, [optimizer], 3)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer.state_dict()})
+    other, restored = loaded(tmp_path, "bare", build)
+    assert goes_on(model, optimizer, other, restored)
+
+
+@pytest.mark.parametrize("source", FORMS)
+@pytest.mark.parametrize("target", FORMS)
+def test_what_is_excluded_of_a_form_is_left_as_it_is(tmp_path: Path, source: str, target: str) -> None:
+    model = mlp(0)
+    optimizer = two_groups(model)
+    train(model, [optimizer], 3)
+    bcp.save(tmp_path, {"model": model, "optimizer": FORMS[source](model, optimizer).value})
+
+    def used(model: nn.Module) -> Optimizer:
+        optimizer = two_groups(model)
+        train(model, [optimizer], 1)
+        return optimizer
+
+    other, restored = loaded(tmp_path, target, used, exclude="*.exp_avg_sq")
+    parameter = next(iter(other.parameters()))
+    saved = optimizer.state[next(iter(model.parameters()))]
+    assert torch.equal(restored.state[parameter]["exp_avg"], saved["exp_avg"])
+    assert not torch.equal(restored.state[parameter]["exp_avg_sq"], saved["exp_avg_sq"])
+
+
+def test_state_that_is_nested_below_its_key_is_taken_apart_and_put_together(tmp_path: Path) -> None:
+    """As torchtitan flattens the state of an optimizer such as Shampoo."""
+    model, other = mlp(0), mlp(1)
+    name, parameter = next(iter(model.named_parameters()))
+    flat = {f"state.{name}.factors.left": torch.full((2,), 3.0), f"state.{name}.step": torch.tensor(4.0)}
+    flat |= {f"param_groups.{name}.lr": 0.5}
+    bcp.save(tmp_path, {"model": model, "optimizer": flat})
+    restored = torch.optim.SGD([next(other.parameters())], lr=0.1)
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    (state,) = restored.state.values()
+    assert same_value(dict(state), {"factors": {"left": torch.full((2,), 3.0)}, "step": torch.tensor(4.0)})
+    assert restored.param_groups[0]["lr"] == 0.5
+    again = {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0.0 for key, value in flat.items()}
+    bcp.save(tmp_path / "own", {"model": other, "optimizer": restored})
+    report = bcp.load(tmp_path / "own", {"model": model, "optimizer": again}, strict=False)
+    assert not report.missing
+    assert same_value(again, flat)
+    assert parameter.shape == (8, 4)
