@@ -189,7 +189,7 @@ def warm_up(
     """Does ahead what the first asynchronous save of this state would do for all that follow it.
 
     Plans the save with all ranks, which must all call this, and allocates the host memory that it stages in, for the
-    kind of snapshot and the `staging_bytes` of the options. Writes nothing, and holds no tensor.
+    `staging_bytes` of the options. Writes nothing, and holds no tensor.
 
     `state`, `framework` and `process_group` are as for `save`. Raises CheckpointMismatchError and CheckpointSaveError
     like `save`, and what the caller's last asynchronous save failed with.
@@ -203,8 +203,7 @@ def warm_up(
         wish = wish_of(target, collect_all(entries_of(state, framework)), options)
         agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
         warn_of_differing(ranks, agreed)
-        kind = kind_of_snapshot(options.snapshot, async_save=True)
-        allocate(kind, agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
+        allocate(agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
     ranks.farewell()
 
 
