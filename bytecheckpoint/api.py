@@ -286,8 +286,12 @@ def load(
                 entry.prepare(stored, refused)
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
-        traffic = read_together(ranks, source, fetches, match)
-        match.zero_padding()
+        try:
+            traffic = read_together(ranks, source, fetches, match)
+            match.zero_padding()
+        finally:
+            if source.changes.may_have_overwritten:
+                match.count_changes()
         finish_all(entries, stored, source.changes.overwriting)
         ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
     ranks.farewell()
