@@ -69,7 +69,6 @@ CONTESTANTS = {
         Contestant("bcp", "bytecheckpoint", "sync", rank_in_name=_BCP_RANK),
         Contestant("bcp-copy", "bytecheckpoint, async, copy", "async", rank_in_name=_BCP_RANK),
         Contestant("bcp-lazy", "bytecheckpoint, async, lazy", "async", rank_in_name=_BCP_RANK),
-        Contestant("bcp-fork", "bytecheckpoint, async, fork", "async", rank_in_name=_BCP_RANK),
         Contestant("dcp", "torch DCP", "sync", rank_in_name=_DCP_RANK),
         Contestant("dcp-2", "torch DCP, 2 threads", "sync", rank_in_name=_DCP_RANK),
         Contestant("dcp-async", "torch DCP, async, default", "async", rank_in_name=_DCP_RANK),
@@ -83,12 +82,10 @@ CONTESTANTS = {
         Contestant("safetensors", "safetensors", "sync"),
         Contestant("limit", "limit: O_DIRECT + fsync", "limit"),
         Contestant("memcpy", "limit: memcpy into warm memory", "limit"),
-        Contestant("fork", "limit: fork of a process with the state", "limit"),
         # As asynchronous saves are timed: once a round, and ranks that have returned train while others have not.
         Contestant("agree", "limit: agreement of the ranks alone", "async", needs_ranks=True),
         Contestant("work", "limit: a millisecond of work in the call, then training", "async"),
         Contestant("memcpy-async", "limit: memcpy into warm memory, once, then training", "async"),
         Contestant("write-async", "limit: O_DIRECT + fsync beside training, of memory at hand", "async"),
-        Contestant("fork-async", "limit: fork, and a child that sleeps for as long, beside training", "async"),
     )
 }

@@ -1,12 +1,11 @@
 """What no save can beat on this machine, for benchmarks/save.py: the bytes of a rank written past the page cache from
-aligned memory that is paged in, and copied into memory that is paged in; and a fork of the process. Each is the best of
-several ways or times. What is timed as asynchronous saves are, once and with training beside it: an agreement of the
-ranks; a millisecond of work; the same copy; the same writes; a fork whose child does nothing for as long as those take.
+aligned memory that is paged in, and copied into memory that is paged in. Each is the best of several ways or times.
+What is timed as asynchronous saves are, once and with training beside it: an agreement of the ranks; a millisecond of
+work; the same copy; the same writes.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import time
@@ -32,12 +31,10 @@ def contestants() -> dict[str, Save]:
     return {
         "limit": write_limit,
         "memcpy": copy_limit,
-        "fork": fork_limit,
         "agree": agreement_only,
         "work": work_only,
         "memcpy-async": copy_only(),
         "write-async": write_only(),
-        "fork-async": fork_only(),
     }
 
 
@@ -142,19 +139,6 @@ def write_only() -> Save:
     return begin
 
 
-def fork_only() -> Save:
-    """Each page that training changes while the child lives is copied by the kernel."""
-    known: list[float] = []
-
-    def begin(folder: Path, job: Job) -> Pending:
-        if not known:
-            known.append(write_limit(folder, job)["durable"])
-        child = _fork(known[0])
-        return Pending(lambda: _wait_for(child))
-
-    return begin
-
-
 def agreement_only(folder: Path, job: Job) -> Pending:  # noqa: ARG001  a contestant takes both
     agree()
     return Pending(lambda: None)
@@ -166,30 +150,6 @@ def work_only(folder: Path, job: Job) -> Pending:  # noqa: ARG001  a contestant 
     while time.thread_time() < end:
         pass
     return Pending(lambda: None)
-
-
-def fork_limit(folder: Path, job: Job) -> dict[str, float]:  # noqa: ARG001  a contestant takes both
-    """Of a process that holds the state, for a child that ends at once."""
-    best = math.inf
-    for _ in range(COPIES):
-        children: list[int] = []
-        best = min(best, _timed(job, lambda children=children: children.append(_fork(0.0))))
-        for child in children:
-            _wait_for(child)
-    return {"durable": best}
-
-
-def _fork(lives_s: float) -> int:
-    pid = os.fork()
-    if pid == 0:
-        time.sleep(lives_s)
-        os._exit(0)
-    return pid
-
-
-def _wait_for(child: int) -> None:
-    if os.waitpid(child, 0)[1]:
-        raise OSError("the child did not end as it should")
 
 
 def _first_bytes(tensors: Iterable[torch.Tensor], num_bytes: int) -> Iterable[torch.Tensor]:

@@ -39,9 +39,7 @@ class PeakMemory:
 
 
 def memory_of(sessions: Collection[int]) -> int:
-    """Bytes of anonymous and shared memory of all processes of these sessions. What several share counts once: after a
-    fork that is all that neither has changed. The page cache does not count.
-    """
+    """Bytes of anonymous and shared memory of all processes of these sessions. What several share counts once. The page cache does not count."""
     return sum(_proportional_bytes(pid) for pid in _members(sessions))
 
 

@@ -15,7 +15,6 @@ def contestants() -> dict[str, Save]:
         "bcp": save,
         "bcp-copy": asynchronous("copy"),
         "bcp-lazy": asynchronous("lazy"),
-        "bcp-fork": asynchronous("fork"),
     }
 
 

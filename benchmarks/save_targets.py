@@ -23,7 +23,7 @@ LIMIT = Against("O_DIRECT + fsync", ("limit",))
 MEMCPY = Against("memcpy into warm memory", ("memcpy",))
 
 MEASURES = {"durable": "durable", "stall": "stall", "lost": "training lost"}
-MODES = ("bcp-copy", "bcp-lazy", "bcp-fork")
+MODES = ("bcp-copy", "bcp-lazy")
 BIG, SMALL = ("W1", "W2"), ("W3", "W3x4")
 
 RATIOS: tuple[tuple[tuple[str, ...], str, tuple[str, ...], Against, float], ...] = (
@@ -39,7 +39,6 @@ RATIOS: tuple[tuple[tuple[str, ...], str, tuple[str, ...], Against, float], ...]
     (BIG, "stall", ("bcp-copy",), DCP_ASYNC, 0.08),
     (BIG, "stall", ("bcp-copy",), DCP_BEST, 0.4),
     (BIG, "stall", ("bcp-copy",), MEMCPY, 1.3),
-    (BIG, "stall", ("bcp-fork",), DCP_ASYNC, 1 / 25),
     (BIG, "stall", ("bcp-lazy",), DCP_ASYNC, 1 / 54),
     (BIG, "lost", MODES, DCP_ASYNC, 0.10),
     (BIG, "lost", MODES, DCP_BEST, 0.4),
@@ -49,7 +48,7 @@ RATIOS: tuple[tuple[tuple[str, ...], str, tuple[str, ...], Against, float], ...]
 """Workloads, what is measured, of whom, against what, and how much of that it may be."""
 
 SYNC_MEMORY_BYTES = 256_000_000
-MEMORY = (("bcp-copy", 1.05), ("bcp-fork", 1.0))
+MEMORY = (("bcp-copy", 1.05),)
 """How much of the state's bytes an asynchronous save may need beyond them."""
 SPREAD = 0.02
 """How far the bytes of ranks may be apart where all hold the same, as a part of their mean."""

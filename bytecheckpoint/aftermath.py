@@ -18,7 +18,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._may_have_made_memory = False
-        self._may_have_overwritten = False
+        self.may_have_overwritten = False
         self._has_overwritten = False
 
     def make_memory(self) -> None:
@@ -28,7 +28,7 @@ class Changes:
     @contextmanager
     def overwriting(self) -> Iterator[None]:
         """Within the block something of the state is overwritten, and has been when the block ends without an error."""
-        self._may_have_overwritten = True
+        self.may_have_overwritten = True
         yield
         self._has_overwritten = True
 
@@ -36,7 +36,7 @@ class Changes:
         """What has become of the state, and what follows from that. `whose` it is stands behind `the state`."""
         if self._has_overwritten:
             return f"The state{whose} is partly overwritten: {_BEFORE_USE}"
-        if self._may_have_overwritten:
+        if self.may_have_overwritten:
             return f"The state{whose} may be partly overwritten: {_BEFORE_USE}"
         if self._may_have_made_memory:
             unfilled = "but what had no memory may have some now that is not filled"

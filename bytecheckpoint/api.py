@@ -193,7 +193,7 @@ def warm_up(
     """Does ahead what the first asynchronous save of this state would do for all that follow it.
 
     Plans the save with all ranks, which must all call this, and allocates the host memory that it stages in, for the
-    kind of snapshot and the `staging_bytes` of the options. Writes nothing, and holds no tensor.
+    `staging_bytes` of the options. Writes nothing, and holds no tensor.
 
     `state`, `framework` and `process_group` are as for `save`. Raises CheckpointMismatchError and CheckpointSaveError
     like `save`, and what the caller's last asynchronous save failed with.
@@ -207,8 +207,7 @@ def warm_up(
         wish = wish_of(target, collect_all(entries_of(state, framework)), options)
         agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
         warn_of_differing(ranks, agreed)
-        kind = kind_of_snapshot(options.snapshot, async_save=True)
-        allocate(kind, agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
+        allocate(agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
     ranks.farewell()
 
 
@@ -295,8 +294,12 @@ def load(
                 entry.prepare(stored, refused)
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
-        traffic = read_together(ranks, source, fetches, match)
-        match.zero_padding()
+        try:
+            traffic = read_together(ranks, source, fetches, match)
+            match.zero_padding()
+        finally:
+            if source.changes.may_have_overwritten:
+                match.count_changes()
         finish_all(entries, stored, source.changes.overwriting)
         ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
     ranks.farewell()

@@ -53,7 +53,7 @@ class Draft:
             wish = wish._replace(shards=hold_shards(entries, wish.shards))
             self._proposal = self._proposal._replace(wish=wish)
         self._kept.grow(self._options.writer_threads)
-        if self._proposal.known is not None and self._kind != "fork":  # a fork is dear, and would be in vain
+        if self._proposal.known is not None:
             self._snapshot = self._snapshot_of(self._proposal.known)
         if self.is_lazy and isinstance(self._snapshot, StagedState) and self._is_on_host():
             self._snapshot = ProposedState(self._snapshot)

@@ -38,7 +38,6 @@ def _of_libc(name: str) -> _Call | None:
 
 
 # Linux's calls that copy between many places of the caller and many places of a process, which is the same one here.
-# Found now, because a forked child could wait for ever for the lock of who loads libraries.
 _FROM_PROCESS, _TO_PROCESS = _of_libc("process_vm_readv"), _of_libc("process_vm_writev")
 
 

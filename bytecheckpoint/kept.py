@@ -21,10 +21,8 @@ class Kept:
     def __init__(self) -> None:
         self.staging = StagingMemory()
         """What the asynchronous save whose turn it is stages into."""
-        self.scratch = Scratch(BLOCK_BYTES, _SCRATCH_BLOCKS, is_shared=False)
+        self.scratch = Scratch(BLOCK_BYTES, _SCRATCH_BLOCKS)
         """What is written without staging goes through it."""
-        self.shared = Scratch(BLOCK_BYTES, _SCRATCH_BLOCKS, is_shared=True)
-        """The same for what a forked child holds."""
         self.plans = PlanCache()
         self._writable: set[str] = set()
         """The stores that were found to take what is written."""
@@ -40,4 +38,3 @@ class Kept:
     def grow(self, writer_threads: int) -> None:
         """Makes room for so many writes in flight."""
         self.scratch.grow(writer_threads)
-        self.shared.grow(writer_threads)

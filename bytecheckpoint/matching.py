@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
+from torch.autograd.graph import increment_version
 
 from bytecheckpoint.adapters.state import Entry
 from bytecheckpoint.adapters.stored import (
@@ -54,6 +55,16 @@ class Match(NamedTuple):
         with torch.no_grad():
             for memory in self.padding:
                 memory.zero_()
+
+    def count_changes(self) -> None:
+        """Raises the version counters of the tensors that are filled: bytes are put there behind torch's back, and a
+        backward pass over values of before is to fail as after any other change in place.
+        """
+        changed = [shard.tensor for shard in self.shards]
+        changed += [shard.owner for shard in self.shards if shard.owner is not None]
+        for tensor in changed:  # one by one: not every torch that is supported takes many
+            if not tensor.is_inference():  # which has no counter
+                increment_version(tensor)
 
 
 def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Match:
@@ -144,7 +155,7 @@ def _not_found(fqn: str, stored: Stored) -> Problem:
 
 def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem | None:
     """Why the shard cannot be filled from the stored tensor."""
-    fqn, dtype, shape, _, tensor, address = shard
+    fqn, dtype, shape, _, tensor, address, _ = shard
     if address and found.shape == shape and found.dtype == dtype:  # most of a state
         return None
     if found.shape != shape:

@@ -16,8 +16,6 @@ class Area(NamedTuple):
     end: int
     """One past the last."""
     is_writable: bool
-    is_private: bool
-    """Whether a forked child has a copy, and does not share it."""
 
 
 def memory_areas() -> list[Area]:
@@ -29,7 +27,7 @@ def memory_areas() -> list[Area]:
     for line in maps.splitlines():
         addresses, flags = line.split(maxsplit=2)[:2]
         start, end = addresses.split("-")
-        areas.append(Area(int(start, 16), int(end, 16), flags[1] == "w", flags.endswith("p")))
+        areas.append(Area(int(start, 16), int(end, 16), flags[1] == "w"))
     return areas
 
 

@@ -11,7 +11,7 @@ from bytecheckpoint.frames import CODECS
 
 _MiB = 1 << 20
 
-SNAPSHOTS = ("auto", "copy", "lazy", "fork")
+SNAPSHOTS = ("auto", "copy", "lazy")
 EXCHANGES = ("auto", "on", "off")
 MIN_SCRATCH_BYTES = 8 * _MiB
 MIN_STAGING_BYTES = 32 * _MiB
@@ -28,16 +28,14 @@ class SaveOptions:
 
     overwrite: bool = False
     """Replace a committed checkpoint at the same place, in one atomic step, instead of refusing."""
-    snapshot: Literal["auto", "copy", "lazy", "fork"] = "auto"
+    snapshot: Literal["auto", "copy", "lazy"] = "auto"
     """How an asynchronous save keeps the state as it was at the call; a synchronous one holds the caller instead.
 
     `copy` into staging memory before `save` returns: always safe. `lazy` copies in the background: the state must not
     change before `handle.staged()` returns; each step of a torch optimizer of the process waits for that by itself,
     and buffers are copied before `save` returns. An optimizer of the state that does not run torch's step hooks is
     refused (`unsupported_value`). Where this rank has saved the same before, that is before the ranks have agreed,
-    and the handle tells what they do not agree about. `fork` lets a forked child keep it (Linux, tensors on the host):
-    the shortest stall, but each page that training changes while the save runs is copied by the kernel; and like every
-    fork it may hang where other threads are inside OpenBLAS, which numpy uses. `auto` is `copy`.
+    and the handle tells what they do not agree about. `auto` is `copy`.
     """
     staging_bytes: int | None = None
     """Host memory that an asynchronous save may stage in; a larger state goes through it in waves, and `save` returns
@@ -74,7 +72,7 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         _check_bool("SaveOptions", "overwrite", self.overwrite)
-        _check_choice("SaveOptions", "snapshot", self.snapshot, SNAPSHOTS)
+        _check_snapshot(self.snapshot)
         if self.staging_bytes is not None:
             _check_at_least("SaveOptions", "staging_bytes", self.staging_bytes, MIN_STAGING_BYTES)
         _check_at_least("SaveOptions", "max_file_bytes", self.max_file_bytes, _MiB)
@@ -161,6 +159,13 @@ class LoadOptions:
 def _check_choice(owner: str, name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{owner}.{name} takes one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def _check_snapshot(value: object) -> None:
+    if value == "fork":
+        advice = "take 'lazy', which holds training as briefly, or 'copy', which is safe whatever changes the state"
+        raise ValueError(f"SaveOptions.snapshot='fork' was removed: {advice}")
+    _check_choice("SaveOptions", "snapshot", value, SNAPSHOTS)
 
 
 def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...]:

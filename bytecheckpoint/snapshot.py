@@ -1,5 +1,5 @@
 """How the state is kept as it was at the call while its bytes are written: not at all where the caller waits, in
-staging memory, in staging memory that is smaller than the state; or by a forked child, which is in forking.py.
+staging memory, or in staging memory that is smaller than the state.
 
 Each kind gives the bytes of the data files, range by range, to whatever writes them; it knows nothing of stores.
 """

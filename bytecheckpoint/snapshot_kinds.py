@@ -9,38 +9,29 @@ import torch
 
 from bytecheckpoint.adapters.state import Entry, buffers_in, check_can_be_lazy
 from bytecheckpoint.adapters.tensors import LocalShard
-from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.forking import ForkedState, can_fork
 from bytecheckpoint.kept import Kept
 from bytecheckpoint.snapshot import LiveState, Snapshot, StagedState, StateInWaves, staged_bytes
 from bytecheckpoint.staging import LiveFile, PlannedFile
 from bytecheckpoint.tensor_memory import to_host
 
-Kind = Literal["none", "copy", "lazy", "fork"]
+Kind = Literal["none", "copy", "lazy"]
 
 _MAX_COPY_THREADS = 4
 
 
 def kind_of_snapshot(wanted: str, *, async_save: bool) -> Kind:
-    """What an option comes to. `auto` is `copy`: a fork stalls for less, but costs training more in all, because every
-    page that it changes while the save runs is copied by the kernel one at a time (docs/architecture.md has figures);
-    and what is lazy is only safe where nothing but the optimizer changes the state.
+    """The kind that an option comes to. `auto` is `copy`, because a lazy snapshot is only safe where nothing but steps
+    of torch optimizers changes the state.
     """
     if not async_save:
         return "none"
-    return "lazy" if wanted == "lazy" else "fork" if wanted == "fork" else "copy"
+    return "lazy" if wanted == "lazy" else "copy"
 
 
 def take_snapshot(kind: Kind, files: Sequence[LiveFile], kept: Kept, *, staging_bytes: int | None) -> Snapshot:
-    """The snapshot of these files; after `stage()` the state may change.
-
-    Raises CheckpointSaveError (unsupported_value) where the kind does not fit the state or the platform.
-    """
+    """The snapshot of these files; after `stage()` the state may change."""
     if kind == "none":
         return LiveState(files, kept.scratch)
-    if kind == "fork":
-        _check_can_fork(files)
-        return ForkedState(files, kept.shared)
     num_bytes = staged_bytes([file.planned for file in files])
     if staging_bytes is not None and num_bytes > staging_bytes:
         return StateInWaves(files, kept.staging.take(staging_bytes))
@@ -50,12 +41,8 @@ def take_snapshot(kind: Kind, files: Sequence[LiveFile], kept: Kept, *, staging_
     return StagedState(files, kept.staging.take(num_bytes), threads=threads)
 
 
-def allocate(kind: Kind, planned: Sequence[PlannedFile], kept: Kept, *, staging_bytes: int | None) -> None:
+def allocate(planned: Sequence[PlannedFile], kept: Kept, *, staging_bytes: int | None) -> None:
     """Makes the memory exist that a snapshot of these files will take."""
-    if kind == "fork":
-        _check_can_fork([])
-        kept.shared.page_in()
-        return
     num_bytes = staged_bytes(planned)
     kept.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
 
@@ -79,13 +66,3 @@ def _held(tensor: torch.Tensor, changing: Collection[int]) -> torch.Tensor:
 
 def _storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _check_can_fork(files: Sequence[LiveFile]) -> None:
-    device = next((device for file in files for device in file.devices if device.type != "cpu"), None)
-    if device is not None or not can_fork():
-        why = f"there are tensors on {device}" if device is not None else "this platform is not Linux"
-        raise CheckpointSaveError(
-            f"snapshot='fork' is for tensors on the host, on Linux: {why}; nothing was written: use 'copy' or 'lazy'",
-            kind="unsupported_value",
-        )

@@ -5,7 +5,7 @@ host memory. When that happens, and where the memory comes from, is decided in s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -152,7 +152,6 @@ class LiveFile:
         self._shards = shards  # keeps the memory alive that is known by address only
         self._others: dict[int, torch.Tensor] = {}
         """By index: what is not flat, or not on the host. Its address is 0."""
-        self._copies: list[bytearray] = []
         lengths, addresses = [len(planned.header)], [_address_of(planned.header)]
         for chunk, part in zip(planned.chunks, planned.parts, strict=True):
             shard = shards[chunk.offer]
@@ -173,11 +172,6 @@ class LiveFile:
         self._lengths, self._addresses = np.array(lengths, np.int64), np.array(addresses, np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
 
-    @property
-    def devices(self) -> set[torch.device]:
-        """Where the tensors are."""
-        return {tensor.device for tensor in self._others.values()} | {torch.device("cpu")}
-
     def leave_out_devices(self) -> dict[int, torch.Tensor]:
         """What lies on devices with streams, by its byte offset in the file. From here on `gather` leaves it to the
         caller.
@@ -186,28 +180,6 @@ class LiveFile:
         for index in on_devices:
             self._lengths[index] = 0
         return {int(self._starts[index]): tensor for index, tensor in on_devices.items()}
-
-    def copy_apart(self, is_apart: Callable[[int, int], bool]) -> None:
-        """Copies into memory of its own, now, what only torch can copy and the host memory at every address and length
-        for which `is_apart` is false: a forked child can then gather all of the file, as it is at the fork.
-        """
-        pieces = zip(self._lengths.tolist(), self._addresses.tolist(), strict=True)
-        for index, (num_bytes, address) in enumerate(pieces):
-            if num_bytes and (not address or not is_apart(address, num_bytes)):
-                copy = bytearray(num_bytes)
-                copy_address = ctypes.addressof(ctypes.c_char.from_buffer(copy))
-                self._gather_part(index, 0, copy_address, num_bytes)
-                self._copies.append(copy)
-                self._addresses[index] = copy_address
-        self._others.clear()
-
-    def memory_of(self, byte_offset: int, byte_length: int) -> list[tuple[int, int]]:
-        """The host memory behind a range of the file: first address of each piece, and the one after its last."""
-        pieces = self._pieces(byte_offset, byte_offset + byte_length)
-        starts, lengths, addresses = self._starts[pieces], self._lengths[pieces], self._addresses[pieces]
-        firsts = addresses + np.maximum(byte_offset - starts, 0)
-        ends = addresses + np.minimum(lengths, byte_offset + byte_length - starts)
-        return [(first, end) for first, end in zip(firsts.tolist(), ends.tolist(), strict=True) if first < end]
 
     def gather(self, byte_offset: int, into: memoryview) -> None:
         """Copies the file's bytes from `byte_offset` on into this writable memory, as many as it takes."""

@@ -155,7 +155,7 @@ def upload_files(
 ) -> None:
     """Copies files from a local stage to a folder of the store, one after the other, through memory of its own."""
     num_blocks = -(-max((file.byte_length for file in files), default=0) // BLOCK_BYTES)
-    scratch = Scratch(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)), is_shared=False)
+    scratch = Scratch(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)))
     for file in files:
         copy_file(staged.store, store, folder, file, scratch)
 

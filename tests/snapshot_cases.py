@@ -25,10 +25,9 @@ OPTIONS = {
     "waves": bcp.SaveOptions(snapshot="copy", staging_bytes=32 << 20),
     "lazy": bcp.SaveOptions(snapshot="lazy"),
     "lazy waves": bcp.SaveOptions(snapshot="lazy", staging_bytes=32 << 20),
-    "fork": bcp.SaveOptions(snapshot="fork"),
-    "fork, many files": bcp.SaveOptions(snapshot="fork", max_file_bytes=5 << 20),
+    "copy, many files": bcp.SaveOptions(snapshot="copy", max_file_bytes=5 << 20),
 }
-KINDS = ("copy", "lazy", "fork")
+KINDS = ("copy", "lazy")
 
 
 def save(path: object, state: dict[str, Any], kind: str, **arguments: Any) -> bcp.SaveHandle:
@@ -69,7 +68,7 @@ def unusual_views(seed: int) -> dict[str, torch.Tensor]:
 
 
 def owned_by_others(folder: Path, seed: int) -> dict[str, torch.Tensor]:
-    """Shared memory, numpy's, and mapped files, of which a forked child would see later changes, and private maps."""
+    """Shared memory, numpy's, and mapped files, shared and private."""
     content = random_bits(torch.uint8, (300_001,), seed).numpy()
     for name in ("shared.bin", "written.bin", "private.bin"):
         content.tofile(folder / name)

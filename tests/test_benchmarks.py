@@ -39,9 +39,8 @@ LONG = {
     "plan_cache.py --tensors 4 --saves 1 --ranks 1 2": [
         rf"\n\| {re.escape(state)} \| 4 \| {ranks} \| \d" for state in ("dict", "model and AdamW") for ranks in (1, 2)
     ],
-    "save.py --size 0.001 --rounds 1 --workloads W2 --contestants bcp-lazy bcp-fork dcp --memory W2": [
+    "save.py --size 0.001 --rounds 1 --workloads W2 --contestants bcp-lazy dcp --memory W2": [
         r"\n\| bytecheckpoint, async, lazy \| [\d.]+ \(",
-        r"\n\| bytecheckpoint, async, fork \| [\d.]+ \(",
         r"\n\| torch DCP \| [\d.]+ \(",
     ],
     "load.py --size 0.001 --rounds 1 --workloads 4to2 slow-ddp --contestants bcp dcp": [

@@ -5,12 +5,11 @@ whole device.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from sample_tensors import bits_of
-from snapshot_cases import OPTIONS, paused, save
+from snapshot_cases import OPTIONS, save
 
 import bytecheckpoint as bcp
 from bytecheckpoint.handle import IN_FLIGHT
@@ -95,36 +94,3 @@ def test_an_optimizer_on_the_device_waits_for_a_lazy_save(tmp_path: Path) -> Non
     optimizer.step()
     handle.result(30)
     check(tmp_path, {name: value.cpu() for name, value in expected.items()})
-
-
-def test_a_fork_of_what_is_on_a_device_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(bcp.CheckpointSaveError, match="there are tensors on cuda:0"):
-        bcp.save(tmp_path / "ckpt", on_device(), async_save=True, options=OPTIONS["fork"])
-    assert not (tmp_path / "ckpt").exists()
-
-
-def test_a_save_whose_thread_cannot_start_has_the_values_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_more(*_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    state = on_device()
-    monkeypatch.setattr("threading.Thread.start", no_more)
-    monkeypatch.setattr("bytecheckpoint.spare_threads.SpareThreads.begin", no_more)  # one may be waiting already
-    handle = bcp.save(tmp_path, state, async_save=True, options=OPTIONS["copy"])
-    assert handle.done()
-    handle.result(0)
-    monkeypatch.undo()
-    check(tmp_path, {name: tensor.cpu() for name, tensor in state.items()})
-
-
-def test_tensors_that_are_freed_at_once_are_saved(tmp_path: Path) -> None:
-    state = on_device()
-    expected = {name: tensor.cpu() for name, tensor in state.items()}
-    with paused() as go:
-        handle = bcp.save(tmp_path, state, async_save=True, options=OPTIONS["lazy"])
-        state.clear()
-        noise = [torch.full((1200, 4000), -1.0, device="cuda") for _ in range(8)]
-        go.set()
-        handle.result(30)
-    assert len(noise) == 8
-    check(tmp_path, expected)

@@ -186,7 +186,7 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     bcp.save(tmp_path / "next", {"x": torch.ones(3)})
 
 
-@pytest.mark.parametrize("snapshot", ["copy", "lazy", "fork"])
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
 def test_ctrl_c_in_a_save_that_no_thread_can_write_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any
 ) -> None:
@@ -210,7 +210,7 @@ def test_what_ranks_refuse_where_no_thread_can_start_is_told_by_the_handle(
     assert isinstance(handle.exception(0), bcp.CheckpointExistsError)
 
 
-@pytest.mark.parametrize("snapshot", ["copy", "lazy", "fork"])
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
 def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, snapshot: str) -> None:
     state = {"x": torch.ones(1000)}
     kept = weakref.ref(state["x"])

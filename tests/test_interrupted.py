@@ -4,7 +4,6 @@ saves that share what there is little of.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -187,22 +186,3 @@ def test_an_interrupted_load_drops_the_reads_that_have_not_begun() -> None:
         )
     assert len(begun) < 10
     assert len(ended) == len(begun) - 1  # nobody is at work any more
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="/proc tells what a process holds")
-def test_a_fork_that_is_interrupted_before_its_thread_begins_leaves_no_child(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, options = {"x": torch.ones(1000)}, bcp.SaveOptions(snapshot="fork", overwrite=True)
-    bcp.save(tmp_path, state, async_save=True, options=options).result(WAIT_S)
-    before = len(os.listdir("/proc/self/fd"))
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SpareThreads, "begin", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            bcp.save(tmp_path, state, async_save=True, options=options)
-    assert len(os.listdir("/proc/self/fd")) == before
-    bcp.save(tmp_path, state, async_save=True, options=options).result(WAIT_S)

@@ -119,7 +119,7 @@ def test_a_synchronous_save_gives_a_finished_handle(tmp_path: Path, stage: Path,
     assert files_under(stage) == []
 
 
-@pytest.mark.parametrize("snapshot", ["lazy", "fork"])
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
 def test_every_snapshot_goes_through_it(tmp_path: Path, stage: Path, snapshot: Any) -> None:
     options = bcp.SaveOptions(local_stage=stage, snapshot=snapshot, codec="zstd", staging_bytes=32 << 20)
     for step in range(3):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ a save, which a leak would be.
 """
 
 
+SETTLED_S = 30.0
+
+
 class Held(NamedTuple):
     """What this process holds."""
 
@@ -35,7 +39,7 @@ class Held(NamedTuple):
     children: int
     """Those that have ended and were not waited for, too."""
     shared_files: int
-    """Under /dev/shm."""
+    """Under /dev/shm, of this process: others of the machine come and go."""
     shared_bytes: int
     resident_bytes: int
 
@@ -43,12 +47,14 @@ class Held(NamedTuple):
 def held() -> Held:
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    maps = Path("/proc/self/maps").read_text()
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.exists()]
     return Held(
         threads=threading.active_count(),
         descriptors=len(os.listdir("/proc/self/fd")),
         children=sum(len((task / "children").read_text().split()) for task in tasks),
-        shared_files=len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
+        shared_files=sum(name in maps or str(os.getpid()) in name for name in shared),
         shared_bytes=int(status["RssShmem"].split()[0]) << 10,
         resident_bytes=int(status["VmRSS"].split()[0]) << 10,
     )
@@ -61,7 +67,25 @@ def save_again_and_again(rank: int, world_size: int, path: str, kind: str) -> tu
         save_steps(path, state, kind, range(NUM_WARM_UP_SAVES))
         before = held()
         save_steps(path, state, kind, range(NUM_WARM_UP_SAVES, NUM_SAVES))
-        return before, held()
+        return before, held_in_the_end(before)
+
+
+def held_in_the_end(before: Held) -> Held:
+    """What is held once that is no more than before, or after SETTLED_S: on a busy machine a thread that is ending, and
+    what it holds, may take a while.
+    """
+    deadline = time.monotonic() + SETTLED_S
+    while not is_no_more(after := held(), before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return after
+
+
+def is_no_more(after: Held, before: Held) -> bool:
+    """Fewer are no leak: what was ending before has ended."""
+    is_counted = all(now <= then for now, then in zip(after[1:4], before[1:4], strict=True))
+    is_small = after.shared_bytes <= before.shared_bytes + (1 << 20)
+    is_small &= after.resident_bytes <= before.resident_bytes + (24 << 20)
+    return is_counted and is_small and after.threads <= before.threads + MAX_MORE_THREADS
 
 
 def save_steps(path: str, state: dict[str, Any], kind: str, steps: range) -> None:
@@ -79,10 +103,7 @@ def test_two_hundred_saves_leave_nothing_behind(workers: WorkerPool, tmp_path: P
     ((before, after),) = workers.run(
         save_again_and_again, str(tmp_path), kind, world_size=1, process_group=False, timeout_s=150
     )
-    assert after[1:4] == before[1:4]
-    assert after.threads <= before.threads + MAX_MORE_THREADS
-    assert after.shared_bytes <= before.shared_bytes + (1 << 20)
-    assert after.resident_bytes <= before.resident_bytes + (24 << 20)
+    assert is_no_more(after, before), (before, after)
     assert bcp.open(tmp_path / "4", 199)["all"][:].unique().tolist() == [199.0]
 
 

@@ -30,7 +30,6 @@ import bytecheckpoint as bcp
 from bytecheckpoint import draft
 from bytecheckpoint.snapshot import Snapshot, StagedState
 from bytecheckpoint.spare_threads import SpareThreads
-from bytecheckpoint.staging import LiveFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -50,10 +49,7 @@ def test_saved_values_are_those_of_the_call_for_every_kind_of_memory(tmp_path: P
 def test_auto_is_a_copy_after_which_the_state_may_change_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: bcp.SaveOptions
 ) -> None:
-    """A buffer that a forward pass changes is in the state, and nobody calls `staged`: lazy would be wrong here. No
-    process is forked, which other threads could make dangerous.
-    """
-    monkeypatch.setattr("bytecheckpoint.forking._fork", lambda: pytest.fail("forked"))
+    """A buffer that a forward pass changes is in the state, and nobody calls `staged`: lazy would be wrong here."""
     state: dict[str, Any] = every_memory(tmp_path)
     state["module"] = torch.nn.BatchNorm1d(64)
     tensors = {name: value for name, value in state.items() if name != "module"}
@@ -190,8 +186,13 @@ def test_staging_memory_that_is_too_small_for_a_save_is_given_in_the_error() -> 
 
 @pytest.mark.parametrize("wrong", ["frok", "", None, True, 3, ("copy",)])
 def test_a_snapshot_that_there_is_not_is_refused_with_those_that_there_are(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"snapshot takes one of 'auto', 'copy', 'lazy', 'fork', not"):
+    with pytest.raises(ValueError, match=r"snapshot takes one of 'auto', 'copy', 'lazy', not"):
         bcp.SaveOptions(snapshot=wrong)
+
+
+def test_the_snapshot_that_was_removed_is_refused_with_what_to_take_instead() -> None:
+    with pytest.raises(ValueError, match=r"snapshot='fork' was removed: take 'lazy', .* or 'copy'"):
+        bcp.SaveOptions(snapshot="fork")
 
 
 def test_a_state_of_many_times_the_staging_memory_goes_through_it(tmp_path: Path) -> None:
@@ -224,40 +225,6 @@ def test_staging_that_fails_fails_the_save_and_nothing_else(tmp_path: Path, kind
             handle.staged()
     assert not (tmp_path / "manifest.bcp").exists()
     save(tmp_path, state, kind).result(20)
-
-
-class OnDevice(LiveFile):
-    """A file of which a tensor lies on an accelerator, where there is none."""
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return {torch.device("cpu"), torch.device("cuda", 1)}
-
-
-def test_a_fork_of_what_is_on_a_device_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("bytecheckpoint.draft.LiveFile", OnDevice)
-        refuse_fork(tmp_path / "ckpt", "there are tensors on cuda:1")
-    bcp.save(tmp_path / "ckpt", {"x": torch.ones(3)}, options=OPTIONS["fork"])
-
-
-def test_a_fork_on_another_platform_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bytecheckpoint.forking.sys.platform", "darwin")
-    refuse_fork(tmp_path / "ckpt", "this platform is not Linux")
-    # A save that its caller waits for forks nothing.
-    bcp.save(tmp_path / "ckpt", {"x": torch.ones(3)}, options=OPTIONS["fork"])
-
-
-def refuse_fork(path: Path, why: str) -> None:
-    with pytest.raises(bcp.CheckpointSaveError, match=why) as raised:
-        save(path, {"x": torch.ones(3)}, "fork")
-    assert raised.value.kind == "unsupported_value"
-    assert "nothing was written" in str(raised.value)
-    assert not path.exists()
 
 
 def test_a_save_whose_thread_cannot_start_is_made_by_the_caller(

@@ -41,7 +41,6 @@ SAVES = {
     "synchronous": {},
     "copy": {"async_save": True, "options": bcp.SaveOptions(snapshot="copy")},
     "lazy": {"async_save": True, "options": bcp.SaveOptions(snapshot="lazy")},
-    "fork": {"async_save": True, "options": bcp.SaveOptions(snapshot="fork")},
     "compressed": {"options": bcp.SaveOptions(codec="zstd")},
 }
 

@@ -103,7 +103,7 @@ def test_a_checkpoint_that_is_opened_knows_no_seconds(tmp_path: Path) -> None:
     assert bcp.open(tmp_path).info.seconds == {}
 
 
-@pytest.mark.parametrize("options", [{}, {"snapshot": "lazy"}, {"snapshot": "fork"}, {"staging_bytes": 32 << 20}])
+@pytest.mark.parametrize("options", [{}, {"snapshot": "lazy"}, {"staging_bytes": 32 << 20}])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_file_of_a_sole_rank(tmp_path: Path, options: dict[str, Any], is_async: bool) -> None:
     save_options = bcp.SaveOptions(max_file_bytes=1 << 20, **options)

@@ -79,12 +79,6 @@ def test_a_wrong_use_is_refused_as_by_save(tmp_path: Path, state: Any, arguments
         assert raised.value.kind == kind
 
 
-def test_a_warm_up_for_forks_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bytecheckpoint.forking.sys.platform", "darwin")
-    with pytest.raises(bcp.CheckpointSaveError, match="this platform is not Linux"):
-        bcp.warm_up({"x": torch.ones(3)}, options=OPTIONS["fork"])
-
-
 def warm_up_in_a_group(rank: int, world_size: int, path: str, kind: str) -> bool:
     state = state_of(rank, 1.0)
     bcp.warm_up(state, options=OPTIONS[kind])
@@ -92,7 +86,7 @@ def warm_up_in_a_group(rank: int, world_size: int, path: str, kind: str) -> bool
     return not list(Path(path).glob("*.tmp"))
 
 
-@pytest.mark.parametrize("kind", ["copy", "fork"])
+@pytest.mark.parametrize("kind", ["copy", "waves"])
 def test_a_group_warms_up_together(workers: WorkerPool, tmp_path: Path, kind: str) -> None:
     assert workers.run(warm_up_in_a_group, str(tmp_path), kind, world_size=3) == [True] * 3
 

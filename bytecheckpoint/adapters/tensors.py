@@ -54,6 +54,8 @@ class LocalShard(NamedTuple):
     """Of its first byte, where it was asked for and all of its bytes are there and follow in memory of the host; 0
     where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs a load
     some percent."""
+    owner: torch.Tensor | None = None
+    """The state's own tensor, where its version counter is another one than that of `tensor`, as a DTensor's is."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -111,7 +113,7 @@ class LocalShards:
                 address = address_of(memory)
             elif is_view or tensor.untyped_storage().nbytes() != num_bytes:
                 check_has_all_memory(fqn, memory)
-            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address)))
+            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address, None)))
 
     def _add_kind(self, looks: _Looks, fqn: str, tensor: torch.Tensor) -> _Kind:
         dtype, layout, shape = looks
@@ -146,7 +148,7 @@ class LocalShards:
         for part in layout.parts:
             of_part = part.of(memory)
             address = address_of(of_part) if self._with_addresses else 0
-            self.found.append(LocalShard(fqn, layout.dtype, layout.shape, part.region, of_part, address))
+            self.found.append(LocalShard(fqn, layout.dtype, layout.shape, part.region, of_part, address, tensor))
 
     def _check(self, fqn: str, tensor: torch.Tensor) -> None:
         """A save must not read what is not there; a load looks at its targets when it knows what fills them."""

@@ -261,7 +261,7 @@ def _write_all(
     """Adds each file to `done` as soon as it is there."""
     longest = max((file.byte_length for file in files), default=0)
     budget = budget_of(request.limits.memory_bytes, longest)
-    scratch = Scratch(budget.window_bytes, budget.num_windows, is_shared=False)
+    scratch = Scratch(budget.window_bytes, budget.num_windows)
     writing = _Writing(plan, elements, scratch=scratch, budget=budget, on_progress=on_progress)
     for file in files:
         written = writing.write(file, is_replaced=request.overwrite)

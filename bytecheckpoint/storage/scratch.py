@@ -13,11 +13,9 @@ from contextlib import contextmanager, suppress
 class Scratch:
     """A few blocks of equal length that are lent out and taken back. Methods may be called from any thread."""
 
-    def __init__(self, block_bytes: int, num_blocks: int, *, is_shared: bool) -> None:
-        """`is_shared` memory is the same memory in processes that are forked after `allocate`."""
+    def __init__(self, block_bytes: int, num_blocks: int) -> None:
         self._block_bytes = block_bytes
         self._num_blocks = num_blocks
-        self._is_shared = is_shared
         self._is_allocated = False
         self._free: list[memoryview] = []
         self._changed = threading.Condition()
@@ -31,14 +29,6 @@ class Scratch:
                 self._free = [self._new_block() for _ in range(self._num_blocks)]
                 self._is_allocated = True
                 self._changed.notify_all()
-
-    def page_in(self) -> None:
-        """Makes all of the blocks exist in memory that are not lent, so that no save has to."""
-        self.allocate()
-        with self._changed:
-            for block in self._free:
-                for start in range(0, self._block_bytes, mmap.PAGESIZE):
-                    block[start] = 0
 
     def grow(self, num_blocks: int) -> None:
         """Makes at least so many blocks available."""
@@ -64,10 +54,9 @@ class Scratch:
                 self._changed.notify()
 
     def _new_block(self) -> memoryview:
-        flags = mmap.MAP_SHARED if self._is_shared else mmap.MAP_PRIVATE
-        memory = mmap.mmap(-1, self._block_bytes, flags=flags | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, self._block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Large pages make direct writes cheaper. A child that is forked meanwhile needs none of them.
-        for advice in () if self._is_shared else ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with suppress(OSError, AttributeError):
                 memory.madvise(getattr(mmap, advice))
         return memoryview(memory)

@@ -415,7 +415,7 @@ def save_in_all_ways(rank: int, world_size: int, root: str) -> list[Any]:
         planned.append(len(count))
         return handle
 
-    for snapshot in ("none", "copy", "lazy", "fork"):
+    for snapshot in ("none", "copy", "lazy"):
         for name, source in {"orig": trained, "flat": flat}.items():
             expected = source.whole()
             if snapshot == "none":

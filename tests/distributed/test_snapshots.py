@@ -4,24 +4,20 @@ train with collectives of their own.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import loads_as, seen, state_of
+from faults.seams import seen, state_of
 from sample_tensors import bits_of
 from snapshot_cases import KINDS, OPTIONS, differing, mutating, running, save, saved_bits, slowed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint import forking
 from distributed.workers import WorkerPool
 
 
@@ -89,56 +85,12 @@ def test_ranks_change_their_state_at_once_while_collectives_run(workers: WorkerP
 
 
 def save_with_different_kinds(rank: int, world_size: int, path: str) -> None:
-    save(path, state_of(rank, 1.0), KINDS[rank]).result(30)
+    save(path, state_of(rank, 1.0), ("copy", "lazy", "waves")[rank]).result(30)
 
 
 def test_ranks_need_not_take_the_same_kind(workers: WorkerPool, tmp_path: Path) -> None:
     workers.run(save_with_different_kinds, str(tmp_path), world_size=3)
     assert sorted(bcp.open(tmp_path).keys())[:4] == ["all", "own.rank0", "own.rank1", "own.rank2"]
-
-
-def save_with_a_kill(rank: int, world_size: int, path: str) -> Any:
-    fork: Callable[[], int] = forking._fork
-
-    def fork_and_kill() -> int:
-        pid = fork()
-        if pid:
-            os.kill(pid, signal.SIGKILL)
-        return pid
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr("bytecheckpoint.forking._fork", fork_and_kill)
-        error = seen(lambda: save(path, state_of(rank, 1.0), "fork").result(30))
-    dist.barrier()
-    is_committed = Path(path, "manifest.bcp").exists()
-    dist.barrier()
-    save(path, state_of(rank, 2.0), "fork").result(30)
-    return error, is_committed, loads_as(path, rank, 2.0)
-
-
-def test_the_death_of_one_rank_s_child_fails_all_and_the_next_save_works(workers: WorkerPool, tmp_path: Path) -> None:
-    outcomes = workers.run(save_with_a_kill, str(tmp_path), world_size=3)
-    errors = {error for error, _, _ in outcomes}
-    assert len(errors) == 1
-    (error,) = errors
-    assert (error.kind, error.ranks) == ("writer_died", (1,))
-    assert "SIGKILL" in error.message
-    assert not any(is_committed for _, is_committed, _ in outcomes)
-    assert all(loads for _, _, loads in outcomes)
-
-
-def refuse_on_one_rank(rank: int, world_size: int, path: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr("bytecheckpoint.forking.sys.platform", "darwin")
-        return seen(lambda: save(path, state_of(rank, 1.0), "fork").result(20)), list(Path(path).rglob("*.*"))
-
-
-def test_a_rank_that_cannot_fork_refuses_for_all(workers: WorkerPool, tmp_path: Path) -> None:
-    for error, files in workers.run(refuse_on_one_rank, str(tmp_path), world_size=2):
-        assert (error.kind, error.ranks) == ("unsupported_value", (1,))
-        assert files == []
 
 
 class StepsWithoutHooks(torch.optim.SGD):

@@ -26,7 +26,6 @@ MODULES: tuple[str, ...] = (
     "faults.object_store_faults",
     "faults.commit_machine",
     "faults.lost_ranks",
-    "faults.fork_stress",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)

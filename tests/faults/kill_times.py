@@ -164,7 +164,6 @@ _KINDS = {
     "sync": "synchronous",
     "copy": 'asynchronous, `snapshot="copy"`',
     "lazy": 'asynchronous, `snapshot="lazy"`',
-    "fork": 'asynchronous, `snapshot="fork"`',
 }
 
 CAMPAIGNS = (

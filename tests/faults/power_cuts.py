@@ -20,7 +20,7 @@ from faults.loop_disk import LoopDisk, missing_for_loop_disks
 from faults.savers import SAVERS
 from faults.survived import lost, stuck, told, torn
 
-KINDS = ("sync", "copy", "lazy", "fork")
+KINDS = ("sync", "copy", "lazy")
 MAX_DONE = 3
 
 

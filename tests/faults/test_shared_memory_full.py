@@ -26,7 +26,7 @@ try:
 except OSError as error:
     assert error.errno == errno.ENOSPC
 
-for step, snapshot in enumerate(("copy", "lazy", "fork"), 1):
+for step, snapshot in enumerate(("copy", "lazy"), 1):
     options = bcp.SaveOptions(snapshot=snapshot)
     for is_async in (False, True):
         path = f"{sys.argv[1]}/{snapshot}-{is_async}"
@@ -47,6 +47,6 @@ def test_saves_of_every_kind_need_no_shared_memory(launcher: Launcher, tmp_path:
         pytest.skip("a mount of its own cannot be had here")
     assert ended == (0, "done\n")
     assert not Path("/dev/shm/full").exists()  # it was full for that program alone
-    for step, snapshot in enumerate(("copy", "lazy", "fork"), 1):
+    for step, snapshot in enumerate(("copy", "lazy"), 1):
         for is_async in (False, True):
             assert loads_as(tmp_path / f"{snapshot}-{is_async}", 0, float(step))

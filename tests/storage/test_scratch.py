@@ -20,21 +20,11 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted by /proc")
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_small_save_takes_no_more_memory_than_it_fills(is_shared: bool) -> None:
+def test_a_small_save_takes_no_more_memory_than_it_fills() -> None:
     """The first save of a small state waited for 64 MiB to be paged in."""
-    scratch = Scratch(BLOCK_BYTES, 3, is_shared=is_shared)
+    scratch = Scratch(BLOCK_BYTES, 3)
     before = resident_bytes()
     with scratch.lend() as block:
         block[: mmap.PAGESIZE] = b"x" * mmap.PAGESIZE
         assert resident_bytes() - before < SLACK_BYTES
         assert len(block) == BLOCK_BYTES
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted by /proc")
-def test_memory_that_was_paged_in_is_there() -> None:
-    """As `warm_up` does it for the first save."""
-    scratch = Scratch(BLOCK_BYTES, 2, is_shared=True)
-    before = resident_bytes()
-    scratch.page_in()
-    assert resident_bytes() - before > 2 * BLOCK_BYTES - SLACK_BYTES

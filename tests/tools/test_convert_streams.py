@@ -28,7 +28,7 @@ class NoElements:
 @pytest.fixture
 def ahead():
     budget = Budget(WINDOW_BYTES, 3, 0)
-    scratch = Scratch(WINDOW_BYTES, 3, is_shared=False)
+    scratch = Scratch(WINDOW_BYTES, 3)
     reading = ReadAhead(Stream([CONTENT]), NoElements(), scratch, budget)
     yield reading
     reading.close()
