@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bytecheckpoint.adapters.module_parts import EXTRA_STATE
 from bytecheckpoint.adapters.renaming import KeyMap, renamer
 from bytecheckpoint.adapters.state import Entry, entries_of
-from bytecheckpoint.adapters.stored import Stored
+from bytecheckpoint.adapters.stored import Stored, is_at_or_below
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
 from bytecheckpoint.planner.coalesce import Fetch
@@ -90,10 +91,12 @@ class Fitted(NamedTuple):
     verdict: Verdict
 
 
-def match_named(view: View, wanted: Wanted, *, below: str = "") -> Matched:
-    """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names."""
+def match_named(view: View, wanted: Wanted, *, below: str = "", beside: Collection[str] = ()) -> Matched:
+    """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names, but for
+    entries that stay beside it.
+    """
     entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
-    stored = view.stored(below, [name for name in wanted.names if name != below] if below else ())
+    stored = view.stored(below, beside)
     return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast))
 
 
@@ -117,8 +120,15 @@ def fit_state(ranks: Ranks, view: View, wanted: Wanted, plan: Callable[[Match], 
     found = judged(as_it_is, other_name)
     if not found.verdict.is_open:
         return found
-    named = match_named(view, wanted, below=other_name)
+    beside = {*wanted.names, *_entries(as_it_is.stored)} - {other_name}
+    named = match_named(view, wanted, below=other_name, beside=beside)
     return judged(named if _is_better(ranks, named.fit, as_it_is.fit) else as_it_is, "")
+
+
+def _entries(stored: Stored) -> set[str]:
+    """State FQNs of the entries of a checkpoint, where it also has tensors that stand in none."""
+    found = {fqn for fqn, tree in stored.trees.items() if isinstance(tree, dict) and fqn.split(".")[-1] != EXTRA_STATE}
+    return set() if all(is_at_or_below(fqn, found) for fqn in stored.saved) else set(map(stored.rename, found))
 
 
 def _is_better(ranks: Ranks, fit: _Fit, other: _Fit) -> bool:

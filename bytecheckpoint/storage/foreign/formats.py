@@ -18,6 +18,7 @@ from bytecheckpoint.storage.foreign import (
     rank_files,
     safetensors_files,
     torch_file,
+    trainer_folder,
 )
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged
 from bytecheckpoint.storage.foreign.parts import Parts
@@ -34,7 +35,6 @@ Format = Literal[
     "megatron",
 ]
 
-_TORCH_SOLE = "pytorch_model.bin"
 _HEAD_BYTES = 16
 _DEEPSPEED_LATEST, _MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
 _MAX_POINTER_BYTES = 1024
@@ -68,8 +68,8 @@ def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
         return Place(folder, "", "torch.distributed.checkpoint folders")
     if any(name.endswith(safetensors_files.SUFFIX) for name in files):
         return Place(folder, "", "safetensors")
-    if _TORCH_SOLE in files:
-        return Place(folder, _TORCH_SOLE, "torch.save")
+    if files & {trainer_folder.TORCH_SOLE, trainer_folder.TORCH_INDEX}:
+        return Place(folder, "", "torch.save")
     if rank_files.is_folder(files):
         return Place(folder, "", "torch.save of ranks")
     return None
@@ -144,10 +144,14 @@ def _read(store: Store, place: Place) -> Parts:
         return rank_files.read_folder(store, folder, listing)
     if kind == "deepspeed":
         return deepspeed_folder.read_folder(store, folder, listing)
+    if not name:
+        is_torch = kind == "torch.save"
+        read_model = trainer_folder.read_torch_model if is_torch else safetensors_files.read_folder
+        parts = read_model(store, folder, listing)
+        trainer_folder.add_beside(store, folder, listing, parts)
+        return parts
     if kind == "torch.save":
         return _read_torch_file(store, folder, name, listing)
-    if not name:
-        return safetensors_files.read_folder(store, folder, listing)
     if name.endswith(safetensors_files.INDEX_SUFFIX):
         return safetensors_files.read_indexed(store, folder, name)
     return safetensors_files.read_files(store, folder, [name])
