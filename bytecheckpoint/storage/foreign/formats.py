@@ -22,6 +22,7 @@ from bytecheckpoint.storage.foreign import (
 )
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged
 from bytecheckpoint.storage.foreign.parts import Parts
+from bytecheckpoint.storage.foreign.unread_files import name_unread_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -128,12 +129,15 @@ def read_manifest(store: Store, place: Place) -> Manifest:
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError,
     UnsafeCheckpointError or StorageError.
     """
-    return _read(store, place).manifest(place.format)
+    listing = store.list(place.folder)
+    parts = _read(store, place, listing)
+    if not place.file:
+        name_unread_files(store, place.folder, listing, parts)
+    return parts.manifest(place.format)
 
 
-def _read(store: Store, place: Place) -> Parts:
+def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> Parts:
     folder, name, kind = place
-    listing = store.list(folder)
     if kind == "torch.distributed.checkpoint":
         return distcp_folder.read_folder(store, folder, listing)
     if kind == "torch.distributed.checkpoint folders":

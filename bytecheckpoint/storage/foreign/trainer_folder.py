@@ -23,13 +23,8 @@ from bytecheckpoint.storage.store import Store
 TORCH_SOLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STATE = re.compile(r"\A((?:optimizer|scheduler|scaler)(?:_\d{1,6})?)\.(?:pt|bin)\Z")
 _MODEL = re.compile(r"\A(?:pytorch_)?(model_\d{1,6})\.(safetensors|bin)\Z")
-_DATA = re.compile(
-    r"\A.*\.(?:safetensors|bin|pt|pth|ckpt|pkl|pickle|distcp|npz|npy|h5|hdf5|msgpack|gguf|onnx|ot|tar|zip)\Z"
-)
-"""Names of files that may hold tensors."""
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"(?:\A|/)checkpoint-(\d{1,18})\Z")
-_NOT_OF_IT = "not of the model, its optimizers and schedulers, which were read"
 
 
 def read_torch_model(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
@@ -57,7 +52,7 @@ def read_torch_model(store: Store, folder: str, listing: Mapping[str, int | None
 
 
 def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], parts: Parts) -> None:
-    """Adds what lies beside the model of a folder, which was read, and names what is left out.
+    """Adds what lies beside the model of a folder, which was read.
 
     Raises CheckpointMismatchError (conflict), CheckpointCorruptError or UnsafeCheckpointError.
     """
@@ -66,17 +61,14 @@ def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], par
     read = {file.name for file in parts.files}
     for name, num_bytes in sorted(listing.items()):
         state, model = _STATE.match(name), _MODEL.match(name)
-        if num_bytes is None:
-            if any(map(_DATA.match, store.list(join_name(folder, name)))):
-                parts.leave_out(f"{name}/", _NOT_OF_IT)
-        elif name in read:
+        if num_bytes is None or name in read:
             continue
-        elif state and state[1] not in parts.trees:
+        if state and state[1] not in parts.trees:
             _add_state(store, folder, name, state[1], listing=listing, parts=parts)
         elif model and model[1] not in parts.trees:
             _add_model(store, folder, name, model[1], listing=listing, parts=parts)
-        elif _DATA.match(name) or name == _TRAINER_STATE:
-            parts.leave_out(name, _NOT_OF_IT)
+        elif name == _TRAINER_STATE:
+            parts.leave_out(name, "the history of the training, and no state of the model")
 
 
 def _add_state(
