@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bytecheckpoint.adapters.module_parts import EXTRA_STATE
 from bytecheckpoint.adapters.optimizer_forms import Reshaping, forms_of
 from bytecheckpoint.adapters.renaming import KeyMap, renamer
 from bytecheckpoint.adapters.state import Entry, entries_of
-from bytecheckpoint.adapters.stored import Stored
+from bytecheckpoint.adapters.stored import Stored, is_at_or_below
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
 from bytecheckpoint.planner.coalesce import Fetch
@@ -104,10 +105,12 @@ class Fitted(NamedTuple):
     verdict: Verdict
 
 
-def match_named(view: View, wanted: Wanted, *, below: str = "") -> Matched:
-    """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names."""
+def match_named(view: View, wanted: Wanted, *, below: str = "", beside: Collection[str] = ()) -> Matched:
+    """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names, but for
+    entries that stay beside it.
+    """
     entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
-    stored = view.stored(entries, below, [name for name in wanted.names if name != below] if below else ())
+    stored = view.stored(entries, below, beside)
     return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), view.manifest)
 
 
@@ -137,11 +140,19 @@ def fit_state(ranks: Ranks, view: View, wanted: Wanted, plan: Callable[[Matched]
     found = judged(as_it_is, other_name=view.other_name(wanted.names), has_experts=has_separate_experts(view.manifest))
     if not found.verdict.is_open:
         return found
-    fused = with_fused_experts(view.manifest)
+    other_name, fused = found.verdict.other_name, with_fused_experts(view.manifest)
     views = [view] if fused is None else [view, view._replace(manifest=fused)]
-    names = ["", found.verdict.other_name] if found.verdict.other_name else [""]
-    others = [match_named(each, wanted, below=name) for each in views for name in names if name or each is not view]
+    others = [match_named(each, wanted) for each in views[1:]]
+    if other_name:
+        beside = {*wanted.names, *_entries(as_it_is.stored)} - {other_name}
+        others += [match_named(each, wanted, below=other_name, beside=beside) for each in views]
     return judged(_best_of(ranks, [as_it_is, *others]))
+
+
+def _entries(stored: Stored) -> set[str]:
+    """State FQNs of the entries of a checkpoint, where it also has tensors that stand in none."""
+    found = {fqn for fqn, tree in stored.trees.items() if isinstance(tree, dict) and fqn.split(".")[-1] != EXTRA_STATE}
+    return set() if all(is_at_or_below(fqn, found) for fqn in stored.saved) else set(map(stored.rename, found))
 
 
 def _best_of(ranks: Ranks, found: Sequence[Matched]) -> Matched:

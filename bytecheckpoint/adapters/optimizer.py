@@ -127,6 +127,9 @@ class OptimizerEntry:
         found = self._find(stored)
         if found is None:
             text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
+            if stored.entry_tree(f"{self.fqn}.1") is not None:
+                text += ", but several with numbers: give each a name, as in "
+                text += f'{{"{self.fqn}": {{"0": first, "1": second}}}}'
             return expectation._replace(problems=[Problem("missing_key", self.fqn, text)])
         expectation.claims.update(found.shared_claims())
         expectation.problems.extend(found.number_problems())
@@ -193,10 +196,10 @@ class OptimizerEntry:
 
     def _find(self, stored: Stored) -> StoredOptimizer | None:
         if self._found is None:
-            tree = stored.entry_tree(self.fqn)
+            tree = stored.object_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
                 held = [group for optimizer in self.optimizers for group in self._param_groups(optimizer)]
-                names = [each for _, parameters in held for each in self._optimized.names(parameters)]
+                names = [self._optimized.names(parameters) for _, parameters in held]
                 has_order = all(self._has_order(memory) for _, parameters in held for memory in parameters)
                 self._found = StoredOptimizer(self.fqn, tree, stored, names, has_order=has_order)
         return self._found

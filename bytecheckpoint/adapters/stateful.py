@@ -101,7 +101,7 @@ class StatefulEntry:
         if not self._current:
             state = self._show()
             self._current, self._target.live = leaves(state, self.fqn), subclasses_in(state, self.fqn)
-        found = stored.entry_tree(self.fqn)
+        found = stored.object_tree(self.fqn)
         self._found = None
         if found is None:
             text = f"{self.fqn}: the state of this {type(self._value).__name__} is not in the checkpoint"

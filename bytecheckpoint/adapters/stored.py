@@ -215,6 +215,23 @@ class Stored:
         tree = self.trees[source]
         return StoredTree(source, tree, any(map(self.takes, leaves(tree, source))))
 
+    def object_tree(self, fqn: str) -> StoredTree | None:
+        """The tree that the object of this state FQN was saved as: an entry, the only one of a list of objects, or all
+        of a checkpoint that stands below this FQN.
+        """
+        found = self.entry_tree(fqn)
+        if found is None and f"{fqn}.1" not in self._tree_names:
+            found = self.entry_tree(f"{fqn}.0")
+        return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
+
+    def _tree_of_all(self) -> StoredTree | None:
+        """All plain data and tensors of the checkpoint, but for entries of other names, as one tree."""
+        below = {fqn: tree for fqn, tree in self.trees.items() if fqn and self.rename(fqn).startswith(self._below)}
+        roots = set(below)
+        alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
+        below |= {fqn: TensorRef(fqn) for fqn in alone if self.rename(fqn).startswith(self._below)}
+        return StoredTree("", below, any(map(self.takes, leaves(below, "")))) if roots else None
+
     @cached_property
     def _tree_names(self) -> dict[str, str]:
         return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, leaves(self.trees[fqn], fqn))))
@@ -235,7 +252,9 @@ class Stored:
 
     def _by_new_name(self, fqns: Iterable[str], is_taken: Callable[[str], bool]) -> dict[str, str]:
         """Checkpoint FQNs by state FQN. Where two come to one name, exclude has left one of them out: not that one."""
-        return {self.rename(fqn): fqn for fqn in (fqns if self._is_as_saved else sorted(fqns, key=is_taken))}
+        by_name = {self.rename(fqn): fqn for fqn in (fqns if self._is_as_saved else sorted(fqns, key=is_taken))}
+        # A rule that puts a name and a dot before all names makes of the root that name alone.
+        return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
         """What this rank has no value for, where it is the value of this state FQN or one around it."""

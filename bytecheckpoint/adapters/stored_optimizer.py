@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
@@ -31,11 +31,18 @@ class StoredOptimizer:
     """An optimizer in a checkpoint. Parameters are asked for by the names that they have in the state."""
 
     def __init__(
-        self, fqn: str, found: StoredTree, stored: Stored, names: Sequence[ParameterNames], *, has_order: bool
+        self,
+        fqn: str,
+        found: StoredTree,
+        stored: Stored,
+        groups: Sequence[Sequence[ParameterNames]],
+        *,
+        has_order: bool,
     ) -> None:
-        """`names` are those of the live optimizer's parameters, in its order; `has_order` where an optimizer of the
-        unwrapped model has the same.
+        """`groups` are the names of the parameters in each group of the live optimizer, in its order; `has_order` where
+        an optimizer of the unwrapped model has the same.
         """
+        names = [of_parameter for of_group in groups for of_parameter in of_group]
         self._fqn = fqn
         self._stored = stored
         self._tree: Mapping[str, Any] = found.tree
@@ -53,10 +60,11 @@ class StoredOptimizer:
         self._by_tensor: dict[str, str] = {}
         """Checkpoint FQN under which a parameter's elements lie -> the same."""
         self._is_by_position = BY_POSITION in found.tree
-        self._num_parameters = len(names)
+        self._lengths = _lengths(groups)
+        self._stored_lengths = _lengths([group["params"] for group in found.tree["groups"].values()])
         self._has_order = has_order
         if self._is_by_position:
-            is_same = has_order and len(names) == len(self._groups)
+            is_same = has_order and self._lengths == self._stored_lengths
             order = enumerate(names if is_same else ())
             self._by_state_fqn = {fqn: str(at) for at, of_parameter in order for fqn in of_parameter.fqns}
         else:
@@ -184,12 +192,18 @@ class StoredOptimizer:
                 "(torch.distributed.checkpoint.state_dict, or an optimizer made from named_parameters())"
             )
             return [Problem("conflict", self._fqn, text)]
-        if len(self._groups) == self._num_parameters:
+        if self._lengths == self._stored_lengths:
             return []
         text = (
             f"{self._fqn}: of {len(self._groups)} parameters without names in the checkpoint, of "
-            f"{self._num_parameters} in the state, so that nobody can tell which is which"
+            f"{sum(self._lengths)} in the state, so that nobody can tell which is which"
         )
+        if sum(self._lengths) == len(self._groups):
+            text = (
+                f"{self._fqn}: its parameters have no names in the checkpoint, and stand in groups of "
+                f"{self._stored_lengths}, in the state in groups of {self._lengths}, so that they may be in another "
+                "order; make the optimizer with the same param_groups as the one that was saved"
+            )
         return [Problem("conflict", self._fqn, text)]
 
     def group(self, names: ParameterNames) -> StoredGroup | None:
@@ -220,3 +234,8 @@ class StoredOptimizer:
 
     def _takes_all(self, value: Any, fqn: str) -> bool:
         return all(map(self._stored.takes, leaves(value, fqn)))
+
+
+def _lengths(groups: Sequence[Sized]) -> list[int]:
+    """Of the groups that hold anything."""
+    return [len(group) for group in groups if len(group)]

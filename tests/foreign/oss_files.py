@@ -33,7 +33,7 @@ def convert(folder: Path) -> None:
     contents = {path: path.read_bytes() for path in folder.glob("*.distcp")}
     files: dict[str, io.BytesIO] = {path.name: io.BytesIO() for path in contents}
     storage_data, tensors = {}, {}
-    with _classes() as (make_metadata, make_info):
+    with stand_ins() as (make_metadata, make_info):
         for index, info in metadata.storage_data.items():
             item = contents[folder / info.relative_path][info.offset : info.offset + info.length]
             tensor = torch.load(io.BytesIO(item), weights_only=False)
@@ -66,7 +66,7 @@ def _taken_apart(tensor: torch.Tensor) -> tuple[bytes, bytes]:
 
 
 @contextmanager
-def _classes() -> Iterator[tuple[Any, Any]]:
+def stand_ins() -> Iterator[tuple[Any, Any]]:
     module = ModuleType(f"{_PACKAGE}.meta_type")
     made = {name: type(name, (), {"__module__": module.__name__}) for name in ("Metadata", "_StorageInfo")}
     vars(module).update(made)

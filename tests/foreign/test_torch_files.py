@@ -446,3 +446,13 @@ def test_a_file_of_another_kind_is_not_taken_for_a_checkpoint(tmp_path: Path) ->
     path.write_text("hello, this is no checkpoint")
     error = refused(path)
     assert (type(error), error.kind) == (bcp.CheckpointNotFoundError, "not_found")
+
+
+def test_the_names_of_python_2_that_torch_writes_are_those_of_today(tmp_path: Path) -> None:
+    """Its pickles call `int` `long` and `range` `xrange`."""
+    counts: defaultdict[str, int] = defaultdict(int, {"a": 3})
+    checkpoint = bcp.open(save({"counts": counts, "w": torch.ones(2)}, tmp_path))
+    assert checkpoint.objects == {"counts.a": 3}
+    with pytest.raises(bcp.UnsafeCheckpointError) as caught:
+        bcp.open(save({"numbers": range(3)}, tmp_path))
+    assert "'builtins.range'" in caught.value.message

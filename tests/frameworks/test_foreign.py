@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from foreign.accounting import lost
 from foreign.foreign_files import convert
 
 import bytecheckpoint as bcp
@@ -88,6 +89,7 @@ def test_a_folder_holds_what_deepspeed_says(folder: Path, held: tuple[Held, Held
     found = checkpoint.state_dict()
     weights, states, modules = (by_name.get(name, {}) for by_name in held)
     assert weights
+    assert lost(folder / name / "global_step3", is_padded=True) == []
     if name not in MIXED_UP:
         assert unequal({fqn: found[f"model.{fqn}"] for fqn in weights}, weights) == []
         assert unequal({fqn: found[f"optimizer.state.{fqn}"] for fqn in states}, states) == []
@@ -116,6 +118,7 @@ def test_a_universal_checkpoint_holds_the_same(folder: Path, held: tuple[Held, H
     arguments += ["--num_merge_workers", "1"]
     subprocess.run([*program, *arguments], check=True, capture_output=True)
     found = bcp.open(target).state_dict()
+    assert lost(target, is_padded=True) == []
     weights, states, _ = (by_name.get(name, {}) for by_name in held)
     assert unequal({fqn: found[f"model.{fqn}"] for fqn in weights}, weights) == []
     assert unequal({fqn: found[f"optimizer.state.{fqn}"] for fqn in states}, states) == []
@@ -142,6 +145,7 @@ def test_training_without_zero_keeps_its_optimizer(folder: Path, tmp_path: Path)
     pool.close()
     for name in WITHOUT_ZERO:
         own = tmp_path / name
+        assert lost(folder / f"without_zero_{name}" / "global_step3") == []
         source = folder / f"without_zero_{name}"
         convert(source, own)
         for path in (source, own):

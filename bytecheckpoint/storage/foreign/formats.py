@@ -18,9 +18,11 @@ from bytecheckpoint.storage.foreign import (
     rank_files,
     safetensors_files,
     torch_file,
+    trainer_folder,
 )
 from bytecheckpoint.storage.foreign.file_bytes import FileBytes, damaged
 from bytecheckpoint.storage.foreign.parts import Parts
+from bytecheckpoint.storage.foreign.unread_files import name_unread_files
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -34,7 +36,6 @@ Format = Literal[
     "megatron",
 ]
 
-_TORCH_SOLE = "pytorch_model.bin"
 _HEAD_BYTES = 16
 _DEEPSPEED_LATEST, _MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.txt"
 _MAX_POINTER_BYTES = 1024
@@ -68,8 +69,8 @@ def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
         return Place(folder, "", "torch.distributed.checkpoint folders")
     if any(name.endswith(safetensors_files.SUFFIX) for name in files):
         return Place(folder, "", "safetensors")
-    if _TORCH_SOLE in files:
-        return Place(folder, _TORCH_SOLE, "torch.save")
+    if files & {trainer_folder.TORCH_SOLE, trainer_folder.TORCH_INDEX}:
+        return Place(folder, "", "torch.save")
     if rank_files.is_folder(files):
         return Place(folder, "", "torch.save of ranks")
     return None
@@ -128,12 +129,15 @@ def read_manifest(store: Store, place: Place) -> Manifest:
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError,
     UnsafeCheckpointError or StorageError.
     """
-    return _read(store, place).manifest(place.format)
+    listing = store.list(place.folder)
+    parts = _read(store, place, listing)
+    if not place.file:
+        name_unread_files(store, place.folder, listing, parts)
+    return parts.manifest(place.format)
 
 
-def _read(store: Store, place: Place) -> Parts:
+def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> Parts:
     folder, name, kind = place
-    listing = store.list(folder)
     if kind == "torch.distributed.checkpoint":
         return distcp_folder.read_folder(store, folder, listing)
     if kind == "torch.distributed.checkpoint folders":
@@ -144,10 +148,14 @@ def _read(store: Store, place: Place) -> Parts:
         return rank_files.read_folder(store, folder, listing)
     if kind == "deepspeed":
         return deepspeed_folder.read_folder(store, folder, listing)
+    if not name:
+        is_torch = kind == "torch.save"
+        read_model = trainer_folder.read_torch_model if is_torch else safetensors_files.read_folder
+        parts = read_model(store, folder, listing)
+        trainer_folder.add_beside(store, folder, listing, parts)
+        return parts
     if kind == "torch.save":
         return _read_torch_file(store, folder, name, listing)
-    if not name:
-        return safetensors_files.read_folder(store, folder, listing)
     if name.endswith(safetensors_files.INDEX_SUFFIX):
         return safetensors_files.read_indexed(store, folder, name)
     return safetensors_files.read_files(store, folder, [name])

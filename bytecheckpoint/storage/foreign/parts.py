@@ -5,7 +5,7 @@ trees. It knows no format.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ _ATOMS_A_VALUE = 16
 _BYTES_A_VALUE = 256
 _NUM_NAMED = 100
 """Names of what is left out for one reason."""
+_LIGHTNING = "pytorch-lightning_version"
+"""Key of all checkpoints of Lightning."""
 EXTRA_STATE = "_extra_state"
 """The key under which modules keep extra state: an object of its own, wherever it stands."""
 
@@ -88,6 +90,20 @@ class Parts:
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
 
+    def take_in(self, other: Parts, entry: str) -> None:
+        """Adds the tensors of another checkpoint as an entry of this one.
+
+        Raises CheckpointMismatchError (conflict) for a name that is taken.
+        """
+        first = len(self.files)
+        self.files += other.files
+        for fqn, record in other.tensors.items():
+            chunks = [chunk._replace(file=first + chunk.file) for chunk in record.chunks]
+            self.add_tensor(join_fqn(entry, fqn), record.dtype, record.shape, chunks, num_parts=len(chunks))
+        for alias, fqn in other.aliases.items():
+            self.add_alias(join_fqn(entry, alias), join_fqn(entry, fqn))
+        self.trees[entry] = {fqn: TensorRef(join_fqn(entry, fqn)) for fqn in [*other.tensors, *other.aliases]}
+
     def leave_out(self, name: str, why: str) -> None:
         """Names a file, or a value in one, that the manifest will not have."""
         names = self.left_out.setdefault(why, {})
@@ -99,7 +115,8 @@ class Parts:
 
     def take_apart(self, value: Any, *, on_tensor: OnTensor) -> None:
         """Adds the plain data of a whole state, with TensorRefs for the tensors in it. Each of these is given to
-        `on_tensor`, or is a TensorRef already: a tensor that was added, and gets the name of where it stands.
+        `on_tensor`, or is a TensorRef already: a tensor that was added, and gets the name of where it stands. Each
+        optimizer of a list, and each scheduler of Lightning's, is an entry of its own: `optimizer_states.0`.
 
         What is no dict stands below the name `value`; an optimizer alone has no name.
         """
@@ -110,7 +127,7 @@ class Parts:
             self.trees[""] = walk.plain(root, "", MAX_DEPTH)
         else:
             walk.extra = {}
-            for key, item in root.items():
+            for key, item in _by_entry(root):
                 name = key if type(key) is str else str(key)
                 found = walk.plain(item, name, MAX_DEPTH)
                 if not isinstance(found, TensorRef) or is_extra_state(name):
@@ -146,6 +163,16 @@ class Parts:
 def _some_of(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
     return f"{', '.join(names[:_NUM_NAMED])}{more}"
+
+
+def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    for key, item in root.items():
+        are_dicts = type(item) is list and bool(item) and all(isinstance(each, dict) for each in item)
+        is_lightning = _LIGHTNING in root and key == "lr_schedulers"
+        if are_dicts and (is_lightning or all(as_saved_here(each) is not None for each in item)):
+            yield from ((f"{key}.{index}", each) for index, each in enumerate(item))
+        else:
+            yield key, item
 
 
 def two_of(path: str, fqn: str) -> CheckpointMismatchError:

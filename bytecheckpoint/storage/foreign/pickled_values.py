@@ -20,6 +20,8 @@ from bytecheckpoint.storage.foreign.plain_values import MAX_DIMS, DtypeName, Siz
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OLD_NAMES = {"builtins.long": "builtins.int", "builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str"}
+"""Names of Python 2, which pickles of the protocol of torch.save have."""
 
 
 class StorageKind(NamedTuple):
@@ -133,6 +135,7 @@ def find_value(module: str, name: str) -> Any:
     Raises UnsafeCheckpointError (pickle_refused) for every name that is not known.
     """
     full_name = f"{_OLD_MODULES.get(module, module)}.{name}"
+    full_name = _OLD_NAMES.get(full_name, full_name)
     found = VALUES.get(full_name)
     if found is None and module == "torch" and name in DTYPE_ITEMSIZES:
         return DtypeName(name)

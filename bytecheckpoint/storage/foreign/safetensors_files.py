@@ -85,7 +85,7 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
 def read_indexed(store: Store, folder: str, name: str) -> Parts:
     """The checkpoint of an index: the names in it, each from the file that it says."""
     path = join_name(str(store), folder, name)
-    weights = _read_index(store, join_name(folder, name), path, store.list(folder).get(name) or 0)
+    weights = read_index(store, join_name(folder, name), path, store.list(folder).get(name) or 0)
     parts = _read(store, folder, sorted(set(weights.values())))
     missing = sorted(fqn for fqn, file in weights.items() if fqn not in parts.found.get(file, {}))
     if missing:
@@ -107,12 +107,16 @@ def read_files(store: Store, folder: str, names: Sequence[str]) -> Parts:
 def files_of_index(store: Store, name: str, num_bytes: int) -> frozenset[str]:
     """The safetensors files that an index of so many bytes names; none where it is damaged."""
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
-        named = _read_index(store, name, join_name(str(store), name), num_bytes).values()
+        named = read_index(store, name, join_name(str(store), name), num_bytes).values()
         return frozenset(file for file in named if file.endswith(SUFFIX))
     return frozenset()
 
 
-def _read_index(store: Store, name: str, path: str, num_bytes: int) -> dict[str, str]:
+def read_index(store: Store, name: str, path: str, num_bytes: int) -> dict[str, str]:
+    """File of each tensor, as the index of so many bytes says. `path` is for messages.
+
+    Raises CheckpointCorruptError or UnsafeCheckpointError.
+    """
     if num_bytes > _MAX_INDEX_BYTES:
         raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_INDEX_BYTES} are read")
     content = FileBytes(store, name, num_bytes).read(0, num_bytes)
