@@ -39,7 +39,7 @@ class PeakMemory:
 
 
 def memory_of(sessions: Collection[int]) -> int:
-    """Bytes of anonymous and shared memory of all processes of these sessions. What several share counts once. The page cache does not count."""
+    """Bytes of anonymous and shared memory of all processes of these sessions, each page once; no page cache."""
     return sum(_proportional_bytes(pid) for pid in _members(sessions))
 
 

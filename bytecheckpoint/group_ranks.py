@@ -278,7 +278,7 @@ class GroupRanks:
         if not poll(lambda: self._is_set(key), self._patience_s):
             self._has_given_up = True
             put_message(self._store, ABANDONED, b"")
-            raise self._missing([COORDINATOR])
+            raise self._missing([COORDINATOR], ", or waits for another rank that is")
         self._num_down += 1
         message = get_message(self._store, key)
         if message[:1] == _FAILURE:
@@ -307,11 +307,11 @@ class GroupRanks:
         for key in keys:
             self._store.delete_key(key)
 
-    def _missing(self, ranks: Sequence[int]) -> CheckpointError:
+    def _missing(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
         names = tuple(self.names[rank] for rank in ranks)
         return CheckpointError(
-            f"{_name(names)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make this call. Look "
-            "at its log; raise options.timeout_s if it is only slow",
+            f"{_name(names)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make this call"
+            f"{hint}. Look at its log; raise options.timeout_s if it is only slow",
             kind="rank_missing",
             ranks=names,
         )

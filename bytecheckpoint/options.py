@@ -65,7 +65,8 @@ class SaveOptions:
     """
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds; it waits
-    up to 5 s more for the word of who is missing.
+    up to 5 s more for rank 0, which finds out who is missing. A rank that has no answer by then names rank 0: also
+    where another rank is missing, and rank 0 began to wait for it more than those 5 s later than this rank did.
 
     For half of it a request to S3 is tried again before the save fails.
     """
@@ -133,7 +134,8 @@ class LoadOptions:
     Where the link is on a local path, `storage_options` are for that place."""
     timeout_s: float = 600.0
     """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds; it waits
-    up to 5 s more for the word of who is missing.
+    up to 5 s more for rank 0, which finds out who is missing. A rank that has no answer by then names rank 0: also
+    where another rank is missing, and rank 0 began to wait for it more than those 5 s later than this rank did.
 
     For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
     A request to S3 is tried again for half of it.
