@@ -33,6 +33,7 @@ _EXAMPLE = """\b
 Example:
   bcp convert s3://bucket/run llama-hf --to hf --dtype bfloat16
   bcp convert run/step_00001000 dcp-folder --to dcp
+  bcp convert run titan/step-1000 --to dcp --flatten-optimizer --rename '^model\\.='
   bcp convert deepspeed-folder linked --to bcp --link
   bcp convert megatron/iter_0001000 llama-hf --to hf --map megatron-gpt-to-hf-llama
 """
@@ -112,6 +113,12 @@ def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequen
 @click.option(
     "--keep-unmapped", is_flag=True, help="With --map: keep tensors of the model that it does not know, as they are."
 )
+@click.option(
+    "--flatten-optimizer",
+    is_flag=True,
+    help="With --to dcp: write optimizers on one level, as torchtitan has them: state.NAME.exp_avg, "
+    "param_groups.NAME.lr.",
+)
 @click.option("--keep-names", is_flag=True, help="With --to hf: drop no name that stands before all others.")
 @click.option(
     "--max-shard-size",
@@ -145,6 +152,7 @@ def convert(
     map_name: str | None,
     map_option: Mapping[str, int | str],
     keep_unmapped: bool,
+    flatten_optimizer: bool,
     keep_names: bool,
     max_shard_size: int | None,
     memory: int,
@@ -159,6 +167,8 @@ def convert(
     has no place for is told. Under torchrun the ranks share the work.
     """
     _refuse_idle(to, link=link, keep_names=keep_names, max_shard_size=max_shard_size)
+    if flatten_optimizer and to != "dcp":
+        raise click.UsageError(f"--flatten-optimizer is for --to dcp, not --to {to}")
     if not map_name and (map_option or keep_unmapped or map_name is not None):
         raise click.UsageError("--map takes a name or a file; --map-option and --keep-unmapped are for --map")
     of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
@@ -166,7 +176,15 @@ def convert(
     from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
     from bytecheckpoint.sources import Asked  # noqa: PLC0415
 
-    wish = Wish(to=to, include=include, exclude=exclude, rename=rename, keep_names=keep_names, dtype=dtype)
+    wish = Wish(
+        to=to,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        keep_names=keep_names,
+        dtype=dtype,
+        flatten_optimizer=flatten_optimizer,
+    )
     default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
     request = Request(
         source=Asked(src, "latest" if step is None else step, of_source),

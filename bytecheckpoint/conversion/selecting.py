@@ -40,6 +40,8 @@ class Wish:
     """Drop no name that stands before all others."""
     dtype: str | None = None
     """For what has one of FLOAT_DTYPES."""
+    flatten_optimizer: bool = False
+    """Write optimizers on one level, by the names of their parameters."""
 
     def takes(self, fqn: str) -> bool:
         """A tensor that differs from rank to rank goes by the name of its value, too."""
