@@ -98,14 +98,16 @@ def clashes(
         values, keys = values_of[saved.fqn], found.state_keys(names)
         if own and values and not own & values:
             clashing.append(Clash(names.name, values, own))
-        elif kind is not None and _is_of_another(kind, keys, is_whole=found.takes_all):
+        elif kind is not None and _is_of_another(kind, keys, may_lack=own <= values or not found.takes_all):
             clashing.append(Clash(names.name, keys, kind.needed or kind.others))
     return clashing
 
 
-def _is_of_another(kind: Kind, keys: Collection[str], *, is_whole: bool) -> bool:
-    """Whether state with these keys is none that an optimizer of this kind goes on from."""
-    is_lacking = is_whole and bool(set(keys) - {"step"}) and not kind.needed.issubset(keys)
+def _is_of_another(kind: Kind, keys: Collection[str], *, may_lack: bool) -> bool:
+    """Whether state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
+    was saved with the same hyperparameters, or was not to be loaded whole.
+    """
+    is_lacking = not may_lack and bool(set(keys) - {"step"}) and not kind.needed.issubset(keys)
     return is_lacking or not (kind.needed | kind.others).issuperset(_STATE_KEYS & set(keys))
 
 
