@@ -403,7 +403,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _near(fqn: str, others: Sequence[str]) -> str:
-    matches = get_close_matches(fqn, others[:_NUM_MATCHED], n=1)
+    matches = get_close_matches(fqn, [other for other in others[:_NUM_MATCHED] if other != fqn], n=1)
     return f" (near: {matches[0]})" if matches else ""
 
 

@@ -341,17 +341,12 @@ def test_state_that_does_not_fit_is_refused_and_nothing_is_created(tmp_path: Pat
     assert restored.param_groups[0]["lr"] == 7.0
 
 
-def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_optimizer_in_the_checkpoint_is_refused(tmp_path: Path) -> None:
     model = mlp()
-    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    train(model, [sgd], 1)
-    bcp.save(tmp_path, {"model": model, "optimizer": sgd, "data": {"optimizer": 1}})
-    train(model, [adam], 1)
-    with pytest.raises(bcp.CheckpointMismatchError, match="exp_avg") as error:
-        bcp.load(tmp_path, {"model": model, "optimizer": adam})
+    bcp.save(tmp_path, {"model": model, "data": {"optimizer": 1}})
+    with pytest.raises(bcp.CheckpointMismatchError, match="holds no optimizer") as error:
+        bcp.load(tmp_path, {"model": model, "data": torch.optim.Adam(model.parameters())})
     assert error.value.kind == "missing_key"
-    with pytest.raises(bcp.CheckpointMismatchError, match="holds no optimizer"):
-        bcp.load(tmp_path, {"model": model, "data": adam})
 
 
 def adam_over(*modules: nn.Module) -> Optimizer:

@@ -116,6 +116,44 @@ def test_near_names_are_pointed_out(tmp_path: Path) -> None:
     assert "(near: model.layers.0.attn.weight)" in str(error)
 
 
+class Shows:
+    """An object with this state_dict()."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("has_tensors", [True, False])
+def test_an_object_of_another_form_than_the_optimizer_that_was_saved_is_one_conflict(
+    tmp_path: Path, has_tensors: bool
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, [optimizer], 1)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    state = {"0.weight": {"step": torch.tensor(1.0)}} if has_tensors else {}
+    shown = Shows({"state": state, "num_steps": 1})
+    with pytest.raises(bcp.CheckpointMismatchError, match="pass the optimizer itself") as error:
+        bcp.load(tmp_path, {"optimizer": shown})
+    assert error.value.kind == "conflict"
+    assert "near" not in str(error.value)
+    assert shown.state["num_steps"] == 1
+
+
+def test_a_hint_is_never_the_name_itself(tmp_path: Path) -> None:
+    """Where a tensor is in the checkpoint, and not in the tree of the object that was saved under its name."""
+    bcp.save(tmp_path, {"s": Shows({"a": 1}), "t": torch.ones(1)})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"missing_key: s\.t: not in the checkpoint") as error:
+        bcp.load(tmp_path, {"s": Shows({"t": torch.ones(1)})}, key_map={"t": "s.t"})
+    assert "near: s.t)" not in str(error.value)
+
+
 def test_not_strict_loads_what_fits_and_reports_the_rest(tmp_path: Path) -> None:
     bcp.save(
         tmp_path,

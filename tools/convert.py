@@ -38,6 +38,7 @@ _EXAMPLE = """\b
 Example:
   bcp convert s3://bucket/run llama-hf --to hf --dtype bfloat16
   bcp convert run/step_00001000 dcp-folder --to dcp
+  bcp convert run titan/step-1000 --to dcp --flatten-optimizer --rename '^model\\.='
   bcp convert deepspeed-folder linked --to bcp --link
   bcp convert megatron/iter_0001000 llama-hf --to hf --map megatron-gpt-to-hf-llama
 """
@@ -65,6 +66,12 @@ Example:
 @click.option("--include", multiple=True, metavar="GLOB", help="Only names of SRC that match; may be repeated.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No names of SRC that match; may be repeated.")
 @with_name_options
+@click.option(
+    "--flatten-optimizer",
+    is_flag=True,
+    help="With --to dcp: write optimizers on one level, as torchtitan has them: state.NAME.exp_avg, "
+    "param_groups.NAME.lr.",
+)
 @click.option(
     "--max-shard-size",
     type=ByteSize("1MB"),
@@ -97,6 +104,7 @@ def convert(
     map_name: str | None,
     map_option: Mapping[str, int | str],
     keep_unmapped: bool,
+    flatten_optimizer: bool,
     keep_names: bool,
     experts: str | None,
     max_shard_size: int | None,
@@ -114,6 +122,8 @@ def convert(
     _refuse_idle(to, link=link, max_shard_size=max_shard_size)
     names = NameOptions(to, rename, map_name, map_option, keep_unmapped, keep_names, experts)
     name_map = names.name_map()
+    if flatten_optimizer and to != "dcp":
+        raise click.UsageError(f"--flatten-optimizer is for --to dcp, not --to {to}")
     of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
     from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
     from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
@@ -127,6 +137,7 @@ def convert(
         keep_names=keep_names,
         dtype=dtype,
         experts=experts or "",
+        flatten_optimizer=flatten_optimizer,
     )
     default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
     request = Request(

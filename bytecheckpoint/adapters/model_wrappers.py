@@ -63,7 +63,7 @@ def _memory(value: Any) -> tuple[int, int] | None:
         return None
     tensor = value._local_tensor if isinstance(value, DTensor) else value
     try:
-        return tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
     except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
         return id(value), 0
 

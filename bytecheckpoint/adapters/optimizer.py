@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.flat_state import FlatState, differing_error
 from bytecheckpoint.adapters.fsdp1 import shows_parameter
 from bytecheckpoint.adapters.hyperparameters import agreed, by_first_parameter, set_hyperparameters
 from bytecheckpoint.adapters.optimizer_forms import OWN, Form
+from bytecheckpoint.adapters.optimizer_kinds import Clash, clashes, problem_of
 from bytecheckpoint.adapters.parameter_names import (
     MODEL,
     NamesParameters,
@@ -56,6 +57,7 @@ class OptimizerEntry:
         self._found: StoredOptimizer | None = None
         """What the one load that this entry is made for has found."""
         self._is_prepared = False
+        self._clashes: Mapping[int, Sequence[Clash]] | None = None
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
@@ -135,12 +137,16 @@ class OptimizerEntry:
         expectation.problems.extend(found.number_problems())
         for names in self._optimized.all_names():
             expectation.claims.update(found.claims(names))
+        clashing = list(chain.from_iterable(self._clashing(found).values()))
+        if clashing:
+            kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
+            expectation.problems.append(problem_of(self.fqn, kinds, clashing))
         for optimizer in self.optimizers:
             for state in self._whole_states(optimizer, found):
                 of_parameter = state.expect()
                 expectation.shards.extend(of_parameter.shards)
                 expectation.problems.extend(of_parameter.problems)
-            for flat in self._flat_states(optimizer):
+            for flat in self._flat_states(optimizer, found):
                 of_flat = flat.expect(found)
                 expectation.shards.extend(of_flat.shards)
                 expectation.problems.extend(of_flat.problems)
@@ -157,7 +163,7 @@ class OptimizerEntry:
         for state in self._loadable(found):
             state.prepare()
         for optimizer in self.optimizers:
-            for flat in self._flat_states(optimizer):
+            for flat in self._flat_states(optimizer, found):
                 flat.prepare(found)
 
     def finish(self, stored: Stored) -> None:
@@ -173,21 +179,34 @@ class OptimizerEntry:
             state.finish(stored)
         differing: list[str] = []
         for optimizer in self.optimizers:
-            for flat in self._flat_states(optimizer):
+            for flat in self._flat_states(optimizer, found):
                 differing += flat.finish(found)
             for group, parameters in self._param_groups(optimizer):
-                set_hyperparameters(group, self._hyperparameters(parameters, found, stored)[0])
+                if id(group) not in self._clashing(found):
+                    set_hyperparameters(group, self._hyperparameters(parameters, found, stored)[0])
         for each in self.wrapped:
             each.take_facts(found.facts())
         if differing:
             raise differing_error(differing)
 
     def _whole_states(self, optimizer: torch.optim.Optimizer, found: StoredOptimizer) -> Iterator[WholeState]:
+        clashing = self._clashing(found)
         for group, parameter, names in self._named(optimizer):
-            if not found.is_excluded(names):
+            if id(group) not in clashing and not found.is_excluded(names):
                 yield WholeState(
                     self.fqn, optimizer, parameter, group=group, names=names, found=found, created=self._created
                 )
+
+    def _clashing(self, found: StoredOptimizer) -> Mapping[int, Sequence[Clash]]:
+        """The parameters that were saved by another kind of optimizer, by the id of their group."""
+        if self._clashes is None:
+            every = [(each, *of_group) for each in self.optimizers for of_group in self._param_groups(each)]
+            found_in = {
+                id(group): clashes(optimizer, group, self._optimized.names(parameters), found)
+                for optimizer, group, parameters in every
+            }
+            self._clashes = {key: of_group for key, of_group in found_in.items() if of_group}
+        return self._clashes
 
     def _loadable(self, found: StoredOptimizer) -> Iterator[WholeState]:
         """Of the parameters whose state is loaded."""
@@ -240,10 +259,14 @@ class OptimizerEntry:
                 if names is not None:
                     yield group, parameter, names
 
-    def _flat_states(self, optimizer: torch.optim.Optimizer) -> Iterator[FlatState]:
+    def _flat_states(
+        self, optimizer: torch.optim.Optimizer, found: StoredOptimizer | None = None
+    ) -> Iterator[FlatState]:
+        """Of all flat memory, or of what can be loaded of `found`."""
         flat = self._optimized.flat
+        clashing = self._clashing(found) if flat and found is not None else {}
         for group, parameters in self._param_groups(optimizer) if flat else ():
-            for memory in parameters:
+            for memory in parameters if id(group) not in clashing else ():
                 optimized = flat.get(id(memory), ())
                 if any(of_parameter.part.numel for of_parameter in optimized):
                     yield FlatState(

@@ -25,6 +25,7 @@ from bytecheckpoint.adapters.stored import (
     not_stored,
     rank_missing,
 )
+from bytecheckpoint.adapters.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.stored_subclasses import refusals
 from bytecheckpoint.adapters.subclasses import around, subclasses_in
 from bytecheckpoint.adapters.tensors import LocalShards, unsupported
@@ -109,6 +110,13 @@ class StatefulEntry:
         if not found.is_taken:
             return Expectation([], set(), [])
         values = {stored.rename(name): value for name, value in leaves(found.tree, found.fqn).items()}
+        if are_groups(found.tree) and not is_optimizer_tree(self._show()):
+            kind = type(self._value).__name__
+            text = (
+                f"{self.fqn}: saved parameter by parameter, as optimizers are, and the state_dict() of this {kind} has "
+                "another form; pass the optimizer itself"
+            )
+            return Expectation([], {*values, *stored.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
         missing = [rank_missing(name, value.num_saved) for name, value in values.items() if _is_missing(value)]
         if missing:
             return Expectation([], set(values), missing)

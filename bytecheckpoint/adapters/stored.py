@@ -306,6 +306,10 @@ class Stored:
         parts = (fqn.split(".") for fqn in self._known)
         return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
 
+    def below(self, fqn: str) -> list[str]:
+        """State FQNs of the tensors below this one."""
+        return [name for name in self.tensors if name.startswith(f"{fqn}.")]
+
     @cached_property
     def own_names(self) -> list[str]:
         """State FQNs, sorted, of what other ranks may see otherwise: it lies in values that differed between ranks."""

@@ -27,6 +27,13 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(tree, dict) and {"state", "groups"} <= tree.keys()
 
 
+def are_groups(tree: Any) -> bool:
+    """Whether a tree is surely an optimizer's: data of other objects may have the same keys."""
+    if not is_optimizer_tree(tree) or not isinstance(tree["groups"], dict) or not tree["groups"]:
+        return False
+    return all(isinstance(each, dict) and each.keys() == {"params", "values"} for each in tree["groups"].values())
+
+
 class StoredOptimizer:
     """An optimizer in a checkpoint. Parameters are asked for by the names that they have in the state."""
 
@@ -225,6 +232,15 @@ class StoredOptimizer:
         prefix = join_fqn(self._tree_fqn, f"state.{name}")
         values = {key: (join_fqn(prefix, key), value) for key, value in self._tree["state"][name].items()}
         return {key: (fqn, value) for key, (fqn, value) in values.items() if self._takes_all(value, fqn)}
+
+    def state_keys(self, names: ParameterNames) -> set[str]:
+        """The keys of all that is to be loaded of a parameter's state."""
+        return {key.partition(".")[0] for key in (*self.tensors(names), *self.plain(names))}
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether include and exclude leave out nothing of the checkpoint."""
+        return self._stored.takes_all
 
     def facts(self) -> dict[str, Any]:
         """What else the framework of the optimizer saved with it, where include and exclude leave it."""

@@ -63,7 +63,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
         return pickle.dumps(metadata)
 
     empty = [LeftOut(name, 0, 0, "empty, which torch.distributed.checkpoint does not write") for name in lost]
-    return Target(files, by_rank, METADATA_NAME, encoded, [*empty, *left_out_metadata(manifest)])
+    return Target(files, by_rank, METADATA_NAME, encoded, [*empty, *plain.left_out, *left_out_metadata(manifest)])
 
 
 def _planned(

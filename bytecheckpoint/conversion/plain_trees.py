@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bytecheckpoint.adapters.optimizer_forms import flat_optimizer_state
 from bytecheckpoint.adapters.plain_data import (
     TensorRef,
     decode_plain,
@@ -19,12 +20,14 @@ from bytecheckpoint.adapters.plain_data import (
 )
 from bytecheckpoint.adapters.renaming import renamer
 from bytecheckpoint.adapters.stored_optimizer import BY_POSITION, is_optimizer_tree
-from bytecheckpoint.conversion.selecting import Selection, Wish, optimizers_in
+from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, optimizers_in
 from bytecheckpoint.conversion.torch_pickles import TensorStub
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
 
 _NOTHING = object()
+_OF_NAMES = frozenset({"elsewhere", "outside_model"})
+"""Keys of an optimizer's tree that say where its parameters were, which names say as well."""
 
 
 class PlainData:
@@ -35,6 +38,8 @@ class PlainData:
         self._selection = selection
         self._wish = wish
         self._rename = renamer(list(wish.rename), "")
+        self.left_out: list[LeftOut] = []
+        """What `nested` has left out."""
         self._numbers = {tensor.fqn: number for number, tensor in enumerate(selection.wanted)}
         self._refuse_torn_optimizers()
 
@@ -102,7 +107,9 @@ class PlainData:
             parameters = {name for group in tree["groups"].values() for name in group["params"]}
             named = parameters | {f"model.{name}" for name in parameters}
             state = join_fqn(fqn, "state.")
-            torn = sorted(name for name in renamed if name in named or name.startswith(state))
+            # Without the name of the model a parameter has the one that its optimizer knows it by.
+            alike = {f"model.{name}" for name in parameters if self._selection.names.get(f"model.{name}") == name}
+            torn = sorted(name for name in renamed - alike if name in named or name.startswith(state))
             if torn and self._has_optimizer(fqn) and self._wish.to != "hf":
                 raise CheckpointMismatchError(
                     f"rename gives {torn[0]!r:.200} another name, by which the optimizer {fqn!r} knows its parameters; "
@@ -149,7 +156,11 @@ class PlainData:
         return value
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str, placed: set[str]) -> dict[str, Any]:
-        """What `torch.optim.Optimizer.state_dict()` gives, with parameters by name or, if it had none, by position."""
+        """What `torch.optim.Optimizer.state_dict()` gives, with parameters by name or, if it had none, by position; or
+        the same flat.
+
+        Raises CheckpointMismatchError (conflict) where it is to be flat and has no names.
+        """
         known = {name for group in tree["groups"].values() for name in group["params"]}
 
         def key_of(name: str) -> str | int:
@@ -170,7 +181,17 @@ class PlainData:
             for group in tree["groups"].values()
         ]
         rest = {key: value for key, value in tree.items() if key not in {"state", "groups", BY_POSITION}}
-        return {"state": state, "param_groups": groups, **rest}
+        if not self._wish.flatten_optimizer:
+            return {"state": state, "param_groups": groups, **rest}
+        if tree.get(BY_POSITION):
+            raise CheckpointMismatchError(
+                f"the parameters of the optimizer {fqn!r:.200} have no names, by which a flat one knows them; nothing "
+                "was written: convert without --flatten-optimizer, or leave the optimizer out with --exclude",
+                kind="conflict",
+            )
+        why = "a flat optimizer has no place for it"
+        self.left_out += [LeftOut(join_fqn(fqn, key), 0, 0, why) for key in rest if key not in _OF_NAMES]
+        return flat_optimizer_state({"state": state, "param_groups": groups})
 
     def _place(self, root: dict[Any, Any], name: str, value: Any) -> None:
         """Below its entry, where the checkpoint has entries; else under the whole of its name."""

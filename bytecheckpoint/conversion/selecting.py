@@ -43,6 +43,8 @@ class Wish:
     experts: str = ""
     """Names for the experts of an HF target: a key of EXPERT_NAMES, FUSED, or "" for those that `config.json` asks
     for."""
+    flatten_optimizer: bool = False
+    """Write optimizers on one level, by the names of their parameters."""
 
     def takes(self, fqn: str) -> bool:
         """A tensor that differs from rank to rank goes by the name of its value, too."""

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from packed_checkpoints import compress_checkpoint
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import bytecheckpoint as bcp
 
@@ -174,6 +174,43 @@ def test_stock_dcp_load_opens_the_dcp_target(call, trained, tmp_path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
     assert_same_optimizer(other_optimizer, optimizer)
     assert (state["epoch"], state["extra"]["t"].tolist()) == (3, [1, 1])
+
+
+@pytest.mark.parametrize("is_at_root", [True, False])
+def test_a_flat_optimizer_is_what_dcp_load_asks_for(call, trained, tmp_path, is_at_root) -> None:
+    """As torchtitan does: the optimizer flat, by names of parameters, and the model without a name."""
+    path, model, optimizer = trained
+    rename = ("--rename", r"^model\.=") if is_at_root else ()
+    result = call("convert", path, tmp_path / "dcp", "--to", "dcp", "--flatten-optimizer", *rename)
+    assert result.code == 0, result.err
+    other = Tied()
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(other, other_optimizer, options=options)
+    state = {**(model_state if is_at_root else {"model": model_state}), "optimizer": optimizer_state}
+    assert any(key.startswith("param_groups.embed.weight.") for key in optimizer_state)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    given = {"model_state_dict": model_state, "optim_state_dict": state["optimizer"]}
+    set_state_dict(other, other_optimizer, **given, options=options)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    assert_same_optimizer(other_optimizer, optimizer)
+    again = Tied()
+    again_optimizer = torch.optim.AdamW(again.parameters())
+    key_map = [(r"^(?!optimizer|epoch|extra|rng)", "model.")] if is_at_root else None
+    bcp.load(tmp_path / "dcp", {"model": again, "optimizer": again_optimizer}, key_map=key_map)
+    assert_same_optimizer(again_optimizer, optimizer)
+
+
+def test_a_flat_optimizer_needs_names(call, tmp_path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    result = call("convert", tmp_path / "a.pt", tmp_path / "dcp", "--to", "dcp", "--flatten-optimizer")
+    assert (result.code, "have no names" in result.err) == (2, True)
+    assert not (tmp_path / "dcp").exists()
+    assert call("convert", tmp_path / "a.pt", tmp_path / "b", "--to", "bcp", "--flatten-optimizer").code == 2
 
 
 def test_the_hf_target_has_one_model_and_says_what_is_left_out(call, trained, tmp_path) -> None:
