@@ -210,8 +210,8 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """Of the names that only this rank sees, those under a name of its state that it has no place for."""
     names_digest: int
     """Of the names that all ranks see, as this one does."""
-    num_found: int
-    """Shards that the checkpoint fills."""
+    is_all_skipped: bool
+    """Include and exclude leave nothing of what the state wants."""
     other_name: str
     """The name of the state below which the checkpoint can stand instead; "" where there is none."""
 
@@ -239,7 +239,13 @@ def share_findings(
     digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
     packed = np.packbits(wanted).tobytes()
     findings = _Findings(
-        match.problems, sorted(top_level), packed, unexpected, digest, len(match.shards), other_name=other_name
+        match.problems,
+        sorted(top_level),
+        packed,
+        unexpected,
+        digest,
+        is_all_skipped=bool(match.skipped) and not match.shards,
+        other_name=other_name,
     )
 
     def judge(payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -257,7 +263,7 @@ def share_findings(
 
 def _is_open(findings: Sequence[_Findings]) -> bool:
     is_lacking = any(problem.kind == "missing_key" for of_rank in findings for problem in of_rank.problems)
-    is_lacking = is_lacking or not any(of_rank.num_found for of_rank in findings)
+    is_lacking = is_lacking or all(of_rank.is_all_skipped for of_rank in findings)
     names = {of_rank.other_name for of_rank in findings}
     return is_lacking and len(names) == 1 and "" not in names
 
