@@ -229,8 +229,8 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """Something of its state is filled."""
     has_places: bool
     """Its state is empty, or has a place that something could fill."""
-    num_found: int
-    """Shards that the checkpoint fills."""
+    is_all_skipped: bool
+    """Include and exclude leave nothing of what the state wants."""
     other_name: str
     """The name of the state below which the checkpoint can stand instead; "" where there is none."""
     has_experts: bool
@@ -280,7 +280,7 @@ def share_findings(
         unused=stored.unused_rules,
         fills=bool(match.shards) or not match.claims.isdisjoint(stored.plain),
         has_places=bool(match.claims or match.skipped or match.problems or not top_level),
-        num_found=len(match.shards),
+        is_all_skipped=bool(match.skipped) and not match.shards,
         other_name=other_name,
         has_experts=has_experts,
     )
@@ -301,7 +301,7 @@ def share_findings(
 
 def _is_lacking(findings: Sequence[_Findings]) -> bool:
     is_missing = any(problem.kind == "missing_key" for of_rank in findings for problem in of_rank.problems)
-    return is_missing or not any(of_rank.num_found for of_rank in findings)
+    return is_missing or all(of_rank.is_all_skipped for of_rank in findings)
 
 
 def _common_name(findings: Sequence[_Findings]) -> str:

@@ -151,7 +151,11 @@ def fit_state(ranks: Ranks, view: View, wanted: Wanted, plan: Callable[[Matched]
 
 def _entries(stored: Stored) -> set[str]:
     """State FQNs of the entries of a checkpoint, where it also has tensors that stand in none."""
-    found = {fqn for fqn, tree in stored.trees.items() if isinstance(tree, dict) and fqn.split(".")[-1] != EXTRA_STATE}
+    found = {
+        fqn
+        for fqn, tree in stored.trees.items()
+        if fqn and isinstance(tree, dict) and fqn.split(".")[-1] != EXTRA_STATE
+    }
     return set() if all(is_at_or_below(fqn, found) for fqn in stored.saved) else set(map(stored.rename, found))
 
 

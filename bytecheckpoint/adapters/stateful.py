@@ -104,6 +104,8 @@ class StatefulEntry:
             self._current, self._target.live = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         found = stored.object_tree(self.fqn)
         self._found = None
+        if found is not None and not found.fqn and not self._has_keys_of(found.tree):
+            found = None
         if found is None:
             text = f"{self.fqn}: the state of this {type(self._value).__name__} is not in the checkpoint"
             return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
@@ -127,6 +129,11 @@ class StatefulEntry:
         problems += [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
         problems += self._target.problems(found.tree, found.fqn, stored)
         return Expectation(self._target.shards(found.tree, found.fqn, self._current, stored), set(values), problems)
+
+    def _has_keys_of(self, tree: Any) -> bool:
+        """Whether all of a checkpoint can be the state of this object, which has no entry there."""
+        own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
+        return bool(own) and own <= tree.keys()
 
     def _settle_subclasses(self, values: Mapping[str, Any], stored: Stored) -> list[Problem]:
         """Of the object's own tensor subclasses, those that do not fit are made anew. One that is spread over ranks, or

@@ -1,4 +1,4 @@
-"""What a foreign checkpoint holds, found without the library's readers, and which of it a manifest does not account for."""
+"""The tensors of a foreign checkpoint, found without the library's readers, and those that a manifest lacks."""
 
 from __future__ import annotations
 

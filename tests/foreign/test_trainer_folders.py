@@ -286,3 +286,14 @@ def test_several_optimizers_of_one_list_load_by_number(tmp_path: Path) -> None:
     for optimizer, of_saved in zip(optimizers, saved, strict=True):
         weight = of_saved["model"].body[1].weight
         assert_same(optimizer.state[model.body[1].weight], of_saved["optimizer"].state[weight])
+
+
+def test_an_object_does_not_take_a_checkpoint_of_something_else_for_its_state(tmp_path: Path) -> None:
+    saved = write(tmp_path / "c")
+    with pytest.raises(bcp.CheckpointMismatchError, match="the state of this StepLR is not in the checkpoint"):
+        bcp.load(tmp_path / "c" / "rng_state.pth", {"scheduler": saved["scheduler"]})
+    before = dict(saved["scheduler"].state_dict())
+    torch.save({"last_epoch": 9}, tmp_path / "x.pt")
+    with pytest.raises(bcp.CheckpointMismatchError):
+        bcp.load(tmp_path / "x.pt", {"scheduler": saved["scheduler"]})
+    assert saved["scheduler"].state_dict() == before

@@ -72,6 +72,8 @@ def _add_groups(
     if num_bytes is not None:
         value = open_file(f"{UNIVERSAL_FOLDER}/{_OPTIMIZER}", num_bytes).value
         groups = (value if "param_groups" in value else value["optimizer_state_dict"])["param_groups"]
+        why = "its hyperparameters are read, and the state of parameters from their own folders"
+        result.leave_out(f"{UNIVERSAL_FOLDER}/{_OPTIMIZER}", value, why)
     for index, names in enumerate(shapes):
         is_same = len(groups) == len(shapes)
         result.add_group(list(names), groups[index if is_same else 0] if groups else {})

@@ -69,7 +69,8 @@ def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result
     else:
         _read_shared(given, result)
     for saved, state in zip(optimizers, states, strict=True):
-        result.leave_out(saved, state)
+        for key in sorted(state.keys() - _READ):
+            result.leave_out(f"{saved.name}: {key}", state[key], "this release does not know it")
     return ZeroState(frozenset(name for group in shapes for name in group), result.tree, _facts(states[0]))
 
 
@@ -104,11 +105,10 @@ class Result:
         """A tensor that is whole in a file."""
         self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
 
-    def leave_out(self, saved: Saved, state: Mapping[str, Any]) -> None:
-        """Names what has tensors in the state of one rank and is not read."""
-        for key in state.keys() - _READ:
-            if holds_tensor(state[key]):
-                self._parts.leave_out(f"{saved.name}: {key}", "this release does not know it")
+    def leave_out(self, name: str, value: Any, why: str) -> None:
+        """Names a value that is not read, if it holds a tensor."""
+        if holds_tensor(value):
+            self._parts.leave_out(name, why)
 
     def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: Saved) -> None:
         """What all of these parameters have one of, such as the count of steps."""
