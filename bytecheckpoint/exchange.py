@@ -109,10 +109,12 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         targets = source.targets(match.shards, match.stored_fqns, lanes)
         exchange = _Exchange(ranks, source, targets, match.stored_fqns, lanes=lanes, beat_s=deal.beat_s)
         try:
-            return exchange.run(work, deal, listener)
+            traffic = exchange.run(work, deal, listener)
         except PeerLeftError:
             _await_verdict(ranks)
             raise
+    source.fill_zeros(match.shards, match.stored_fqns)
+    return traffic
 
 
 def _await_verdict(ranks: Ranks) -> None:

@@ -49,6 +49,7 @@ __all__ = [
     "Chunk",
     "DataFile",
     "Manifest",
+    "MapNotes",
     "SoleChunks",
     "TensorRecord",
     "decode_manifest",
@@ -70,6 +71,17 @@ class DataFile(NamedTuple):
     """In bytes, adding up to `byte_length`; empty where the file's writer left no checksums."""
     extent_digests: Sequence[int] = ()
     """The xxh3-64 of each extent."""
+
+
+class MapNotes(NamedTuple):
+    """What a name map says of a checkpoint that is seen through it, besides names, dtypes and shapes. No manifest on a
+    disk holds it.
+    """
+
+    zeros_file: int | None = None
+    """The number of a file that does not exist: chunks in it are zeros, as rows that pad a vocabulary."""
+    left_out: Mapping[str, str] = {}
+    """By FQN, why plain data of the checkpoint is not seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +109,8 @@ class Manifest:
     """What the user gave to `save`."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """How the checkpoint came about (versions, world size, time). Loading never reads it."""
+    map_notes: MapNotes = field(default_factory=MapNotes)
+    """Empty where the checkpoint is seen as it is."""
 
     def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and global shape of a tensor, without looking at its chunks."""

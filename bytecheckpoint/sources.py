@@ -11,7 +11,7 @@ import msgspec
 from bytecheckpoint.agreement import check_same
 from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.location import check_step
-from bytecheckpoint.manifest import encode_manifest
+from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
 from bytecheckpoint.name_maps import Beside, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.ranks import Ranks
@@ -40,6 +40,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     path: str
     manifest_path: str
     manifest: bytes
+    map_notes: MapNotes
     is_exchanged: bool
     is_verified: bool
 
@@ -63,15 +64,15 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
         is_exchanged = wanted and ranks.num_ranks > 1
         # What is passed on is verified by who reads it, for those who want that.
         is_verified = is_exchanged and any(verify for _, verify in wishes)
-        content = _manifest_bytes(found, options)
-        told = _Told(found.levels, found.folder, found.path, found.manifest_path, content, is_exchanged, is_verified)
+        place = found.levels, found.folder, found.path, found.manifest_path
+        told = _Told(*place, *_manifest_bytes(found, options), is_exchanged, is_verified)
         return [msgspec.msgpack.encode(told)] * ranks.num_ranks
 
     store = open_above(asked.root, 0, at_root)
     through = f" through {options.name_map}" if options.name_map else ""
     payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
-    manifest = parse_manifest(told.manifest, path=told.manifest_path, whole=False)
+    manifest = _parsed(told.manifest, told.map_notes, told.manifest_path)
     here = Files(open_above(asked.root, told.levels, at_root) if told.levels else store, told.folder)
     return Source(
         *files_of(here, manifest, opening, follow_links=options.follow_links, path=told.path),
@@ -86,16 +87,21 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that one process looks into. Raises the same."""
     opening = Opening(asked.storage_options, options.timeout_s)
     found = find_checkpoint(asked.root, asked.step, opening_at(asked.root, opening, follow_links=options.follow_links))
-    manifest = parse_manifest(_manifest_bytes(found, options), path=found.manifest_path, whole=False)
+    manifest = _parsed(*_manifest_bytes(found, options), found.manifest_path)
     here = Files(found.store, found.folder)
     files = files_of(here, manifest, opening, follow_links=options.follow_links, path=found.path)
     return Source(*files, manifest, options, is_exchanged=False, path=found.path)
 
 
-def _manifest_bytes(found: Found, options: LoadOptions) -> bytes:
-    """The encoded manifest, under the names that the options ask for."""
+def _parsed(content: bytes, map_notes: MapNotes, path: str) -> Manifest:
+    return replace(parse_manifest(content, path=path, whole=False), map_notes=map_notes)
+
+
+def _manifest_bytes(found: Found, options: LoadOptions) -> tuple[bytes, MapNotes]:
+    """The encoded manifest, under the names that the options ask for, and what their map says besides."""
     content = manifest_bytes(found)
     if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
-        return content
+        return content, MapNotes()
     manifest = parse_manifest(content, path=found.manifest_path, whole=False)
-    return encode_manifest(mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map))
+    mapped = mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map)
+    return encode_manifest(mapped), mapped.map_notes

@@ -147,6 +147,11 @@ class Stored:
         included = self._include is None or _matches(fqn, self._include)
         return included and not self.excludes(fqn)
 
+    def why_left_out(self, fqn: str) -> str | None:
+        """Why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
+        left_out = self._manifest.map_notes.left_out
+        return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
+
     def excludes(self, fqn: str) -> bool:
         """Whether exclude names this checkpoint FQN."""
         return _matches(fqn, self._exclude)
@@ -273,6 +278,10 @@ class Stored:
     def common_names(self) -> list[str]:
         """State FQNs, sorted, of what every rank sees alike."""
         return sorted(self._known.difference(self.own_names))
+
+    def all_names(self) -> list[str]:
+        """State FQNs of everything that include and exclude leave."""
+        return [*self.common_names, *self.own_names]
 
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:

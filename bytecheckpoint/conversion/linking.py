@@ -12,6 +12,7 @@ from bytecheckpoint.conversion.selecting import Selection, Wish, select
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.planner.relinking import refuse_zeros
 from bytecheckpoint.reporting import provenance_of
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.names import join_name
@@ -30,6 +31,7 @@ def link_manifest(view: View, wish: Wish, *, source: str, target: str) -> tuple[
             kind="conflict",
         )
     manifest = view.manifest
+    refuse_zeros(manifest)
     selection = select(manifest, wish, None)
     selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
     plain = PlainData(manifest, selection, wish)
