@@ -93,10 +93,11 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         exchange.put(common, work)
         try:
             traffic = exchange.run(work, assigned, listener)
-            return _with_common(traffic, common, work, is_reader=ranks.rank == COORDINATOR)
         except PeerLeftError:
             _await_verdict(ranks)
             raise
+    source.fill_zeros(match.shards, match.stored_fqns)
+    return _with_common(traffic, common, work, is_reader=ranks.rank == COORDINATOR)
 
 
 def _with_common(traffic: Traffic, common: CommonBytes, work: Work, *, is_reader: bool) -> Traffic:

@@ -114,7 +114,9 @@ def describe_checkpoint(manifest: Manifest, *, path: str, seconds: Mapping[str, 
         step=manifest.step,
         save_id=manifest.save_id,
         format=manifest.foreign_format or OWN_FORMAT,
-        num_bytes=sum(file.byte_length for file in manifest.files),
+        num_bytes=sum(
+            file.byte_length for number, file in enumerate(manifest.files) if number != manifest.map_notes.zeros_file
+        ),
         num_tensors=len(manifest.tensors),
         world_size=world_size if isinstance(world_size, int) else None,
         created_at=_parse_time(created) if isinstance(created, str) else None,

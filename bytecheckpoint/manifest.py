@@ -50,6 +50,7 @@ __all__ = [
     "Chunk",
     "DataFile",
     "Manifest",
+    "MapNotes",
     "Sample",
     "SoleChunks",
     "TensorRecord",
@@ -88,6 +89,17 @@ class DataFile(NamedTuple):
     """Of a file of another format that a link points to, which has no extents."""
 
 
+class MapNotes(NamedTuple):
+    """What a name map says of a checkpoint that is seen through it, besides names, dtypes and shapes. No manifest on a
+    disk holds it.
+    """
+
+    zeros_file: int | None = None
+    """The number of a file that does not exist: chunks in it are zeros, as rows that pad a vocabulary."""
+    left_out: Mapping[str, str] = {}
+    """By FQN, why plain data of the checkpoint is not seen."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """A whole checkpoint but for its data."""
@@ -113,6 +125,8 @@ class Manifest:
     """What the user gave to `save`."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """How the checkpoint came about (versions, world size, time). Loading never reads it."""
+    map_notes: MapNotes = field(default_factory=MapNotes)
+    """Empty where the checkpoint is seen as it is."""
 
     def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
         """Dtype and global shape of a tensor, without looking at its chunks."""

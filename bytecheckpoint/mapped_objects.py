@@ -4,10 +4,11 @@ with optimizers that know their parameters by the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from bytecheckpoint.adapters.hyperparameters import same_value
 from bytecheckpoint.adapters.parameter_names import MODEL
 from bytecheckpoint.adapters.plain_data import (
     TensorRef,
@@ -24,13 +25,13 @@ LEFT_OUT_BY_MAP = "left out by the name map"
 _GONE = object()
 
 
-class _UntoldError(Exception):
-    """Why an optimizer cannot be told in the new names."""
+class _NotRenamedError(Exception):
+    """Why an optimizer cannot have the new names."""
 
 
 def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes], dict[str, str]]:
     """The plain data as the other framework has it; and what is left out, by FQN, and why: what the map says, and the
-    groups of an optimizer that cannot be told in the new names, which no load finds then.
+    groups of an optimizer that cannot have the new names, which no load finds then.
     """
     walk = _Walk(manifest, mapped)
     objects: dict[str, bytes] = {}
@@ -61,7 +62,7 @@ class _Walk:
             self.left_out[fqn] = LEFT_OUT_BY_MAP
             return _GONE
         if is_optimizer_tree(tree) and BY_POSITION not in tree and _is_sound(tree):
-            return self._told_optimizer(tree, fqn)
+            return self._renamed_optimizer(tree, fqn)
         if not isinstance(tree, dict):
             return tree
         items = {key: self.left(item, join_fqn(fqn, key)) for key, item in tree.items()}
@@ -70,11 +71,11 @@ class _Walk:
         left = {key: item for key, item in items.items() if item is not _GONE}
         return type(tree)(left) if left else _GONE
 
-    def _told_optimizer(self, tree: Mapping[str, Any], fqn: str) -> Any:
+    def _renamed_optimizer(self, tree: Mapping[str, Any], fqn: str) -> Any:
         try:
             return self._optimizer(tree, fqn)
-        except _UntoldError as why:
-            self.left_out[fqn] = f"groups of an optimizer that the name map cannot tell: {why}"
+        except _NotRenamedError as why:
+            self.left_out[fqn] = f"the name map cannot rename the groups of this optimizer: {why}"
             return _GONE
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str) -> Mapping[str, Any]:
@@ -85,13 +86,11 @@ class _Walk:
         if all(names == (name,) for name, names in new.items()):
             return tree
         self._refuse_left_behind(fqn, {name for name, names in new.items() if names != (name,)})
-        groups: dict[str, Any] = {}
-        owners: dict[str, str] = {}
-        for first, group in tree["groups"].items():
-            params = dict.fromkeys(name for old in group["params"] for name in new[old])
-            self._refuse_divided(params, owners, first)
-            groups[next(iter(params), first)] = {**group, "params": params}
-        renamed = {**tree, "groups": groups, "state": self._state(tree["state"], new)}
+        groups = {
+            first: {**group, "params": dict.fromkeys(name for old in group["params"] for name in new[old])}
+            for first, group in tree["groups"].items()
+        }
+        renamed = {**tree, "groups": _united(groups), "state": self._state(tree["state"], new)}
         if outside:
             renamed["outside_model"] = dict.fromkeys(name for old in outside for name in new.get(old, (old,)))
         if "elsewhere" in tree:
@@ -119,7 +118,9 @@ class _Walk:
                 if name in found and encode_plain(found[name], "", keep_in_tree) != encode_plain(
                     values, "", keep_in_tree
                 ):
-                    raise _UntoldError(f"the state of {old!r:.200} differs from that of others that {name!r:.200} is")
+                    raise _NotRenamedError(
+                        f"the state of {old!r:.200} differs from that of others that {name!r:.200} is"
+                    )
                 found[name] = values
         return found
 
@@ -131,13 +132,32 @@ class _Walk:
             while parameter and parameter not in renamed:
                 parameter = parameter.rpartition(".")[0]
             if parameter:
-                raise _UntoldError(f"{parameter!r:.200} has another name by it, and {kept!r:.200} has not")
+                raise _NotRenamedError(f"{parameter!r:.200} has another name by it, and {kept!r:.200} has not")
 
-    def _refuse_divided(self, params: Iterable[str], owners: dict[str, str], group: str) -> None:
-        """Refuses groups of which two would have one parameter."""
-        for name in params:
-            if owners.setdefault(name, group) != group:
-                raise _UntoldError(f"two of its groups have parts of {name!r:.200}")
+
+def _united(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Groups by their first parameter. Those that have parts of one parameter become one: ranks and stages that share
+    the elements of a parameter have each saved a group of it.
+    """
+    united: dict[str, Mapping[str, Any]] = {}
+    for first, group in groups.items():
+        params = dict(group["params"])
+        sharing = [other for other, of_other in united.items() if not params.keys().isdisjoint(of_other["params"])]
+        for other in sharing:
+            _refuse_differing(united[other], group)
+            params = {**united[other]["params"], **params}
+            del united[other]
+        united[next(iter(params), first)] = {**group, "params": params}
+    return united
+
+
+def _refuse_differing(group: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Refuses two groups that have parts of one parameter, and other hyperparameters."""
+    name = next(name for name in group["params"] if name in other["params"])
+    a, b = group.get("values", {}), other.get("values", {})
+    keys = [key for key in {**a, **b} if key not in a or key not in b or not same_value(a[key], b[key])]
+    if keys:
+        raise _NotRenamedError(f"two of them have parts of {name!r:.200}, with different values of {', '.join(keys)}")
 
 
 def _is_sound(tree: Mapping[str, Any]) -> bool:

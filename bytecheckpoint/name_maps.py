@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from bytecheckpoint.adapters.plain_data import decode_plain, join_fqn
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.info import OWN_FORMAT
-from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest import Manifest, MapNotes
 from bytecheckpoint.mapped_objects import mapped_objects
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.map_file import MAX_TEXT_BYTES, parse_map
@@ -94,8 +94,9 @@ def mapped_manifest(manifest: Manifest, beside: Beside, wanted: NameMap) -> Mani
     Raises the same, and what `relink` raises.
     """
     mapped = map_checkpoint(manifest, beside, wanted)
-    objects, _ = mapped_objects(manifest, mapped)
-    return as_mapped(manifest, as_state(mapped, objects), objects)
+    objects, left_out = mapped_objects(manifest, mapped)
+    seen = as_mapped(manifest, as_state(mapped, objects), objects)
+    return replace(seen, map_notes=seen.map_notes._replace(left_out=left_out))
 
 
 def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
@@ -106,11 +107,14 @@ def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
 
 def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) -> Manifest:
     """The manifest with what a map has made of its tensors and plain data. Raises what `relink` raises."""
+    relinked = relink(manifest, mapped.tensors)
     return replace(
         manifest,
         # A number that a parameter has once is the same bytes for each of its parts, which only foreign files allow.
         foreign_format=manifest.foreign_format or OWN_FORMAT,
-        tensors=relink(manifest, mapped.tensors),
+        files=[*manifest.files, relinked.zeros] if relinked.zeros else manifest.files,
+        tensors=relinked.records,
+        map_notes=MapNotes(zeros_file=len(manifest.files) if relinked.zeros else None),
         aliases=mapped.aliases,
         objects=objects,
     )

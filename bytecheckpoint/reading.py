@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
 from bytecheckpoint.adapters.tensors import NEW_TUPLE, LocalShard
 from bytecheckpoint.aftermath import Changes
 from bytecheckpoint.device_copies import has_streams
@@ -15,8 +17,9 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.placing import Targets, memory_of, place_all, takes_bytes
 from bytecheckpoint.planner.coalesce import Fetch, Frame
-from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files
+from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files, zeros_in
 from bytecheckpoint.planner.pieces import names_in
+from bytecheckpoint.region import relative
 from bytecheckpoint.spare_threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.names import join_name
@@ -148,6 +151,17 @@ class Source:
         """Carries out a plan that was made for these shards."""
         with lanes_to(shard.tensor for shard in shards if not shard.address) as lanes:
             self.run(self.reads(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
+        self.fill_zeros(shards, stored_fqns)
+
+    def fill_zeros(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
+        """Zeroes what of these shards lies in no file because a name map has added it: the last step of a read."""
+        if self.manifest.map_notes.zeros_file is None:
+            return
+        for shard, fqn in zip(shards, stored_fqns, strict=True):
+            for zeros in zeros_in(self.manifest, fqn, shard.region):
+                inside = zip(*relative(zeros, shard.region), strict=True)
+                with self.changes.overwriting(), torch.no_grad():
+                    shard.tensor[tuple(slice(first, first + length) for first, length in inside)].zero_()
 
     def _dtypes(self, stored_fqns: Sequence[str]) -> list[str]:
         return [dtype for dtype, _ in self.manifest.describe_each(stored_fqns)]

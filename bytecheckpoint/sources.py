@@ -13,7 +13,7 @@ from bytecheckpoint.agreement import check_same
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.location import check_step
-from bytecheckpoint.manifest import Manifest, encode_manifest
+from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
 from bytecheckpoint.name_maps import Beside, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.ranks import Ranks
@@ -48,6 +48,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     path: str
     manifest_path: str
     manifest: bytes
+    map_notes: MapNotes
     is_exchanged: bool
     is_verified: bool
 
@@ -93,20 +94,21 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
     def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
         wishes = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
         check_same("load from", [target for target, _ in wishes], ranks.names)
-        found, content = _find(asked, at_root, options)
+        found, content, notes = _find(asked, at_root, options)
         # One rank decides for all, whose options may differ.
         wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(found.store))
         is_exchanged = wanted and ranks.num_ranks > 1
         # What is passed on is verified by who reads it, for those who want that.
         is_verified = is_exchanged and any(verify for _, verify in wishes)
-        told = _Told(found.levels, found.folder, found.path, found.manifest_path, content, is_exchanged, is_verified)
+        place = found.levels, found.folder, found.path, found.manifest_path
+        told = _Told(*place, content, notes, is_exchanged, is_verified)
         return [msgspec.msgpack.encode(told)] * ranks.num_ranks
 
     store = open_above(asked.root, 0, at_root)
     through = f" through {options.name_map}" if options.name_map else ""
     payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
-    manifest = parse_manifest(told.manifest, path=told.manifest_path, whole=False)
+    manifest = _parsed(told.manifest, told.map_notes, told.manifest_path)
     _refuse_other_step(told.folder, manifest, path=told.path)
     here = Files(open_above(asked.root, told.levels, at_root) if told.levels else store, told.folder)
     return Source(
@@ -122,25 +124,26 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
     """The checkpoint that one process looks into. Raises the same."""
     opening = Opening(asked.storage_options, options.timeout_s)
     at_root = opening_at(asked.root, opening, follow_links=options.follow_links)
-    found, content = _find(asked, at_root, options)
-    manifest = parse_manifest(content, path=found.manifest_path, whole=False)
+    found, content, notes = _find(asked, at_root, options)
+    manifest = _parsed(content, notes, found.manifest_path)
     _refuse_other_step(found.folder, manifest, path=found.path)
     here = Files(found.store, found.folder)
     files = files_of(here, manifest, opening, follow_links=options.follow_links, path=found.path)
     return Source(*files, manifest, options, is_exchanged=False, path=found.path)
 
 
-def _find(asked: Asked, opening: Opening, options: LoadOptions) -> tuple[Found, bytes]:
+def _find(asked: Asked, opening: Opening, options: LoadOptions) -> tuple[Found, bytes, MapNotes]:
     """The checkpoint, and its manifest as it is at one moment."""
+    deleted: CheckpointNotFoundError | None = None
     for _ in range(_ATTEMPTS):
         found = find_checkpoint(asked.root, asked.step, opening)
         try:
-            return found, _manifest_bytes(found, options)
+            return found, *_manifest_bytes(found, options)
         except CheckpointNotFoundError as error:
             if error.kind != "not_committed":
                 raise
             deleted = error  # since it was found: there may be another one
-    raise deleted
+    raise deleted or TypeError("there is at least one attempt")
 
 
 def _refuse_other_step(folder: str, manifest: Manifest, *, path: str) -> None:
@@ -157,10 +160,15 @@ def _refuse_other_step(folder: str, manifest: Manifest, *, path: str) -> None:
     )
 
 
-def _manifest_bytes(found: Found, options: LoadOptions) -> bytes:
-    """The encoded manifest, under the names that the options ask for."""
+def _parsed(content: bytes, map_notes: MapNotes, path: str) -> Manifest:
+    return replace(parse_manifest(content, path=path, whole=False), map_notes=map_notes)
+
+
+def _manifest_bytes(found: Found, options: LoadOptions) -> tuple[bytes, MapNotes]:
+    """The encoded manifest, under the names that the options ask for, and what their map says besides."""
     content = manifest_bytes(found)
     if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
-        return content
+        return content, MapNotes()
     manifest = parse_manifest(content, path=found.manifest_path, whole=False)
-    return encode_manifest(mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map))
+    mapped = mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map)
+    return encode_manifest(mapped), mapped.map_notes

@@ -4,19 +4,25 @@ same.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from foreign.foreign_files import assert_same
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from two_llamas import (
     GROUPS,
     HEAD_SIZE,
     HEADS,
+    HIDDEN,
     LAYERS,
     VOCABULARY,
     Llama,
@@ -30,6 +36,7 @@ from two_llamas import (
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.tools.main import cli
 from distributed.workers import WorkerError, WorkerPool
 
 TO_LLAMA, TO_MEGATRON = "megatron-gpt-to-hf-llama", "hf-llama-to-megatron-gpt"
@@ -146,19 +153,86 @@ def test_training_goes_on_in_the_other_framework(tmp_path: Path) -> None:
         torch.testing.assert_close(last.state[mine], optimizer.state[its], rtol=1e-9, atol=1e-12)
 
 
-def test_groups_that_have_parts_of_one_parameter_are_nobodys(tmp_path: Path) -> None:
+def save_in_two_groups(path: Path, lr_of_keys: float) -> Llama:
+    """Queries and values in one group, keys, which become one parameter with them, in another."""
     llama = Llama()
     by_name = dict(llama.named_parameters())
     keys = [parameter for name, parameter in by_name.items() if "k_proj" in name]
     others = [parameter for name, parameter in by_name.items() if "k_proj" not in name]
-    bcp.save(tmp_path, {"model": llama, "optimizer": torch.optim.AdamW([{"params": others}, {"params": keys}])})
+    optimizer = torch.optim.AdamW([{"params": others, "lr": 0.25}, {"params": keys, "lr": lr_of_keys}])
+    bcp.save(path, {"model": llama, "optimizer": optimizer})
+    return llama
+
+
+def test_groups_of_equal_values_that_have_parts_of_one_parameter_become_one(tmp_path: Path) -> None:
+    save_in_two_groups(tmp_path, 0.25)
+    megatron = Megatron()
+    optimizer = torch.optim.AdamW(megatron.parameters(), lr=0.5)
+    bcp.load(tmp_path, {"model": megatron, "optimizer": optimizer}, options=through(TO_MEGATRON, **SIZES))
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_load_gives_the_reason_why_an_optimizer_does_not_come(tmp_path: Path) -> None:
+    """The one that a conversion gives, and nothing about the tensors of its state."""
+    llama = save_in_two_groups(tmp_path / "c", 0.125)
     options = through(TO_MEGATRON, **SIZES)
     megatron = Megatron()
-    bcp.load(tmp_path, {"model": megatron}, options=options)
+    bcp.load(tmp_path / "c", {"model": megatron}, options=options)
     check_same_logits(megatron, llama)
-    optimizer = torch.optim.AdamW(megatron.parameters())
-    with pytest.raises(CheckpointMismatchError, match=r"optimizer"):
-        bcp.load(tmp_path, {"model": megatron, "optimizer": optimizer}, options=options)
+    state = {"model": megatron, "optimizer": torch.optim.AdamW(megatron.parameters())}
+    given = [text for name, value in {**SIZES, "stacked": "no"}.items() for text in ("--map-option", f"{name}={value}")]
+    command = ["convert", f"{tmp_path}/c", f"{tmp_path}/d", "--to", "bcp", "--map", TO_MEGATRON, *given, "--json"]
+    (left_out,) = json.loads(CliRunner().invoke(cli, command).output)["left_out"]
+    assert left_out["why"].endswith("linear_qkv.weight', with different values of lr")
+    with pytest.raises(CheckpointMismatchError) as failed:
+        bcp.load(tmp_path / "c", state, options=options)
+    assert failed.value.message.splitlines()[1:] == [f"  conflict: optimizer: {left_out['why']}"]
+    report = bcp.load(tmp_path / "c", state, options=options, strict=False)
+    assert report.mismatched == [f"optimizer: {left_out['why']}"]
+    assert (report.missing, report.unexpected) == ([], [])
+
+
+@pytest.mark.parametrize("padding", [1, 5])
+def test_rows_that_pad_a_vocabulary_are_zeros_on_the_way_in(tmp_path: Path, padding: int) -> None:
+    llama = Llama()
+    optimizer = trained(llama)
+    bcp.save(tmp_path, {"model": llama, "optimizer": optimizer})
+    megatron = Megatron(padding=padding)
+    other = trained(megatron)
+    options = through(TO_MEGATRON, **SIZES, padded_vocab_size=VOCABULARY + padding)
+    bcp.load(tmp_path, {"model": megatron, "optimizer": other}, options=options)
+    check_same_logits(megatron, llama)
+    for weight in (megatron.embedding.word_embeddings.weight, megatron.output_layer.weight):
+        assert not weight[VOCABULARY:].any()
+        assert all(not other.state[weight][key][VOCABULARY:].any() for key in ("exp_avg", "exp_avg_sq"))
+    of_head = optimizer.state[llama.lm_head.weight]["exp_avg"]
+    assert torch.equal(other.state[megatron.output_layer.weight]["exp_avg"][:VOCABULARY], of_head)
+    view = bcp.open(tmp_path, options=options)["model.output_layer.weight"]
+    assert torch.equal(view[...], megatron.output_layer.weight)
+    assert torch.equal(view[VOCABULARY - 1 :, 2:], megatron.output_layer.weight[VOCABULARY - 1 :, 2:])
+    assert not view[VOCABULARY:].any()
+    assert bcp.open(tmp_path, options=options).info.num_bytes == bcp.open(tmp_path).info.num_bytes
+
+
+def load_padded(rank: int, world_size: int, path: str) -> list[Tensor]:
+    """This rank's rows of the output layer, in memory that held other numbers."""
+    rows = nn.Parameter(torch.full((VOCABULARY + 5, HIDDEN), 7.0, dtype=torch.float64))
+    mesh = DeviceMesh("cpu", list(range(world_size)))
+    mine = distribute_tensor(rows.detach(), mesh, [Shard(0)], src_data_rank=None)
+    options = replace(through(TO_MEGATRON, **SIZES, padded_vocab_size=VOCABULARY + 5), exchange="on")
+    bcp.load(path, {"model": {"output_layer.weight": mine}}, include="model.output_layer.weight", options=options)
+    return mine.to_local()
+
+
+def test_ranks_that_share_a_padded_vocabulary_zero_what_each_has_of_the_padding(
+    tmp_path: Path, workers: WorkerPool
+) -> None:
+    llama = Llama()
+    bcp.save(tmp_path, {"model": llama})
+    found = torch.cat(workers.run(load_padded, str(tmp_path), world_size=4))
+    assert torch.equal(found[:VOCABULARY], llama.lm_head.weight)
+    assert found.shape[0] == VOCABULARY + 5
+    assert not found[VOCABULARY:].any()
 
 
 def test_what_is_read_through_a_map_is_verified(tmp_path: Path) -> None:

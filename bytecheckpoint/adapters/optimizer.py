@@ -28,7 +28,7 @@ from bytecheckpoint.adapters.parameter_names import (
     name_parameters,
 )
 from bytecheckpoint.adapters.plain_data import encode_plain, keep_in_tree
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored
+from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, is_at_or_below
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, unsupported
 from bytecheckpoint.adapters.whole_state import (
@@ -128,6 +128,11 @@ class OptimizerEntry:
         expectation = Expectation([], set(), [], padding=padding)
         found = self._find(stored)
         if found is None:
+            why = stored.why_left_out(self.fqn)
+            if why is not None:  # its tensors are there, and no use without its groups
+                claims = {name for name in stored.all_names() if is_at_or_below(name, {self.fqn})}
+                problem = Problem("conflict", self.fqn, f"{self.fqn}: {why}")
+                return expectation._replace(claims=claims, problems=[problem])
             text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
             if stored.entry_tree(f"{self.fqn}.1") is not None:
                 text += ", but several with numbers: give each a name, as in "

@@ -169,6 +169,11 @@ class Stored:
         is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
         return (self._include is None or self._include.match(fqn)) and not is_excluded
 
+    def why_left_out(self, fqn: str) -> str | None:
+        """Why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
+        left_out = self._manifest.map_notes.left_out
+        return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
+
     def excludes(self, fqn: str) -> bool:
         """Whether exclude names this checkpoint FQN."""
         return self._exclude.match(fqn)
@@ -347,6 +352,10 @@ class Stored:
         trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
         names = {leaf for fqn, data in trees for leaf in (fqn, *leaves(decode_plain(data), fqn))}
         return names.union(manifest.tensors, manifest.aliases)
+
+    def all_names(self) -> list[str]:
+        """State FQNs of everything that include and exclude leave."""
+        return [*self.common_names, *self.own_names]
 
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:

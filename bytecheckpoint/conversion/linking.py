@@ -12,6 +12,7 @@ from bytecheckpoint.conversion.selecting import Selection, Wish, select
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.planner.relinking import refuse_zeros
 from bytecheckpoint.reporting import provenance_of
 from bytecheckpoint.side_by_side import do_side_by_side
 from bytecheckpoint.storage import layout
@@ -34,6 +35,7 @@ def link_manifest(view: View, wish: Wish, *, source: str, target: str) -> tuple[
             kind="conflict",
         )
     manifest = view.manifest
+    refuse_zeros(manifest)
     selection = select(manifest, wish, view.names_of_map)
     selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
     plain = PlainData(manifest, selection, wish)

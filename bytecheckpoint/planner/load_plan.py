@@ -110,6 +110,8 @@ def plan_load(
             uncovered.append(_describe_hole(want, manifest))
     if uncovered:
         raise _not_covered(uncovered)
+    if manifest.map_notes.zeros_file is not None:
+        of_files.pop(manifest.map_notes.zeros_file, None)  # nothing has to be read
     _refuse_shared_bytes(manifest, wants, sole, used)
     return [
         fetch
@@ -123,6 +125,14 @@ def plan_load(
             max_fetch_bytes=max_fetch_bytes,
         )
     ]
+
+
+def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
+    """The parts of a region of a tensor that are zeros and lie in no file."""
+    file = manifest.map_notes.zeros_file
+    chunks = manifest.chunks_meeting(fqn, region) if file is not None else ()
+    found = (intersect(chunk.region, region) for chunk in chunks if chunk.file == file)
+    return [common for common in found if common is not None]
 
 
 def _sole_chunks(manifest: Manifest, wants: Sequence[Want]) -> SoleChunks:

@@ -4,22 +4,33 @@ together in its file, so that a region of it is a chunk as well, or a few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
-from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
 from bytecheckpoint.planner.convert_plan import Piece, Wanted
 from bytecheckpoint.region import Region, flat_span, intersect, relative, split_at_gaps
 
 MAX_CHUNKS = 1 << 22
+_ZEROS = "@zeros"
 
 
-def relink(manifest: Manifest, tensors: Sequence[Wanted]) -> dict[str, TensorRecord]:
-    """These tensors as chunks in the files of the manifest, by name.
+class Relinked(NamedTuple):
+    """Tensors in the files of a manifest."""
 
-    Raises CheckpointMismatchError (conflict) where elements lie nowhere, are compressed together with others, or are
-    wanted in another dtype; and UnsafeCheckpointError (limits_exceeded) for more than MAX_CHUNKS chunks.
+    records: Mapping[str, TensorRecord]
+    """By name."""
+    zeros: DataFile | None
+    """A file after those of the manifest, which does not exist. Chunks in it are zeros."""
+
+
+def relink(manifest: Manifest, tensors: Sequence[Wanted]) -> Relinked:
+    """These tensors as chunks in the files of the manifest.
+
+    Raises CheckpointMismatchError (conflict) where elements are compressed together with others, or are wanted in
+    another dtype; and UnsafeCheckpointError (limits_exceeded) for more than MAX_CHUNKS chunks.
     """
     found: dict[str, TensorRecord] = {}
     num_chunks = 0
@@ -31,16 +42,30 @@ def relink(manifest: Manifest, tensors: Sequence[Wanted]) -> dict[str, TensorRec
                 num_chunks += 1
                 _refuse_too_many(num_chunks)
         found[tensor.fqn] = tensor_record(tensor.dtype, tensor.shape, chunks)
-    return found
+    pieces = ((tensor.dtype, piece) for tensor in tensors for piece in tensor.pieces)
+    num_zero_bytes = [piece.region.numel * itemsize(dtype) for dtype, piece in pieces if piece.fqn is None]
+    return Relinked(found, DataFile(_ZEROS, max(num_zero_bytes)) if num_zero_bytes else None)
+
+
+def refuse_zeros(manifest: Manifest) -> None:
+    """Raises CheckpointMismatchError (conflict) for a manifest with tensors of which no file holds all: one that is
+    written can only point into files.
+    """
+    zeros_file = manifest.map_notes.zeros_file
+    for fqn in manifest.tensors if zeros_file is not None else ():
+        for chunk in manifest.tensors[fqn].chunks:
+            if chunk.file == zeros_file:
+                raise _not_in_place(fqn, f"{chunk.region.lengths[0]} of its rows are zeros that no file holds")
 
 
 def _chunks(manifest: Manifest, tensor: Wanted, piece: Piece) -> Iterator[Chunk]:
     """What stored chunks hold of a piece, as chunks of the tensor."""
     if piece.fqn is None:
-        raise _not_in_place(tensor, f"{piece.region.lengths[0]} of its rows are zeros that no file holds")
+        yield Chunk(piece.region, len(manifest.files), 0, piece.region.numel * itemsize(tensor.dtype))
+        return
     dtype, _ = manifest.describe(piece.fqn)
     if dtype != tensor.dtype:
-        raise _not_in_place(tensor, f"it is stored as {dtype} and wanted as {tensor.dtype}")
+        raise _not_in_place(tensor.fqn, f"it is stored as {dtype} and wanted as {tensor.dtype}")
     item_bytes = itemsize(dtype)
     for chunk in manifest.chunks_meeting(piece.fqn, piece.source_region):
         common = intersect(chunk.region, piece.source_region)
@@ -49,7 +74,7 @@ def _chunks(manifest: Manifest, tensor: Wanted, piece: Piece) -> Iterator[Chunk]
         if common == chunk.region:
             yield chunk._replace(region=_moved(common, piece))
         elif chunk.codec != "none":
-            raise _not_in_place(tensor, f"a part of {piece.fqn} is wanted of what is compressed together")
+            raise _not_in_place(tensor.fqn, f"a part of {piece.fqn} is wanted of what is compressed together")
         else:
             yield from _cut(chunk, common, piece, item_bytes)
 
@@ -89,9 +114,9 @@ def _refuse_too_many(num_chunks: int) -> None:
         )
 
 
-def _not_in_place(tensor: Wanted, why: str) -> CheckpointMismatchError:
+def _not_in_place(fqn: str, why: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"{tensor.fqn} cannot be read in place through the name map: {why}; nothing was loaded: write the checkpoint "
+        f"{fqn} cannot be read in place through the name map: {why}; nothing was loaded: write the checkpoint "
         "anew with `bcp convert --map`",
         kind="conflict",
     )

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 import bytecheckpoint as bcp
 from distributed import truth
 
-LAYERS, WIDTH, HEADS, VOCABULARY = 4, 16, 4, 130
+LAYERS, WIDTH, HEADS, GROUPS, VOCABULARY = 4, 16, 4, 2, 130
 NUM_EXPERTS = 4
 LEARNING_RATE = 0.125
 
@@ -45,6 +45,8 @@ class Layout(NamedTuple):
     overlaps: bool = False
     """Parameters are gathered as the next forward pass meets them, and not at the end of a step."""
     experts: Experts | None = None
+    is_llama: bool = False
+    """RMS norms, rotary embeddings and query groups, as a name map takes them."""
 
 
 class _OnHost(TorchFunctionMode):
@@ -116,6 +118,7 @@ def build(layout: Layout) -> Built:
         virtual_pipeline_model_parallel_size=layout.num_chunks if layout.num_chunks > 1 else None,
         hetereogenous_dist_checkpoint=not layout.is_homogeneous,
         **_moe_settings(layout),
+        **({"normalization": "RMSNorm", "num_query_groups": GROUPS} if layout.is_llama else {}),
     )
     rows = 8 * layout.tp
     of_data = DistributedDataParallelConfig(
@@ -133,6 +136,7 @@ def build(layout: Layout) -> Built:
             max_sequence_length=8,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
             post_process=parallel_state.is_pipeline_last_stage(**stage),
+            position_embedding_type="rope" if layout.is_llama else "learned_absolute",
             share_embeddings_and_output_weights=False,
             vp_stage=stage["vp_stage"],
         )
@@ -169,7 +173,7 @@ def _layers(config: Any, layout: Layout, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     if layout.experts is None:
-        return get_gpt_layer_local_spec()
+        return get_gpt_layer_local_spec(normalization="RMSNorm" if layout.is_llama else None)
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
 
 

@@ -15,6 +15,9 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from distributed import truth
+from distributed.workers import WorkerPool
+from frameworks import real_megatron as spread
 from frameworks.real_megatron import Layout, on_host
 
 pytestmark = [
@@ -136,3 +139,96 @@ def test_weights_of_megatron_make_transformers_compute_the_same(group: None, tmp
         assert ended.exit_code == 0, ended.output
         (tmp_path / "hf" / "model.safetensors").write_bytes((tmp_path / "written" / "model.safetensors").read_bytes())
         check_same_logits(megatron, LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval())
+
+
+SPREAD = {
+    "one": (1, Layout(is_llama=True)),
+    "dp2": (2, Layout(is_llama=True)),
+    "pp2": (2, Layout(pp=2, is_llama=True)),
+    "tp2_dp2": (4, Layout(tp=2, is_llama=True)),
+    "tp2_pp2": (4, Layout(tp=2, pp=2, is_llama=True)),
+    "fp32_pp2_dp2": (4, Layout(pp=2, is_half=False, is_llama=True)),
+    "replicated_pp2": (2, Layout(pp=2, is_distributed=False, is_llama=True)),
+}
+SPREAD_SIZES = {"heads": spread.HEADS, "groups": spread.GROUPS, "head_size": spread.WIDTH // spread.HEADS}
+SPREAD_SIZES["vocab_size"] = spread.VOCABULARY
+
+
+def small_llama() -> dict[str, Any]:
+    """A state of the shape that models of many ranks have here, whose optimizer has nothing yet."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=spread.VOCABULARY,
+        hidden_size=spread.WIDTH,
+        intermediate_size=4 * spread.WIDTH,
+        num_hidden_layers=spread.LAYERS,
+        num_attention_heads=spread.HEADS,
+        num_key_value_heads=spread.GROUPS,
+        max_position_embeddings=8,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config).float()
+    # As Megatron has it: what decays, and what does not.
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    norms = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    return {"model": model, "optimizer": torch.optim.AdamW([{"params": matrices}, {"params": norms}], lr=0.5)}
+
+
+def true_layer(key: str, layer: int) -> torch.Tensor:
+    """What every layout of Megatron has as `linear_fc2`, or as a part of its state."""
+    shape = (spread.LAYERS, spread.WIDTH, 4 * spread.WIDTH)
+    return truth.value(f"decoder.layers.mlp.linear_fc2.weight{key}", torch.empty(shape))[layer]
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_training_of_any_layout_of_megatron_goes_on_in_llama(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    """Ranks of a distributed optimizer and stages have each saved groups, of parts of the same parameters."""
+    world_size, layout = SPREAD[name]
+    workers.run(spread.save_truth, layout, str(tmp_path / "c"), world_size=world_size, timeout_s=300)
+    state = small_llama()
+    name_map = bcp.NameMap("megatron-gpt-to-hf-llama", SPREAD_SIZES)
+    report = bcp.load(tmp_path / "c", state, options=bcp.LoadOptions(name_map=name_map))
+    assert (report.missing, report.unexpected, report.mismatched) == ([], [], [])
+    moments = state["optimizer"].state
+    for layer in range(spread.LAYERS):
+        weight = state["model"].model.layers[layer].mlp.down_proj.weight
+        assert torch.equal(weight, true_layer("", layer))
+        assert torch.equal(moments[weight]["exp_avg"], true_layer(".exp_avg", layer))
+        assert torch.equal(moments[weight]["exp_avg_sq"], true_layer(".exp_avg_sq", layer))
+    assert {int(moments[parameter]["step"]) for parameter in state["model"].parameters()} == {3}
+    groups = state["optimizer"].param_groups
+    rate = spread.LEARNING_RATE
+    assert [(group["lr"], group["wd_mult"]) for group in groups] == [(rate, 1.0), (rate, 0.0)]
+
+
+def load_and_save(rank: int, world_size: int, layout: Layout, source: str, target: str) -> None:
+    with on_host(layout):
+        built = spread.build(layout)
+        spread.fill(built, "noise.")
+        options = bcp.LoadOptions(name_map=bcp.NameMap("hf-llama-to-megatron-gpt", SPREAD_SIZES))
+        bcp.load(source, built.state, options=options)
+        bcp.save(target, built.state)
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_training_of_llama_goes_to_any_layout_of_megatron_and_back(
+    workers: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    """Rows that pad a vocabulary are zeros there, and no option has to say how many there are."""
+    state = small_llama()
+    for parameter in state["model"].parameters():
+        parameter.grad = torch.randn_like(parameter)
+    state["optimizer"].step()
+    bcp.save(tmp_path / "llama", state)
+    world_size, layout = SPREAD[name]
+    args = layout, str(tmp_path / "llama"), str(tmp_path / "megatron")
+    workers.run(load_and_save, *args, world_size=world_size, timeout_s=300)
+    embedding = bcp.open(tmp_path / "megatron")["model.embedding.word_embeddings.weight"]
+    assert embedding.shape[0] > spread.VOCABULARY
+    assert not embedding[spread.VOCABULARY :].any()
+    back = bcp.LoadOptions(name_map=bcp.NameMap("megatron-gpt-to-hf-llama", SPREAD_SIZES))
+    found, wanted = bcp.open(tmp_path / "megatron", options=back), bcp.open(tmp_path / "llama")
+    assert set(found.keys()) == set(wanted.keys())
+    wrong = [fqn for fqn in wanted.keys() if not torch.equal(found[fqn][...], wanted[fqn][...])]
+    assert not wrong

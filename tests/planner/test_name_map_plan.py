@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, UnsafeCheckpointError
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, MapNotes, tensor_record
 from bytecheckpoint.planner import map_operations
 from bytecheckpoint.planner.convert_plan import Wanted
 from bytecheckpoint.planner.map_file import parse_map
 from bytecheckpoint.planner.map_options import Facts, parse_options
 from bytecheckpoint.planner.map_records import MapFile
 from bytecheckpoint.planner.name_map_plan import Asked, Contents, Mapped, apply_map, in_a_state
-from bytecheckpoint.planner.relinking import relink
+from bytecheckpoint.planner.relinking import refuse_zeros, relink
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions
 
 MAPS = Path(map_operations.__file__).parent.parent / "maps"
@@ -261,8 +262,9 @@ def test_chunks_of_the_other_framework_lie_in_the_same_files(model: Model, is_st
     cuts = {name: tuple(rng.integers(1, array.shape, endpoint=True).tolist()) for name, array in megatron.items()}
     manifest, content = manifest_of(megatron, cuts)
     plan = apply(megatron, facts=model.facts)
-    records = relink(manifest, plan.tensors)
-    assert_equal({name: assembled(record, content) for name, record in records.items()}, model.llama)
+    relinked = relink(manifest, plan.tensors)
+    assert_equal({name: assembled(record, content) for name, record in relinked.records.items()}, model.llama)
+    assert relinked.zeros is None
 
 
 def manifest_of(arrays: Mapping[str, np.ndarray], cuts: Mapping[str, tuple[int, ...]]) -> tuple[Manifest, bytes]:
@@ -540,14 +542,18 @@ def test_what_cannot_be_read_in_place_says_so() -> None:
     model = Model(vocab=5)
     manifest, _ = manifest_of(model.llama, {name: array.shape for name, array in model.llama.items()})
     plan = apply(model.llama, facts=model.facts, padded_vocab_size=8)
+    relinked = relink(manifest, plan.tensors)
+    assert relinked.zeros is not None
+    notes = MapNotes(zeros_file=len(manifest.files))
+    with_zeros = replace(manifest, tensors=relinked.records, map_notes=notes)
     with pytest.raises(CheckpointMismatchError, match=r"word_embeddings\.weight .* 3 of its rows are zeros.*convert"):
-        relink(manifest, plan.tensors)
+        refuse_zeros(with_zeros)
     packed = {name: record._replace(codecs=["zstd"] * record.num_chunks) for name, record in manifest.tensors.items()}
     compressed = Manifest(save_id="s", files=manifest.files, tensors=packed)
     with pytest.raises(CheckpointMismatchError, match=r"linear_qkv\.weight .* compressed together"):
         relink(compressed, apply(model.llama, facts=model.facts).tensors)
     renamed = [tensor for tensor in apply(model.llama, facts=model.facts).tensors if "proj" in tensor.fqn]
-    found = relink(compressed, renamed)
+    found = relink(compressed, renamed).records
     assert all(list(record.codecs) == ["zstd"] for record in found.values())
     with pytest.raises(CheckpointMismatchError, match=r"stored as int32 and wanted as float32"):
         relink(manifest, [tensor._replace(dtype="float32") for tensor in renamed])
