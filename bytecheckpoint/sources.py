@@ -70,17 +70,17 @@ def reading_again(call: Callable[P, T]) -> Callable[P, T]:
                 return call(*arguments, **options)
             except CheckpointError as error:
                 if error.kind != "replaced":
-                    if replaced is None:
-                        raise
-                    raise _with_attempt(error, replaced) from error
+                    raise _with_attempt(error, replaced) from error.__cause__
                 replaced = error
         raise replaced or TypeError("there is at least one attempt")
 
     return persistent
 
 
-def _with_attempt(error: CheckpointError, before: CheckpointError) -> CheckpointError:
-    """The error with that of the attempt before, which may have changed the state."""
+def _with_attempt(error: CheckpointError, before: CheckpointError | None) -> CheckpointError:
+    """The error with that of the attempt before it, if there was one, which may have changed the state."""
+    if before is None:
+        return error
     message = f"{error.message}. This was another attempt; the one before ended so: {before.message}"
     return type(error)(message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks)
 

@@ -77,7 +77,9 @@ def on_all(meeting: Meeting, function: Callable[[Ranks], Any], *, num_ranks: int
 
     def run(rank: int) -> Any:
         try:
-            return function(GroupRanks(lambda: stores[rank], rank, range(num_ranks), 20.0, block_ranks=block_ranks))
+            return function(
+                GroupRanks(lambda: stores[rank], rank, range(num_ranks), 20.0, block_ranks=block_ranks, call="save")
+            )
         except CheckpointError as error:
             return error
 
@@ -110,7 +112,7 @@ def test_a_message_of_any_length_arrives_and_nothing_of_it_stays(
         return outcomes
 
     num_keys = meeting.count_keys()
-    outcomes = on_all(meeting, exchange, num_ranks=num_ranks, block_ranks=block_ranks)
+    outcomes = on_all(meeting, exchange, num_ranks=num_ranks, block_ranks=block_ranks, call="save")
     assert outcomes == [[True] * 4] * num_ranks
     assert meeting.count_keys() == num_keys
 
@@ -145,7 +147,7 @@ def test_an_error_whose_text_is_long_is_raised_on_all_and_nothing_stays(
             ranks.broadcast(b"")
 
     num_keys = meeting.count_keys()
-    errors = on_all(meeting, fail, block_ranks=block_ranks)
+    errors = on_all(meeting, fail, block_ranks=block_ranks, call="save")
     assert {(type(error), error.kind, error.ranks) for error in errors} == {
         (CheckpointSaveError, "no_space", (failing_rank,))
     }
@@ -216,7 +218,7 @@ class DeadlyStore:
 def die_between_parts(rank: int, world_size: int, port: int, dying_rank: int, block_ranks: int) -> tuple[Any, ...]:
     store: Any = PrefixStore("a call", client(port))
     way = DeadlyStore(store, 2) if rank == dying_rank else store
-    ranks = GroupRanks(lambda: way, rank, range(world_size), timeout_s=0.5, block_ranks=block_ranks)
+    ranks = GroupRanks(lambda: way, rank, range(world_size), timeout_s=0.5, block_ranks=block_ranks, call="save")
     try:
         with together(ranks, "trying", about=ABOUT):
             ranks.gather(bytes(3 * PART_BYTES) if rank == dying_rank else b"")

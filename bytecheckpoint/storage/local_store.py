@@ -222,7 +222,7 @@ class _Writing:
             raise write_error(
                 error,
                 self._path,
-                reason=describe(error),
+                reason=_reason(error, self._path),
                 needed_bytes=self.num_bytes,
                 free_bytes=self._free_bytes,
             ) from error
@@ -282,6 +282,16 @@ def _file_in_the_way(path: str) -> str:
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
+
+
+def _reason(error: OSError, path: str) -> str:
+    """The error's own words. ENOSPC has two causes, of which only one is about bytes."""
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError):
+            status = os.statvfs(os.path.dirname(path))
+            if status.f_files and not status.f_favail:
+                return f"{describe(error)}: the file system has no inodes left for new files (`df -i`); delete files"
+    return describe(error)
 
 
 def _free_bytes(folder: str) -> int | None:
