@@ -95,7 +95,7 @@ def test_a_killed_deletion_leaves_no_checkpoint_and_leftovers_that_are_found(tmp
 def test_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     bcp.save(tmp_path / "source", state_of(1.0))
     arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "link"), "--to", "bcp", "--link"]
-    subprocess.run([sys.executable, "-m", "bytecheckpoint.tools.main", *arguments], check=True)
+    subprocess.run([sys.executable, "-c", "from bytecheckpoint.tools.main import main; main()", *arguments], check=True)
     bcp.delete(tmp_path / "link")
     assert bcp.open(tmp_path / "source")["w"][0] == 1.0
     with pytest.raises(bcp.CheckpointNotFoundError):
