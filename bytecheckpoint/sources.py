@@ -132,15 +132,15 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
 
 def _find(asked: Asked, opening: Opening, options: LoadOptions) -> tuple[Found, bytes]:
     """The checkpoint, and its manifest as it is at one moment."""
-    for _ in range(_ATTEMPTS):
+    for number in range(_ATTEMPTS):
         found = find_checkpoint(asked.root, asked.step, opening)
         try:
             return found, _manifest_bytes(found, options)
         except CheckpointNotFoundError as error:
-            if error.kind != "not_committed":
+            # It was deleted after it was found: there may be another one.
+            if error.kind != "not_committed" or number == _ATTEMPTS - 1:
                 raise
-            deleted = error  # since it was found: there may be another one
-    raise deleted
+    raise ValueError("there is at least one attempt")
 
 
 def _refuse_other_step(folder: str, manifest: Manifest, *, path: str) -> None:

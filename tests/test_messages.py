@@ -112,7 +112,7 @@ def test_a_message_of_any_length_arrives_and_nothing_of_it_stays(
         return outcomes
 
     num_keys = meeting.count_keys()
-    outcomes = on_all(meeting, exchange, num_ranks=num_ranks, block_ranks=block_ranks, call="save")
+    outcomes = on_all(meeting, exchange, num_ranks=num_ranks, block_ranks=block_ranks)
     assert outcomes == [[True] * 4] * num_ranks
     assert meeting.count_keys() == num_keys
 
@@ -147,7 +147,7 @@ def test_an_error_whose_text_is_long_is_raised_on_all_and_nothing_stays(
             ranks.broadcast(b"")
 
     num_keys = meeting.count_keys()
-    errors = on_all(meeting, fail, block_ranks=block_ranks, call="save")
+    errors = on_all(meeting, fail, block_ranks=block_ranks)
     assert {(type(error), error.kind, error.ranks) for error in errors} == {
         (CheckpointSaveError, "no_space", (failing_rank,))
     }
