@@ -91,7 +91,7 @@ class LocalStore:
             raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """As `ReadsWhole` says: the length is that of the open file."""
+        """Implements `ReadsWhole`: the length is that of the open file."""
         path = self._resolve(check_name(name))
         with _reading(path), _opened(path) as (fd, num_bytes):
             if num_bytes > max_bytes:
@@ -103,7 +103,7 @@ class LocalStore:
         return bytes(content)
 
     def byte_length(self, name: str) -> int | None:
-        """As `LooksByName` says."""
+        """Implements `LooksByName`."""
         path = self._resolve(check_name(name))
         try:
             with _reading(path), _opened(path) as (_, num_bytes):

@@ -110,7 +110,7 @@ class S3Store:
             on_filled(buffer.nbytes)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """As `ReadsWhole` says: one request, whose answer has the length."""
+        """Implements `ReadsWhole`: one request, whose answer has the length."""
         key, shown = self._key(name), self._show(name)
         with self._translated(shown, doing="read"):
             try:
