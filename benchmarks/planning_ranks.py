@@ -56,7 +56,7 @@ class Setting(NamedTuple):
 
 def member(store: dist.Store, rank: int, num_ranks: int) -> GroupRanks:
     """A rank of a group of so many, as it meets the others in this store."""
-    return GroupRanks(lambda: store, rank, range(num_ranks), _TIMEOUT_S, block_ranks=BLOCK_RANKS)
+    return GroupRanks(lambda: store, rank, range(num_ranks), _TIMEOUT_S, block_ranks=BLOCK_RANKS, call="save")
 
 
 class PlayedRanks:

@@ -9,6 +9,7 @@
 `api.py` tells the story of a save and of a load, top to bottom; docs/architecture.md says where everything else is.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,24 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import CheckpointInfo, LoadReport, LocalInfo, RecoveredSave
 from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
 
+if sys.byteorder != "little":
+    raise ImportError(
+        "bytecheckpoint does not run on big-endian processors: checkpoints hold tensors as they lie in memory, in "
+        f"little-endian order, and this processor is {sys.byteorder}-endian"
+    )
+
 if TYPE_CHECKING:
     from bytecheckpoint.adapters.rng import RngState
     from bytecheckpoint.adapters.stateful import RankLocal
-    from bytecheckpoint.api import latest, load, open, save, steps, warm_up  # noqa: A004  bcp.open, as in gzip.open
+    from bytecheckpoint.api import (
+        delete,
+        latest,
+        load,
+        open,  # noqa: A004  bcp.open, as in gzip.open
+        save,
+        steps,
+        warm_up,
+    )
     from bytecheckpoint.checkpoint import Checkpoint
     from bytecheckpoint.recovering import recover
     from bytecheckpoint.save_handle import SaveHandle
@@ -57,6 +72,7 @@ __all__ = [
     "StorageError",
     "UnsafeCheckpointError",
     "__version__",
+    "delete",
     "latest",
     "load",
     "load_tree",
@@ -75,7 +91,7 @@ _WITH_TORCH = {
     "SaveHandle": "bytecheckpoint.save_handle",
     "recover": "bytecheckpoint.recovering",
     "load_tree": "bytecheckpoint.tree_loading",
-    **dict.fromkeys(("latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
+    **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 
 

@@ -36,7 +36,7 @@ from bytecheckpoint.reading import Source
 from bytecheckpoint.save_handle import SaveHandle
 from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
 from bytecheckpoint.sources import Asked, open_alone, open_together, reading_again, wanted_step
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.opening import open_store
@@ -200,7 +200,7 @@ def warm_up(
     """
     options = options or SaveOptions()
     IN_FLIGHT.wait_until_entered()
-    about = Subject("(nowhere: warm_up)", None, is_save=True)
+    about = Subject("(nowhere: warm_up)", None, is_save=True, call="warm_up")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn(awaits_upload=False):
         target = Target(about.path, None, overwrite=False)
@@ -354,3 +354,19 @@ def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
     """All committed steps under a path, rising; [] where there is none."""
     return layout.steps_of_root(open_store(path, storage_options=storage_options, writer_threads=1))
+
+
+def delete(
+    path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> None:
+    """Deletes one committed checkpoint: the one at `path`, or with `step` that one under it. To be called by one rank.
+
+    The manifest goes first, then what its save has written: no reader finds a part of a checkpoint, and what a killed
+    deletion leaves is found by `bcp gc`. Other files stay: those of the user, of other steps, and those that a link
+    leads to. Links to this checkpoint no longer load.
+
+    Raises CheckpointNotFoundError where no checkpoint is committed there, CheckpointCorruptError where its manifest
+    cannot be read, and StorageError; then nothing is deleted.
+    """
+    store = open_store(path, storage_options=storage_options, writer_threads=1)
+    deletion.delete_checkpoint(store, layout.find_checkpoint(store, check_step(step), location=str(store)))

@@ -15,8 +15,9 @@ from typing import TypeVar
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 from bytecheckpoint.messages import get_message, get_messages, keys_of, put_message
+from bytecheckpoint.rank_failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.waiting import poll, store_lost, within
 
 T = TypeVar("T")
@@ -37,17 +38,6 @@ _POLLS_PER_LOOK = 4
 """While messages are awaited, so many looks for them are made before one for failures."""
 
 
-class _Failure(msgspec.Struct, frozen=True):
-    """An error on its way to other ranks."""
-
-    cls: str
-    message: str
-    kind: str
-    path: str | None
-    step: int | None
-    ranks: tuple[int, ...]
-
-
 class RankFailedError(Exception):
     """Another rank failed. Carries the error that all are to raise; on others than the coordinator that is final."""
 
@@ -62,8 +52,14 @@ ABANDONED = "abandoned"
 _OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
 """What a message from the coordinator starts with: there is one for each rank, this is the one for all, one has failed.
 """
+_END_OF_CALL = b"\0"
+"""Ends the name of the call, with which the first message of each rank begins."""
 _HAS_FAILURE = "failed"
 """The key that is set once any rank has failed, so that nobody need look for each."""
+_DEPARTED = "departed"
+"""The key that counts the ranks that need nothing of this call any more."""
+_REMAINS = "remains"
+"""The key of the list of keys that the last rank to depart removes, where that is not the coordinator."""
 
 
 class GroupRanks:
@@ -73,13 +69,24 @@ class GroupRanks:
     first rank of each, its leader, puts the messages of its block together, so that nobody handles one of every rank.
 
     Each rank says goodbye when it has read the last word, of success or failure. The coordinator, whose process may
-    hold the store, stays until then, and removes the keys of the call.
+    hold the store, stays until then, and removes the keys of the call. Where a goodbye is late, the last rank to say it
+    removes them.
     """
 
     def __init__(
-        self, enter: Callable[[], Store], rank: int, names: Sequence[int], timeout_s: float, *, block_ranks: int
+        self,
+        enter: Callable[[], Store],
+        rank: int,
+        names: Sequence[int],
+        timeout_s: float,
+        *,
+        block_ranks: int,
+        call: str,
     ) -> None:
-        """`enter` gives the store of this call. It is called with the first message, where waiting has a limit."""
+        """`enter` gives the store of this call. It is called with the first message, where waiting has a limit. `call`
+        is the public function that was called, which has to be the same on all ranks.
+        """
+        self._call = call
         self.rank = rank
         self.names = names
         self.num_ranks = len(names)
@@ -154,6 +161,8 @@ class GroupRanks:
 
     def _gather(self, payload: bytes) -> list[bytes]:
         number, self._num_up = self._num_up, self._num_up + 1
+        if number == 0:
+            payload = self._call.encode() + _END_OF_CALL + payload
         if self.rank != COORDINATOR:
             self._put(self._up_key(number, self.rank), payload)
             if self.rank == self._leader:
@@ -171,7 +180,23 @@ class GroupRanks:
             else:  # training waits for the answer, and a small message can stay until the end of the call
                 self._left.append(key)
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
-        return [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
+        gathered = [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
+        return self._of_this_call(gathered) if number == 0 else gathered
+
+    def _of_this_call(self, messages: Sequence[bytes]) -> list[bytes]:
+        """The first messages of all ranks, without the names of their calls. Raises CheckpointMismatchError (conflict)
+        where these differ.
+        """
+        parts = [message.partition(_END_OF_CALL) for message in messages]
+        for rank, (call, _, _) in enumerate(parts):
+            if call.decode() != self._call:
+                names = self.names[rank], self.names[COORDINATOR]
+                raise CheckpointMismatchError(
+                    f"rank {names[0]} called {call.decode()} while rank {names[1]} called {self._call}; nothing was "
+                    "done: all ranks of a process group have to make the same calls in the same order",
+                    kind="conflict",
+                )
+        return [payload for _, _, payload in parts]
 
     def _ask(self, payload: bytes) -> bytes:
         self._gather(payload)
@@ -182,7 +207,7 @@ class GroupRanks:
         self._num_polls += 1
         looks = have_come or self._num_polls % _POLLS_PER_LOOK == 0
         if looks and self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
-            raise RankFailedError(_merge(self._failures()))
+            raise RankFailedError(merge_errors(self._failures()))
         return have_come
 
     def _members(self, leader: int) -> range:
@@ -237,13 +262,13 @@ class GroupRanks:
         if self.rank == COORDINATOR:
             self._has_failed = True
             if error.kind == "rank_missing" and self._is_set(_HAS_FAILURE):
-                error = _merge([error, *self._failures()])
-            self._send_down(_FAILURE + _encode_failure(error))
+                error = merge_errors([error, *self._failures()])
+            self._send_down(_FAILURE + encode_failure(error))
             if error.kind == "rank_missing":
                 put_message(self._store, ABANDONED, b"")  # stays for those who come late
             self._leave(missing=error.ranks if error.kind == "rank_missing" else ())
             return error
-        self._put(self._failure_key(self.rank), _FAILURE + _encode_failure(error))
+        self._put(self._failure_key(self.rank), _FAILURE + encode_failure(error))
         self._put(_HAS_FAILURE, b"")
         try:
             while not self._has_given_up:  # messages that were under way come first
@@ -256,17 +281,34 @@ class GroupRanks:
         """Says goodbye, or on the coordinator waits for that of all but the missing (global) ranks. What has been left
         in the store then goes: nobody reads any more.
         """
+        goodbyes = [self._goodbye_key(rank) for rank in range(1, self.num_ranks)]
         if self.rank != COORDINATOR:
-            self._put(self._goodbye_key(self.rank), msgspec.msgpack.encode(left) if left else b"")
+            # Counted first: when the coordinator has all goodbyes, nobody will make the counter anew.
+            if self._store.add(_DEPARTED, 1) == self.num_ranks:
+                self._remove_remains(left, [key for key in goodbyes if key != self._goodbye_key(self.rank)])
+            else:
+                self._put(self._goodbye_key(self.rank), msgspec.msgpack.encode(left) if left else b"")
             return
-        others = range(1, self.num_ranks)
-        awaited = [self._goodbye_key(rank) for rank in others if self.names[rank] not in missing]
-        poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s))
-        goodbyes = [self._goodbye_key(rank) for rank in others]
-        if self._is_set(*goodbyes):  # else the last word stays, for those who come late
-            said = get_messages(self._store, goodbyes) if self._has_failed else []
-            lists = [msgspec.msgpack.decode(message, type=list[str]) for message in said if message]
-            self._remove([*goodbyes, *self._left, *chain.from_iterable(lists), _HAS_FAILURE])
+        awaited = [key for key, name in zip(goodbyes, self.names[1:], strict=True) if name not in missing]
+        has_all = poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s)) and not missing
+        if not has_all:  # the last word stays, for those who come late
+            self._put(_REMAINS, msgspec.msgpack.encode((self._has_failed, self._left)))
+            has_all = self._store.add(_DEPARTED, 1) == self.num_ranks
+        if has_all:
+            self._remove_all(self._left, goodbyes, has_failed=self._has_failed)
+
+    def _remove_remains(self, left: Sequence[str], goodbyes: Sequence[str]) -> None:
+        """Removes the keys of a call whose coordinator has not waited for this rank, the last one."""
+        remains = get_message(self._store, _REMAINS)
+        has_failed, keys = msgspec.msgpack.decode(remains, type=tuple[bool, list[str]])
+        self._remove_all([*keys, *left, *keys_of(_REMAINS, remains)], goodbyes, has_failed=has_failed)
+
+    def _remove_all(self, keys: Sequence[str], goodbyes: Sequence[str], *, has_failed: bool) -> None:
+        """Removes these keys, and those that the goodbyes list. A goodbye is put just after its rank was counted."""
+        poll(lambda: self._is_set(*goodbyes), _FAREWELL_S)
+        said = get_messages(self._store, goodbyes) if has_failed and self._is_set(*goodbyes) else []
+        lists = [msgspec.msgpack.decode(message, type=list[str]) for message in said if message]
+        self._remove([*goodbyes, *keys, *chain.from_iterable(lists), _HAS_FAILURE, _DEPARTED])
 
     def _send_down(self, message: bytes) -> None:
         self._put(self._down_key(self._num_down, "all"), message)
@@ -285,7 +327,7 @@ class GroupRanks:
             if not self._has_blocks:  # else a leader may be about to read it
                 self._remove(self._left)  # what the coordinator has not read it never will
             self._leave(left=self._left if self._has_blocks else ())
-            raise RankFailedError(_decode_failure(message))
+            raise RankFailedError(decode_failure(message))
         if message[:1] == _SHARED:
             return message[1:]
         if not self._has_blocks:
@@ -295,7 +337,7 @@ class GroupRanks:
 
     def _failures(self) -> list[CheckpointError]:
         keys = [self._failure_key(rank) for rank in range(1, self.num_ranks)]
-        return [_decode_failure(get_message(self._store, key)) for key in keys if self._is_set(key)]
+        return [decode_failure(get_message(self._store, key)) for key in keys if self._is_set(key)]
 
     def _put(self, key: str, message: bytes) -> None:
         self._left += put_message(self._store, key, message)
@@ -345,29 +387,6 @@ class GroupRanks:
     @staticmethod
     def _goodbye_key(rank: int) -> str:
         return f"goodbye/{rank}"
-
-
-def _merge(errors: Sequence[CheckpointError]) -> CheckpointError:
-    """One error for several ranks that failed: the first one's, with all ranks named.
-
-    Where some say that another one is missing, and one says what failed, that one may be why it was missed.
-    """
-    errors = [error for error in errors if error.kind != "rank_missing"] or errors[:1]
-    ranks = tuple(sorted({rank for error in errors for rank in error.ranks}))
-    first = errors[0]
-    others = f" ({len(errors)} ranks failed: {list(ranks)}; this is the first)" if len(errors) > 1 else ""
-    return type(first)(first.message + others, kind=first.kind, path=first.path, step=first.step, ranks=ranks)
-
-
-def _encode_failure(error: CheckpointError) -> bytes:
-    failure = _Failure(type(error).__name__, str(error), error.kind, error.path, error.step, error.ranks)
-    return msgspec.msgpack.encode(failure)
-
-
-def _decode_failure(message: bytes) -> CheckpointError:
-    failure = msgspec.msgpack.decode(message[1:], type=_Failure)
-    cls = ERROR_CLASSES[failure.cls]
-    return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)
 
 
 def _block(leader: int) -> str:

@@ -27,7 +27,9 @@ class SaveOptions:
     """How to save. Checked on creation: a ValueError names the field, what it got and what it takes."""
 
     overwrite: bool = False
-    """Replace a committed checkpoint at the same place, in one atomic step, instead of refusing."""
+    """Replace a committed checkpoint at the same place, in one atomic step, instead of refusing. Stores that cannot do
+    that refuse it (docs/object-stores.md).
+    """
     snapshot: Literal["auto", "copy", "lazy"] = "auto"
     """How an asynchronous save keeps the state as it was at the call; a synchronous one holds the caller instead.
 

@@ -132,7 +132,8 @@ def join_ranks(
         call = call or ask()
         return PrefixStore(f"bytecheckpoint/{call.result(timeout_s + _CATCH_UP_S)}", store)
 
-    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS)
+    call_name = about.call or ("save" if about.is_save else "load")
+    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS, call=call_name)
 
 
 def _next_call(store: Store, rank: int) -> int:
@@ -192,11 +193,13 @@ class Subject(NamedTuple):
     is_save: bool
     aftermath: str = ""
     """What a failure in this phase leaves behind, as a sentence; empty where nothing has changed yet."""
+    call: str = ""
+    """The public function, where it is neither save nor load."""
 
 
 _SHARED_KINDS = {
     *("conflict", "coverage", "missing_key", "unexpected_key", "shape", "dtype"),
-    *("exists", "not_found", "not_committed", "rank_missing"),
+    *("exists", "not_found", "not_committed", "replaced", "rank_missing"),
 }
 """Where the coordinator finds these, it has looked at what all ranks said, or at what is the same for all: it is not
 to blame."""

@@ -75,7 +75,7 @@ def recover(
         CheckpointSaveError, StorageError: As for `save`. Nothing is lost by it: call it again.
     """
     IN_FLIGHT.wait_until_entered()
-    about = Subject(showable_url(str(path)), None, is_save=True)
+    about = Subject(showable_url(str(path)), None, is_save=True, call="recover")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for what saves to {about.path} left in the local stage", about=about):
         stage = _stage_of(options)

@@ -71,17 +71,17 @@ def reading_again(call: Callable[P, T]) -> Callable[P, T]:
                 return call(*arguments, **options)
             except CheckpointError as error:
                 if error.kind != "replaced":
-                    if replaced is None:
-                        raise
-                    raise _with_attempt(error, replaced) from error
+                    raise _with_attempt(error, replaced) from error.__cause__
                 replaced = error
         raise replaced or TypeError("there is at least one attempt")
 
     return persistent
 
 
-def _with_attempt(error: CheckpointError, before: CheckpointError) -> CheckpointError:
-    """The error with that of the attempt before, which may have changed the state."""
+def _with_attempt(error: CheckpointError, before: CheckpointError | None) -> CheckpointError:
+    """The error with that of the attempt before it, if there was one, which may have changed the state."""
+    if before is None:
+        return error
     message = f"{error.message}. This was another attempt; the one before ended so: {before.message}"
     return type(error)(message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks)
 
@@ -134,16 +134,15 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
 
 def _find(asked: Asked, opening: Opening, options: LoadOptions) -> tuple[Found, bytes, MapNotes]:
     """The checkpoint, and its manifest as it is at one moment."""
-    deleted: CheckpointNotFoundError | None = None
-    for _ in range(_ATTEMPTS):
+    for number in range(_ATTEMPTS):
         found = find_checkpoint(asked.root, asked.step, opening)
         try:
             return found, *_manifest_bytes(found, options)
         except CheckpointNotFoundError as error:
-            if error.kind != "not_committed":
+            # It was deleted after it was found: there may be another one.
+            if error.kind != "not_committed" or number == _ATTEMPTS - 1:
                 raise
-            deleted = error  # since it was found: there may be another one
-    raise deleted or TypeError("there is at least one attempt")
+    raise ValueError("there is at least one attempt")
 
 
 def _refuse_other_step(folder: str, manifest: Manifest, *, path: str) -> None:

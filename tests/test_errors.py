@@ -20,7 +20,7 @@ BUILTINS: dict[str, type[Exception]] = {
     "UnsafeCheckpointError": ValueError,
 }
 KINDS = {
-    "CheckpointNotFoundError": "not_found, not_committed, missing_file",
+    "CheckpointNotFoundError": "not_found, not_committed, missing_file, replaced",
     "CheckpointExistsError": "exists",
     "CheckpointCorruptError": "checksum, truncated, bad_manifest, unsupported_version",
     "CheckpointMismatchError": "missing_key, unexpected_key, shape, dtype, coverage, conflict",

@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
     "SaveOptions",
     "StorageError",
     "UnsafeCheckpointError",
+    "delete",
     "latest",
     "load",
     "open",

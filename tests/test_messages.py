@@ -77,7 +77,9 @@ def on_all(meeting: Meeting, function: Callable[[Ranks], Any], *, num_ranks: int
 
     def run(rank: int) -> Any:
         try:
-            return function(GroupRanks(lambda: stores[rank], rank, range(num_ranks), 20.0, block_ranks=block_ranks))
+            return function(
+                GroupRanks(lambda: stores[rank], rank, range(num_ranks), 20.0, block_ranks=block_ranks, call="save")
+            )
         except CheckpointError as error:
             return error
 
@@ -217,7 +219,7 @@ def die_between_parts(rank: int, world_size: int, port: int, dying_rank: int, bl
     store: Any = PrefixStore("a call", client(port))
     way = DeadlyStore(store, 2) if rank == dying_rank else store
     # Others name rank 0 where it begins to wait so much later than they do, which on a busy machine is soon.
-    ranks = GroupRanks(lambda: way, rank, range(world_size), timeout_s=4.0, block_ranks=block_ranks)
+    ranks = GroupRanks(lambda: way, rank, range(world_size), timeout_s=4.0, block_ranks=block_ranks, call="save")
     try:
         with together(ranks, "trying", about=ABOUT):
             ranks.gather(bytes(3 * PART_BYTES) if rank == dying_rank else b"")

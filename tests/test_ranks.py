@@ -34,7 +34,9 @@ NAMES = (4, 5, 9)
 def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[Any]:
     """What the function returns or raises on each of three ranks."""
     store = HashStore()
-    ranks = [GroupRanks(lambda: store, rank, NAMES, timeout_s, block_ranks=64) for rank in range(len(NAMES))]
+    ranks = [
+        GroupRanks(lambda: store, rank, NAMES, timeout_s, block_ranks=64, call="save") for rank in range(len(NAMES))
+    ]
 
     def run(of_rank: Ranks) -> Any:
         try:
@@ -50,7 +52,7 @@ def in_blocks(function: Callable[[Ranks], Any], num_ranks: int, timeout_s: float
     """The same on more ranks, in blocks of two or three; None from those whose function is None."""
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: store, rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3)
+        GroupRanks(lambda: store, rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3, call="save")
         for rank in range(num_ranks)
     ]
 
@@ -118,7 +120,7 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
     stores = [CountedStore(shared) for _ in range(6)]
 
     def plan(rank: int) -> Agreed:
-        ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2)
+        ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2, call="save")
         wish = wish_of(Target("/ckpt", 7, overwrite=False), [Contents(shards_of(rank), set())], SaveOptions())
         plans = PlanCache()
         return agree(ranks, propose(ranks, wish, plans), plans)
@@ -134,7 +136,7 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
 
 def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
     store = HashStore()
-    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
+    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
 
     def call(of_rank: Ranks) -> None:
         of_rank.gather(b"x")
@@ -150,7 +152,7 @@ def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
 @pytest.mark.parametrize("num_said_before", [0, 2])
 def test_nothing_of_a_call_that_fails_in_blocks_stays_in_the_store(failing_rank: int, num_said_before: int) -> None:
     store = HashStore()
-    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3) for rank in range(7)]
+    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
 
     def call(of_rank: Ranks) -> None:
         with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
@@ -309,7 +311,7 @@ def lose_the_store(rank: int, world_size: int, port: int, end: signal.Signals) -
         return "", (), ""
     store = TCPStore("127.0.0.1", port, is_master=False)
     pid = int(store.get("pid"))
-    ranks = GroupRanks(lambda: PrefixStore("x", store), 1, (0, 1), timeout_s=1.0, block_ranks=64)
+    ranks = GroupRanks(lambda: PrefixStore("x", store), 1, (0, 1), timeout_s=1.0, block_ranks=64, call="save")
     store.set("is up", "yes")
     time.sleep(0.4)
     try:
@@ -332,3 +334,51 @@ def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang(workers: WorkerP
     kind, ranks, message = outcomes[1].value
     assert (kind, ranks) == ("rank_missing", (0,))
     assert "store" in message
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("late", [(1,), (2, 6), (3,)])
+def test_nothing_of_a_call_stays_in_the_store_where_a_goodbye_is_late(
+    late: tuple[int, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bytecheckpoint.group_ranks._FAREWELL_S", 0.3)
+    store = HashStore()
+    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
+    leave = GroupRanks._leave
+
+    def leave_late(self: GroupRanks, *arguments: Any, **options: Any) -> None:
+        if self.rank in late:
+            time.sleep(1.0 + self.rank / 10)
+        leave(self, *arguments, **options)
+
+    monkeypatch.setattr(GroupRanks, "_leave", leave_late)
+
+    def call(of_rank: Ranks) -> None:
+        with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
+            of_rank.gather(bytes(2000))
+            of_rank.scatter([b"%d" % rank for rank in range(7)])
+            if fails and of_rank.rank == 5:
+                raise KeyError("x")
+            of_rank.gather(b"x")
+            of_rank.broadcast(b"y")
+            of_rank.farewell()
+
+    with ThreadPoolExecutor(7) as pool:
+        list(pool.map(call, ranks))
+    assert store.num_keys() == 0
+
+
+def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
+    store = HashStore()
+    calls = ["save", "save", "load"]
+    ranks = [GroupRanks(lambda: store, rank, NAMES, 20.0, block_ranks=64, call=call) for rank, call in enumerate(calls)]
+
+    def run(of_rank: Ranks) -> CheckpointError:
+        with pytest.raises(CheckpointMismatchError) as raised, together(of_rank, "trying", about=ABOUT):
+            of_rank.consult(b"x", lambda payloads: payloads)
+        return raised.value
+
+    with ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(run, ranks))
+    assert {error.kind for error in errors} == {"conflict"}
+    assert all("rank 9 called load while rank 4 called save" in str(error) for error in errors)

@@ -21,7 +21,7 @@ from bytecheckpoint.storage.foreign.formats import find_folder, find_step
 from bytecheckpoint.storage.foreign.safetensors_files import files_of_index
 from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.store import Store, place_of
+from bytecheckpoint.storage.store import BlindStore, Store, place_of
 
 _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
 _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
@@ -67,8 +67,8 @@ def open_place(path: str, to: TargetFormat, opening: Opening) -> Place:
 
 
 def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) -> Standing:
-    """Raises CheckpointExistsError (exists) where something is not to be replaced. `beside` lets another format be:
-    what is written only points into it.
+    """Raises CheckpointExistsError (exists) where something is not to be replaced, StorageError (unsupported) where the
+    store cannot replace it. `beside` lets another format be: what is written only points into it.
     """
     try:
         listing = place.store.list("")
@@ -77,7 +77,7 @@ def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) ->
             place, f"{place.store} is a file, and a folder is to be written there", "give another path"
         ) from error
     if to == "torch":
-        return _of_file(place, listing, overwrite=overwrite)
+        return _replaceable(place.store, _of_file(place, listing, overwrite=overwrite))
     _refuse_root_of_steps(place, listing)
     if place.above is not None and layout.has_manifest(place.above.list("")):
         what = f"{place.above} is a checkpoint, and {place.path} would be a step below it, which would hide it"
@@ -91,6 +91,13 @@ def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) ->
     if standing.is_there and not overwrite:
         what = f"{place.path} holds a checkpoint, or what a conversion that did not finish has left there"
         raise _exists(place, what, "give another path, or --overwrite to replace it")
+    return _replaceable(place.store, standing)
+
+
+def _replaceable(store: Store, standing: Standing) -> Standing:
+    """The same. Raises StorageError (unsupported) where what stands there cannot be replaced in one step."""
+    if standing.is_there and isinstance(store, BlindStore):
+        store.check_replaceable()
     return standing
 
 

@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-from bytecheckpoint.storage.local_files import preallocate, write_fully, write_some
+from bytecheckpoint.storage.local_files import preallocate, sync_to_disk, write_fully, write_some
 
 MIN_DIRECT_BYTES = 1 << 20
 """A file below this goes through the page cache: the calls that a direct write needs more cost more than they save."""
@@ -52,7 +52,7 @@ class DirectFile:
 
     def sync(self) -> None:
         """Makes what was written by either descriptor survive a power cut."""
-        os.fsync(self._fd)
+        sync_to_disk(self._fd)
 
     def close(self) -> None:
         """To be called once, when no thread is in `write`."""

@@ -144,7 +144,7 @@ class FsspecStore:
         return data
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """As `ReadsWhole` says. A backend that reads through an open file asks for the length first: it is asked again
+        """Implements `ReadsWhole`. A backend that reads through an open file asks for the length first: it is asked again
         afterwards.
         """
         path, shown, options = self._path(name), self._show(name), self._exactly()
@@ -190,7 +190,7 @@ class FsspecStore:
             self._fs.rm_file(self._path(name))
 
     def check_replaceable(self) -> None:
-        """As the protocol says."""
+        """Implements `BlindStore`."""
         reason = reason_against_replacing(self._fs)
         if reason:
             raise StorageError(

@@ -119,8 +119,8 @@ def _step_folders(listing: Mapping[str, int | None]) -> list[int]:
 
 
 def _is_step(store: Store, folder: str) -> bool:
-    """Whether the folder of a step is a committed checkpoint. One that a link leads to elsewhere is left out, with a
-    warning: it must not hide the other steps.
+    """Tells whether the folder of a step is a committed checkpoint. A link that leads out of the root is left out, with
+    a warning: it must not hide the other steps.
     """
     try:
         return _is_committed(store, folder)

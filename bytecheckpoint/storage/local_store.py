@@ -91,7 +91,7 @@ class LocalStore:
             raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """As `ReadsWhole` says: the length is that of the open file."""
+        """Implements `ReadsWhole`: the length is that of the open file."""
         path = self._resolve(check_name(name))
         with _reading(path), _opened(path) as (fd, num_bytes):
             if num_bytes > max_bytes:
@@ -103,7 +103,7 @@ class LocalStore:
         return bytes(content)
 
     def byte_length(self, name: str) -> int | None:
-        """As `LooksByName` says."""
+        """Implements `LooksByName`."""
         path = self._resolve(check_name(name))
         try:
             with _reading(path), _opened(path) as (_, num_bytes):
@@ -222,7 +222,7 @@ class _Writing:
             raise write_error(
                 error,
                 self._path,
-                reason=describe(error),
+                reason=_reason(error, self._path),
                 needed_bytes=self.num_bytes,
                 free_bytes=self._free_bytes,
             ) from error
@@ -282,6 +282,16 @@ def _file_in_the_way(path: str) -> str:
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
+
+
+def _reason(error: OSError, path: str) -> str:
+    """The error's own words. ENOSPC has two causes, of which only one is about bytes."""
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError):
+            status = os.statvfs(os.path.dirname(path))
+            if status.f_files and not status.f_favail:
+                return f"{describe(error)}: the file system has no inodes left for new files (`df -i`); delete files"
+    return describe(error)
 
 
 def _free_bytes(folder: str) -> int | None:

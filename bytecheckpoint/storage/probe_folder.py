@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.direct_file import PAGE_BYTES, _open_direct
-from bytecheckpoint.storage.local_files import preallocate, sync_folder
+from bytecheckpoint.storage.local_files import preallocate, sync_folder, sync_to_disk
 from bytecheckpoint.storage.process_lock import ProcessLock
 
 _NUM_SYNCS = 7
@@ -91,7 +91,7 @@ def _write_and_sync(path: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         os.pwrite(fd, bytes(4096), 0)
-        os.fsync(fd)
+        sync_to_disk(fd)
     finally:
         os.close(fd)
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.storage.layout import committed_save_id
+from bytecheckpoint.storage.layout import DATA_FOLDER, committed_save_id
 from bytecheckpoint.storage.names import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -28,9 +27,9 @@ def noticing_replacement(store: Store, folder: str, manifest: Manifest) -> Itera
 
 def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: BaseException | None) -> None:
     """Raises CheckpointNotFoundError (replaced) where the folder holds another checkpoint than this one, or none."""
-    is_elsewhere = manifest.linked_to or manifest.foreign_format not in {"", OWN_FORMAT}
-    if is_elsewhere:  # no manifest of this library stands beside its files
-        return
+    own = f"{DATA_FOLDER}/{manifest.save_id}-"
+    if not all(file.name.startswith(own) for file in manifest.files):
+        return  # files of another format, or of a link: their manifest stands elsewhere
     try:
         stands = committed_save_id(store, folder)
     except CheckpointError:

@@ -61,6 +61,7 @@ class S3Store:
         self._secrets = find_secrets(url, options)
         self._timeout_s = timeout_s / 2
         try:
+            _check_credentials(options)
             client = client_for(options)
         except (BotoCoreError, ValueError, TypeError) as error:
             raise self._cut_off(self._open_error(error), error) from error
@@ -109,7 +110,7 @@ class S3Store:
             on_filled(buffer.nbytes)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """As `ReadsWhole` says: one request, whose answer has the length."""
+        """Implements `ReadsWhole`: one request, whose answer has the length."""
         key, shown = self._key(name), self._show(name)
         with self._translated(shown, doing="read"):
             try:
@@ -249,6 +250,13 @@ class S3Store:
             kind="unavailable",
             path=self._shown,
         )
+
+
+def _check_credentials(options: Mapping[str, object]) -> None:
+    """Raises TypeError for credentials that are no text: signing a request would fail with an error of its own."""
+    for name in ("key", "secret", "token"):
+        if not isinstance(options.get(name), str | None):
+            raise TypeError(f"storage_options[{name!r}] is of type {type(options[name]).__name__}, and has to be a str")
 
 
 def _words(failed: FailedRequestError) -> Exception:

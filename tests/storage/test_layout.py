@@ -297,3 +297,19 @@ def test_a_commit_that_cannot_tell_whom_it_meets_does_not_say_that_it_is_another
     faulty = FaultyStore(store, fail_at=1, fault=Fault.AFTER, make_error=lambda: next(errors), broken_from_then_on=True)
     with pytest.raises(StorageError):
         commit(faulty, "s", b"mine", replace=False)
+
+
+def test_a_step_that_leads_elsewhere_hides_no_other_step(tmp_path):
+    store = LocalStore(str(tmp_path / "root"), writer_threads=1)
+    _commit(store, 1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "root" / step_folder(9)).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "root" / step_folder(8)).symlink_to(tmp_path / "root" / step_folder(8))
+    with pytest.warns(UserWarning, match="step_00000009 is left out"):
+        assert latest_step(store) == 1
+    with pytest.warns(UserWarning, match="step_00000009 is left out"):
+        assert committed_steps(store) == [1]
+    with pytest.warns(UserWarning, match="step_00000009 is left out"):
+        assert find_checkpoint(store, "latest", location="root") == step_folder(1)
+    with pytest.raises(UnsafeCheckpointError):
+        find_checkpoint(store, 9, location="root")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -604,3 +605,36 @@ def test_a_folder_that_is_mounted_read_only(mounted, tmp_path):
         assert caught.value.kind == "permission"
         assert str(folder) in caught.value.path
     assert get(store, "x", 8) == b"readable"
+
+
+def test_a_file_system_without_inodes_is_told_from_one_without_space(tmp_path, monkeypatch):
+    store, statvfs = LocalStore(str(tmp_path), writer_threads=1), os.statvfs
+
+    def open_nothing(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def without_inodes(path):
+        fields = list(statvfs(path))
+        fields[7] = 0  # f_favail
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr("bytecheckpoint.storage.local_store.os.open", open_nothing)
+    monkeypatch.setattr("bytecheckpoint.storage.local_store.os.statvfs", without_inodes)
+    with pytest.raises(CheckpointSaveError, match="no inodes left") as caught:
+        put(store, "x", b"1")
+    assert caught.value.kind == "no_space"
+
+
+def test_files_and_folders_are_synced_to_the_disk_where_fsync_does_not_do_that(tmp_path, monkeypatch):
+    """As on macOS, whose fsync leaves data in the cache of the drive."""
+    full_sync, synced = 51, []
+
+    def fcntl_call(fd, command):
+        synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), command))
+
+    monkeypatch.setattr("bytecheckpoint.storage.local_files.fcntl.F_FULLFSYNC", full_sync, raising=False)
+    monkeypatch.setattr("bytecheckpoint.storage.local_files.fcntl.fcntl", fcntl_call)
+    monkeypatch.setattr("bytecheckpoint.storage.local_files.os.fsync", lambda _: pytest.fail("that is not enough"))
+    put(LocalStore(str(tmp_path), writer_threads=1), "x", b"1")
+    assert (False, full_sync) in synced
+    assert (True, full_sync) in synced
