@@ -70,6 +70,16 @@ def test_all_ways_to_load_a_part_run(tmp_path: Path) -> None:
         assert same_module(loaded.float(), wte.half().float() if model is without_head else wte), line
 
 
+def test_a_checkpoint_is_looked_at_without_a_model(tmp_path: Path) -> None:
+    model = torch.nn.Linear(16, 4)
+    bcp.save(tmp_path, {"model": model, "epoch": 3}, step=5)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        names = run(blocks_of(README)[3], {"bcp": bcp, "root": tmp_path})
+    assert printed.getvalue().startswith("5 {} {'epoch': 3}")
+    assert torch.equal(names["tree"]["model"]["weight"], model.weight)
+
+
 def fresh() -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"wte": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5)})
 
