@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import click
 
 from bytecheckpoint.links import Files, files_of, opening_at
-from bytecheckpoint.location import check_step
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
 from bytecheckpoint.storage.opening import at_home
@@ -45,8 +44,8 @@ def with_output_options(command: _Command) -> _Command:
     )(command)
 
 
-class StepType(click.ParamType):
-    """`latest`, which is the default, `none` for the checkpoint at the path itself, or a number."""
+class Step(click.ParamType[int | Literal["latest"] | None]):
+    """A step as `bcp.open` takes it."""
 
     name = "step"
 
@@ -57,23 +56,26 @@ class StepType(click.ParamType):
             return None
         if value == "latest":
             return "latest"
-        try:
-            return check_step(int(value))
-        except ValueError:
-            self.fail(f"{value!r} is no step: give a number from 0 on, latest, or none for the path itself", param, ctx)
+        text = str(value)
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 1 << 63):
+            self.fail(f"{text!r} is no step: 0, 1, 2, ..., latest or none", param, ctx)
+        return int(text)
 
 
-def step_option(help_text: str) -> Callable[[_Command], _Command]:
-    """`--step`, with what it means for a command."""
-    return click.option("--step", type=StepType(), default="latest", metavar="STEP", help=help_text)
+AnyStep = int | Literal["latest"] | None
 
 
-def with_step_option(command: _Command) -> _Command:
-    """Adds `--step`, for commands that look at one checkpoint."""
-    return step_option(
-        "This step under a root. Without it: the checkpoint at the path, or the newest committed step under it. `none` "
-        "is the checkpoint at the path itself, where an earlier version has left steps beside it."
-    )(command)
+def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
+    """Adds `--step`, for commands that look at one checkpoint `under` a root."""
+    return click.option(
+        "--step",
+        type=Step(),
+        default="latest",
+        metavar="N",
+        help=f"This step under {under}. Without it, or with latest: the checkpoint at the path, or the newest "
+        "committed step under it. With none: the checkpoint at the path itself, where an earlier version has left "
+        "steps beside it.",
+    )
 
 
 def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
@@ -127,9 +129,7 @@ def with_link_option(command: _Command) -> _Command:
     )(command)
 
 
-def open_manifest(
-    path: str, *, step: int | Literal["latest"] | None, storage_options: Mapping[str, Any], follow_links: bool
-) -> Opened:
+def open_manifest(path: str, *, step: AnyStep, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
     """The checkpoint that is meant. Raises what `bcp.open` raises."""
     opening = opening_at(path, Opening(storage_options), follow_links=follow_links)
     found = find_checkpoint(path, step, opening)

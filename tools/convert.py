@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,7 +16,7 @@ from bytecheckpoint.planner.map_options import parse_options
 from bytecheckpoint.storage.opening import is_local
 
 from . import exit_codes
-from .arguments import options_for, step_option, with_link_option, with_output_options
+from .arguments import AnyStep, options_for, with_link_option, with_output_options, with_step_option
 from .byte_sizes import ByteSize
 from .progress import byte_progress
 from .screen import Screen, print_json
@@ -72,10 +72,7 @@ def _parse_map_options(ctx: click.Context, param: click.Parameter, texts: Sequen
     help="bcp: this library's own. hf: safetensors of one model, in a folder. dcp: a folder of "
     "torch.distributed.checkpoint. torch: a file of torch.save.",
 )
-@step_option(
-    "This step under the root SRC. Without it: the checkpoint at SRC, or the newest committed step under it. `none` is "
-    "the checkpoint at SRC itself, where an earlier version has left steps beside it."
-)
+@with_step_option("the root SRC")
 @click.option("--link", is_flag=True, help="Only with --to bcp: write a manifest that points into the files of SRC.")
 @click.option(
     "--dtype",
@@ -134,7 +131,7 @@ def convert(
     src: str,
     dst: str,
     to: Any,
-    step: int | Literal["latest"] | None,
+    step: AnyStep,
     link: bool,
     dtype: str | None,
     include: Sequence[str],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -12,15 +12,16 @@ from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
 from .arguments import (
+    AnyStep,
     Opened,
     files_opened,
     finite,
     open_manifest,
     options_for,
-    step_option,
     with_limit_option,
     with_link_option,
     with_output_options,
+    with_step_option,
 )
 from .diff_text import print_diff
 from .differences import ObjectDifference, Result, TensorDifference
@@ -39,10 +40,7 @@ Example:
 @click.command(short_help="What differs between two checkpoints.", epilog=_EXAMPLE)
 @click.argument("a")
 @click.argument("b")
-@step_option(
-    "This step under both roots. Without it: the checkpoint at the path, or the newest committed step under it. `none` "
-    "is the checkpoint at the path itself, where an earlier version has left steps beside it."
-)
+@with_step_option("both roots")
 @click.option(
     "--atol",
     type=click.FloatRange(min=0),
@@ -69,7 +67,7 @@ def diff(
     *,
     a: str,
     b: str,
-    step: int | Literal["latest"] | None,
+    step: AnyStep,
     atol: float | None,
     rtol: float | None,
     ignore_dtype: bool,

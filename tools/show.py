@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -11,6 +11,7 @@ from bytecheckpoint.dtypes import itemsize
 
 from . import exit_codes
 from .arguments import (
+    AnyStep,
     Opened,
     files_opened,
     open_manifest,
@@ -49,7 +50,7 @@ Example:
 
 @click.command(short_help="What is in a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
-@with_step_option
+@with_step_option()
 @click.option(
     "--tree",
     "with_tree",
@@ -88,7 +89,7 @@ Example:
 def show(
     *,
     ckpt: str,
-    step: int | Literal["latest"] | None,
+    step: AnyStep,
     with_tree: bool,
     patterns: Sequence[str],
     with_files: bool,

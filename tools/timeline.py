@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError
 
 from . import exit_codes
-from .arguments import Opened, open_manifest, with_limit_option, with_output_options, with_step_option
+from .arguments import AnyStep, Opened, open_manifest, with_limit_option, with_output_options, with_step_option
 from .chrome_trace import chrome_trace
 from .local_output import write_text
 from .save_phases import Phase, SlowRank, end_of, first_call, phases_of, slowest_ranks
@@ -33,7 +33,7 @@ Example:
 
 @click.command(short_help="How a save went: phases by rank.", epilog=_EXAMPLE)
 @click.argument("ckpt")
-@with_step_option
+@with_step_option()
 @click.option(
     "--trace",
     "trace_path",
@@ -50,7 +50,7 @@ Example:
 def timeline(
     *,
     ckpt: str,
-    step: int | Literal["latest"] | None,
+    step: AnyStep,
     trace_path: str | None,
     limit: int,
     as_json: bool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -15,6 +15,7 @@ from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify
 
 from . import exit_codes
 from .arguments import (
+    AnyStep,
     Opened,
     files_opened,
     finite,
@@ -40,7 +41,7 @@ Example:
 
 @click.command(short_help="Read and check every byte of a checkpoint.", epilog=_EXAMPLE)
 @click.argument("ckpt")
-@with_step_option
+@with_step_option()
 @click.option(
     "--sample",
     "sample_percent",
@@ -63,7 +64,7 @@ Example:
 def verify(
     *,
     ckpt: str,
-    step: int | Literal["latest"] | None,
+    step: AnyStep,
     sample_percent: float,
     threads: int,
     follow_links: bool,
