@@ -2,30 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
-from typing import Any
+from html import escape
+from itertools import islice
+from typing import Any, Self
 
+import numpy as np
 import torch
 
 from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, leaves, with_leaves
-from bytecheckpoint.adapters.tensors import LocalShard, dtype_name, torch_dtype
+from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
+from bytecheckpoint.conversion.plain_trees import PlainData
+from bytecheckpoint.conversion.selecting import Wish, select
+from bytecheckpoint.conversion.torch_pickles import TensorStub
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.reading import Source
 from bytecheckpoint.region import Region, whole
 
+_MAX_ROWS = 50
+"""Of the table of a notebook."""
+_NUM_NEAR = 3
+_IN_NUMPY = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.uint64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
 
-class Checkpoint:
-    """What `bcp.open` gives. Only the manifest has been read; data is read when it is asked for."""
+
+class Checkpoint(Mapping[str, "StoredTensorView"]):
+    """What `bcp.open` gives: the tensors of a checkpoint by FQN, not yet read, tied ones under each of their names.
+
+    Only the manifest has been read; data is read when it is asked for. Large tensors of extra_state and RankLocal have
+    the FQN that they are stored under, `<fqn>@<digest>`, and also their own where all ranks saved the same.
+    """
 
     def __init__(self, source: Source, path: str) -> None:
-        self._source = source
+        self._opened: Source | None = source
         self._path = path
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self._path}: {len(self)} tensors>"
+        return f"<Checkpoint {self._path}: {'closed' if self._opened is None else f'{len(self)} tensors'}>"
+
+    def _repr_html_(self) -> str:
+        """The first tensors as a table, for notebooks."""
+        if self._opened is None:
+            return f"<p>{escape(repr(self))}</p>"
+        rows = [(name, str(view.dtype), str(list(view.shape))) for name, view in islice(self.items(), _MAX_ROWS)]
+        cells = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
+        rest = f"<p>and {len(self) - len(rows)} more</p>" if len(rows) < len(self) else ""
+        head = "<tr><th>tensor</th><th>dtype</th><th>shape</th></tr>"
+        return f"<p>{escape(repr(self))}</p><table>{head}{cells}</table>{rest}"
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the manifest. Nothing can be read afterwards, here or through a view: that is a ValueError."""
+        self._opened = None
+        for name in ("info", "objects", "_other_names"):
+            self.__dict__.pop(name, None)
+
+    # Two opened checkpoints are not compared by their views, and one is a key as any other object.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def _source(self) -> Source:
+        if self._opened is None:
+            raise ValueError(f"the checkpoint {self._path} was closed: open it again")
+        return self._opened
 
     @property
     def manifest(self) -> Manifest:
@@ -37,15 +91,25 @@ class Checkpoint:
         """Step, size, number of tensors, world size, when, metadata, save id."""
         return describe_checkpoint(self.manifest, path=self._path, seconds={})
 
+    @property
+    def step(self) -> int | None:
+        """The step that it was saved with."""
+        return self.manifest.step
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the user gave to `save`."""
+        return self.manifest.metadata
+
     @cached_property
-    def objects(self) -> dict[str, Any]:
-        """Plain data by FQN, as it was saved; `rank_values` has what differs between ranks."""
-        return {
-            fqn: value
-            for tree_fqn, data in self.manifest.objects.items()
-            for fqn, value in leaves(decode_plain(data), tree_fqn).items()
-            if not isinstance(value, TensorRef)
-        }
+    def objects(self) -> dict[Any, Any]:
+        """Plain data as it was saved, nested, without the tensors in its dicts, which are keys of the checkpoint; one
+        in a list is there as a view. An optimizer has its `param_groups`. `rank_values` has what differs between ranks.
+        """
+        wish = Wish(to="torch", may_lack_tensors=True)
+        selection = select(self.manifest, wish, None)
+        views = [self[tensor.pieces[0].fqn or ""] for tensor in selection.wanted]
+        return plain_part(PlainData(self.manifest, selection, wish).shared(), views) or {}
 
     def rank_values(self, fqn: str) -> dict[int, Any]:
         """What each rank saved under this FQN, by rank: RankLocal values, and extra_state that differed.
@@ -64,9 +128,9 @@ class Checkpoint:
         refs = {rank: _refs(tree, fqn) for rank, tree in trees.items()}
         needed = {name for of_rank in refs.values() for name in of_rank.values()}
         self._refuse_missing(fqn, needed)
-        shards = {name: self[name]._shard(None) for name in needed}
-        _read(self._source, list(shards.values()))
-        tensors = {rank: {leaf: shards[name].tensor for leaf, name in refs[rank].items()} for rank in trees}
+        whole_of = read_whole(self._source, [self[name].fqn for name in needed])
+        read = {name: whole_of[self[name].fqn] for name in needed}
+        tensors = {rank: {leaf: read[name] for leaf, name in refs[rank].items()} for rank in trees}
         return {rank: with_leaves(tree, fqn, tensors[rank]) for rank, tree in trees.items()}
 
     def _refuse_missing(self, fqn: str, names: Iterable[str]) -> None:
@@ -80,14 +144,6 @@ class Checkpoint:
                 path=self._path,
             )
 
-    def keys(self) -> list[str]:
-        """The FQNs of all tensors, tied ones under each of their names.
-
-        Large tensors of extra_state and RankLocal have the FQN that they are stored under, `<fqn>@<digest>`, and also
-        their own where all ranks saved the same.
-        """
-        return [*self.manifest.tensors, *self._other_names]
-
     @cached_property
     def _other_names(self) -> dict[str, str]:
         """Of tied tensors, and of tensors that are stored under a name made of their content."""
@@ -96,7 +152,8 @@ class Checkpoint:
         return {**{leaf: name for leaf, name in refs.items() if leaf != name}, **self.manifest.aliases}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        yield from self.manifest.tensors
+        yield from self._other_names
 
     def __len__(self) -> int:
         return len(self.manifest.tensors) + len(self._other_names)
@@ -105,37 +162,72 @@ class Checkpoint:
         return fqn in self.manifest.tensors or fqn in self._other_names
 
     def __getitem__(self, fqn: str) -> StoredTensorView:
-        """The tensor of this FQN, not yet read. Raises KeyError where there is none."""
+        """The tensor of this FQN, not yet read. Raises KeyError, with near names, where there is none."""
         stored_fqn = self._other_names.get(fqn, fqn)
         if stored_fqn not in self.manifest.tensors:
-            raise KeyError(f"{fqn!r} is no tensor of {self._path}")
-        return StoredTensorView(self._source, stored_fqn)
+            raise KeyError(f"{fqn!r} is no tensor of {self._path}{self._hint(fqn)}")
+        return StoredTensorView(self, stored_fqn)
+
+    def _hint(self, fqn: object) -> str:
+        """Names like this one, or what it is instead of a tensor."""
+        name = str(fqn)
+        trees = [*self.manifest.objects, *self.manifest.rank_objects]
+        if any(name == tree or name.startswith(f"{tree}.") for tree in trees):
+            return "; plain data is in `objects`, and what differs between ranks in `rank_values`"
+        below = next((key for key in self if key.startswith(f"{name}.")), None)
+        if below is not None:
+            return f"; there are tensors below it, as {below!r}"
+        near = [key for key in self if name in key][:_NUM_NEAR] or get_close_matches(name, list(self), _NUM_NEAR)
+        return f"; near are {', '.join(map(repr, near))}" if near else ""
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """All tensors whose FQN starts with `prefix`, whole, on the host, under their FQN without it.
 
         `module.load_state_dict(bcp.open(path).state_dict("model."))` is what it is for. Raises what a load raises.
         """
-        names = [fqn for fqn in self.keys() if fqn.startswith(prefix)]
-        stored = {fqn: self._other_names.get(fqn, fqn) for fqn in names}
-        shards = {fqn: self[fqn]._shard(None) for fqn in dict.fromkeys(stored.values())}
-        _read(self._source, list(shards.values()))
-        return {fqn[len(prefix) :]: shards[stored[fqn]].tensor for fqn in names}
+        stored = {fqn: self._other_names.get(fqn, fqn) for fqn in self if fqn.startswith(prefix)}
+        tensors = read_whole(self._source, list(dict.fromkeys(stored.values())))
+        return {fqn[len(prefix) :]: tensors[stored_fqn] for fqn, stored_fqn in stored.items()}
 
 
 class StoredTensorView:
-    """One tensor of a checkpoint. Indexing reads just the bytes that it needs."""
+    """One tensor of a checkpoint. Indexing reads just the bytes that it needs; `numpy()`, `np.array(view)` and
+    `torch.as_tensor(view)` read all of it, each time.
+    """
 
-    def __init__(self, source: Source, fqn: str) -> None:
-        self._source = source
-        self._fqn = fqn
-        record = source.manifest.tensors[fqn]
-        self.dtype = torch_dtype(record.dtype)
-        self.shape = torch.Size(record.shape)
+    def __init__(self, checkpoint: Checkpoint, fqn: str) -> None:
+        self._checkpoint = checkpoint
+        self.fqn = fqn
+        """The name that it is stored under."""
+        dtype, shape = checkpoint.manifest.describe(fqn)
+        self.dtype = torch_dtype(dtype)
+        self.shape = torch.Size(shape)
         """The global shape."""
 
     def __repr__(self) -> str:
-        return f"<tensor {self._fqn} {self.dtype} {list(self.shape)}>"
+        return f"<tensor {self.fqn} {self.dtype} {list(self.shape)}>"
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its elements, in bytes."""
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a tensor without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Like indexing a tensor with integers, slices and `...`; the result is on the host, with its own memory.
@@ -143,15 +235,55 @@ class StoredTensorView:
         Raises IndexError for an index that the shape does not have, and what a load raises.
         """
         region, rest = _covering_region(tuple(self.shape), index)
-        shard = self._shard(region)
-        _read(self._source, [shard])
-        return shard.tensor[rest]
+        return _read_regions(self._checkpoint._source, {self.fqn: region})[self.fqn][rest]
 
-    def _shard(self, region: Region | None) -> LocalShard:
-        shape = tuple(self.shape)
-        region = whole(shape) if region is None else region
-        tensor = torch.empty(region.lengths, dtype=self.dtype, device="cpu")
-        return LocalShard(self._fqn, dtype_name(self.dtype), shape, region, tensor)
+    def numpy(self) -> np.ndarray:
+        """All of it, read now, as an array with its own memory.
+
+        Raises TypeError for a dtype that numpy has not, as bfloat16, and what a load raises.
+        """
+        if self.dtype in _IN_NUMPY:
+            return self[...].numpy()
+        raise TypeError(
+            f"numpy has no dtype for {self.dtype}, of which {self.fqn} is: take view[...].float().numpy() for the "
+            "values, or view[...].view(dtype).numpy() with an integer dtype for the bits"
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: FBT001 - numpy's signature
+        """For `np.array(view)` and `np.asarray(view)`, which cannot do without a copy."""
+        if copy is False:
+            raise ValueError(f"{self.fqn} lies in a file, and can only be had as a copy")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        """For `torch.from_dlpack(view)`, and what else takes arrays so: all of it, read now."""
+        return self[...].__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        return torch.empty(0, device="cpu").__dlpack_device__()
+
+
+def read_whole(
+    source: Source, fqns: Sequence[str], device: torch.device | str | int = "cpu"
+) -> dict[str, torch.Tensor]:
+    """These tensors, under the names that they are stored under. Raises what a load raises."""
+    return _read_regions(source, dict.fromkeys(fqns), device)
+
+
+def plain_part(value: Any, views: Sequence[Any]) -> Any:
+    """A nested state without the tensors in its dicts, and without dicts of nothing else; None where that is all. In
+    lists a view stands for each.
+    """
+    if isinstance(value, TensorStub):
+        return views[value.number]
+    if isinstance(value, dict) and value:
+        items = {key: plain_part(item, views) for key, item in value.items() if not isinstance(item, TensorStub)}
+        left = {key: item for key, item in items.items() if item is not None or value[key] is None}
+        return left or None
+    if type(value) in (list, tuple):
+        return type(value)(plain_part(item, views) for item in value)
+    return value
 
 
 def _refs(tree: Any, fqn: str) -> dict[str, str]:
@@ -159,9 +291,19 @@ def _refs(tree: Any, fqn: str) -> dict[str, str]:
     return {leaf: value.fqn for leaf, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
 
 
-def _read(source: Source, shards: list[LocalShard]) -> None:
+def _read_regions(
+    source: Source, wanted: Mapping[str, Region | None], device: torch.device | str | int = "cpu"
+) -> dict[str, torch.Tensor]:
+    """The elements of these regions, each by the FQN that it is stored under; all of them for None."""
+    shards = []
+    for fqn, region in wanted.items():
+        dtype, shape = source.manifest.describe(fqn)
+        part = whole(shape) if region is None else region
+        memory = torch.empty(part.lengths, dtype=torch_dtype(dtype), device=device)
+        shards.append(LocalShard(fqn, dtype, shape, part, memory))
     fqns = [shard.fqn for shard in shards]
     source.read(source.plan(shards, fqns), shards, fqns)
+    return {shard.fqn: shard.tensor for shard in shards}
 
 
 def _covering_region(shape: tuple[int, ...], index: Any) -> tuple[Region, tuple[Any, ...]]:

@@ -368,6 +368,14 @@ def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> Checkpoi
     )
 
 
+def refuse_unused(stored: Stored, path: str) -> None:
+    """Raises CheckpointMismatchError (conflict) for rules that match nothing in the checkpoint."""
+    unused = stored.unused_rules
+    if unused:
+        texts = "; ".join(_unused_text(rule, stored) for rule in unused)
+        raise CheckpointMismatchError(f"{texts}; nothing was read: check the names", kind="conflict", path=path)
+
+
 def _unused_text(rule: UnusedRule, stored: Stored) -> str:
     names = stored.names_of_all_ranks
     parts = (name.split(".") for name in names)

@@ -180,7 +180,9 @@ def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
     except RankFailedError as failure:
         raise (ranks.fail(failure.error) if ranks.rank == COORDINATOR else failure.error) from None
     except CheckpointError as error:
-        raise ranks.fail(_located(error, ranks, about)) from error
+        # Of a refusal the frames inside of the library tell its reader nothing.
+        cause = error.__cause__ if error.kind in _REFUSALS else error
+        raise ranks.fail(_located(error, ranks, about)) from cause
     except Exception as error:
         raise ranks.fail(_wrapped(error, ranks, what, about)) from error
 
@@ -203,6 +205,10 @@ _SHARED_KINDS = {
 }
 """Where the coordinator finds these, it has looked at what all ranks said, or at what is the same for all: it is not
 to blame."""
+
+
+_REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused"} - {"rank_missing"}
+"""What a call is refused with, for what it asks and what stands there: nothing has failed."""
 
 
 def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:

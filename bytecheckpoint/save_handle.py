@@ -183,6 +183,7 @@ class SaveHandle:
 
 def _clear_frames(error: BaseException | None) -> None:
     """An error that a handle keeps must not keep the state, which the functions that it came through knew."""
-    while error is not None:
+    if error is not None:
         traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+        _clear_frames(error.__cause__)
+        _clear_frames(error.__context__ if error.__context__ is not error.__cause__ else None)

@@ -19,6 +19,7 @@ from bytecheckpoint.ranks import COORDINATOR, together
 from bytecheckpoint.reporting import encode_report
 from bytecheckpoint.storage import layout, local_stage
 from bytecheckpoint.storage.local_stage import Journal
+from bytecheckpoint.storage.roots import refuse_beside
 from bytecheckpoint.storage.store import endpoint_of
 from bytecheckpoint.telemetry import write_telemetry
 from bytecheckpoint.tier import Tier
@@ -110,6 +111,8 @@ def _upload(saving: Saving, tier: Tier, staged: _Staged, content: bytes) -> Chec
         plan, upload_s = saving.agreed.known.plan, clock.seconds["upload"]
         with telling_the_rate(ranks, plan, upload_s, did="uploaded", is_all=not tier.is_direct):
             ranks.gather(b"")
+        if ranks.rank == COORDINATOR:  # an earlier save may have been uploading when this one began
+            refuse_beside(saving.store, saving.folder, is_step=saving.about.step is not None)
         undo.pop_all()
     return commit_together(saving._replace(about=about), content, staged.facts)
 

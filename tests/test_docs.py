@@ -70,6 +70,16 @@ def test_all_ways_to_load_a_part_run(tmp_path: Path) -> None:
         assert same_module(loaded.float(), wte.half().float() if model is without_head else wte), line
 
 
+def test_a_checkpoint_is_looked_at_without_a_model(tmp_path: Path) -> None:
+    model = torch.nn.Linear(16, 4)
+    bcp.save(tmp_path, {"model": model, "epoch": 3}, step=5)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        names = run(blocks_of(README)[3], {"bcp": bcp, "root": tmp_path})
+    assert printed.getvalue().startswith("5 {} {'epoch': 3}")
+    assert torch.equal(names["tree"]["model"]["weight"], model.weight)
+
+
 def fresh() -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({"wte": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5)})
 
@@ -172,7 +182,7 @@ def test_the_map_that_the_page_shows_is_one() -> None:
 def test_there_is_no_block_of_python_that_no_test_knows() -> None:
     numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
     assert numbers == {
-        "README.md": 3,
+        "README.md": 4,
         "CONTRIBUTING.md": 1,
         "placements.md": 1,
         "format.md": 2,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
+import bytecheckpoint as bcp
 from bytecheckpoint import errors
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
 
@@ -72,3 +77,30 @@ def test_fields_that_nobody_can_fill_are_empty(name: str) -> None:
 def test_the_kind_is_no_option() -> None:
     with pytest.raises(TypeError):
         CheckpointError("what happened")  # type: ignore[call-arg]
+
+
+REFUSED: dict[str, Callable[[Path], object]] = {
+    "exists": lambda path: bcp.save(path, {"x": torch.ones(1)}),
+    "missing_key": lambda path: bcp.load(path, {"x": torch.zeros(1), "y": torch.zeros(1)}),
+    "shape": lambda path: bcp.load(path, {"x": torch.zeros(2)}),
+    "not_found": lambda path: bcp.load(path / "nothing", {"x": torch.zeros(2)}),
+    "unsupported_value": lambda path: bcp.save(path / "new", {"x": object()}),
+    "conflict": lambda path: bcp.load(path, {"x": torch.zeros(1)}, include="y"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refusal_is_one_traceback(tmp_path: Path, kind: str) -> None:
+    bcp.save(tmp_path, {"x": torch.ones(1)})
+    with pytest.raises(bcp.CheckpointError) as caught:
+        REFUSED[kind](tmp_path)
+    assert caught.value.kind == kind
+    assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1
+
+
+def test_a_failure_keeps_its_cause(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"x": torch.ones(1)})
+    (tmp_path / "manifest.bcp").write_bytes(b"rubbish")
+    with pytest.raises(bcp.CheckpointCorruptError) as caught:
+        bcp.load(tmp_path, {"x": torch.zeros(1)})
+    assert caught.value.__cause__ is not None

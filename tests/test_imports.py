@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import tomllib
@@ -32,9 +33,11 @@ PUBLIC_NAMES = {
     "SaveOptions",
     "StorageError",
     "UnsafeCheckpointError",
+    "__version__",
     "delete",
     "latest",
     "load",
+    "load_tree",
     "open",
     "recover",
     "save",
@@ -55,7 +58,34 @@ def test_the_public_names_are_exactly_these() -> None:
     assert len(bcp.__all__) == len(PUBLIC_NAMES)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
+def test_dir_shows_what_is_public_and_nothing_else() -> None:
+    assert dir(bcp) == bcp.__all__
+    code = "import bytecheckpoint as bcp; bcp.save, bcp.recover, bcp.open; print(dir(bcp) == bcp.__all__)"
+    assert run_python(code).strip() == "True"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert bcp.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+CLASSES = sorted(name for name in PUBLIC_NAMES if isinstance(getattr(bcp, name), type))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_public_class_shows_nothing_that_is_not_documented(name: str) -> None:
+    cls = getattr(bcp, name)
+    inherited = set(dir(OSError)) if issubclass(cls, Exception) else set()
+    shown = {key: getattr(cls, key) for key in dir(cls) if not key.startswith("_") and key not in inherited}
+    fields = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+    assert [key for key, value in shown.items() if key not in fields and not getattr(value, "__doc__", None)] == []
+
+
+def test_a_handle_offers_what_is_promised_of_it() -> None:
+    promised = {"staged", "local", "result", "done", "exception", "add_done_callback"}
+    assert {key for key in dir(bcp.SaveHandle) if not key.startswith("_")} == promised
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC_NAMES - {"__version__"}))
 def test_a_public_name_exists_and_is_documented(name: str) -> None:
     assert getattr(bcp, name).__doc__
 

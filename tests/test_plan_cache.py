@@ -142,8 +142,7 @@ def test_what_no_plan_depends_on_may_change(tmp_path: Path, same: Same) -> None:
     if "more" not in state and "rng" not in state:
         assert differences(Path(info.path), {name: value for name, value in state.items() if name != "plain"}) == []
     checkpoint = bcp.open(info.path)
-    plain = {f"plain.{name}": value for name, value in state["plain"].items() if not isinstance(value, list)}
-    assert plain.items() <= checkpoint.objects.items()
+    assert checkpoint.objects["plain"].items() >= state["plain"].items()
     assert checkpoint.info.metadata == same.arguments.get("metadata", {})
     assert checkpoint.info.step == same.arguments.get("step")
 
@@ -417,6 +416,8 @@ def test_no_history_of_saves_makes_a_checkpoint_wrong(
         state = dict(random_source.choice(history[-4:]))
         for _ in range(random_source.randrange(3)):
             mutate(state, random_source)
+        if not state:  # refused, as an empty state always is
+            continue
         history.append(state)
         path = folder / str(number)
         option, is_async = random_source.choice(options), random_source.random() < 0.3

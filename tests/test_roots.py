@@ -5,6 +5,7 @@ taken for what it may not be.
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage import copying
 from bytecheckpoint.storage.fsspec_store import FsspecStore
 from bytecheckpoint.tools.main import cli
 
@@ -166,3 +168,25 @@ def test_recovery_finishes_only_one_of_two_that_may_not_stand_together(
     saves = bcp.recover(root, options=bcp.SaveOptions(local_stage=stage))
     assert [saved.outcome for saved in saves] == ["kept", "committed"]
     assert bcp.latest(root) == 7
+
+
+def test_a_save_that_is_still_uploading_is_not_committed_beside_a_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, options = tmp_path / "root", bcp.SaveOptions(local_stage=tmp_path / "stage")
+    may_upload = threading.Event()
+    real = copying.copy_file
+
+    def late(*arguments: Any, **named: Any) -> None:
+        may_upload.wait(30)
+        real(*arguments, **named)
+
+    monkeypatch.setattr("bytecheckpoint.tier.copy_file", late)
+    first = bcp.save(root, state(1.0), async_save=True, options=options)
+    first.local(30)
+    second = bcp.save(root, state(2.0), step=5, async_save=True, options=options)
+    may_upload.set()
+    assert first.result(60).step is None
+    with pytest.raises(bcp.CheckpointExistsError, match="one checkpoint, or the root of steps"):
+        second.result(60)
+    assert value_of(root) == 1.0

@@ -78,7 +78,7 @@ def test_a_checkpoint_shows_inner_tensors_and_facts(tmp_path: Path) -> None:
         "model.second.weight.rest",
     ]
     assert torch.equal(checkpoint["model.first.weight.values"][2:4], int8(1).values[2:4])
-    (facts,) = checkpoint.objects["model.first.weight.@subclass"]
+    (facts,) = checkpoint.objects["model"]["first.weight.@subclass"]
     assert facts == {
         "class": "low_bit.Int8Weight",
         "context": {
@@ -93,8 +93,8 @@ def test_a_checkpoint_shows_inner_tensors_and_facts(tmp_path: Path) -> None:
         "stride": [8, 1],
         "dtype": "float32",
     }
-    assert checkpoint.objects["model.second.weight.coarse.@subclass"][0]["class"] == "low_bit.Int8Weight"
-    assert checkpoint.objects["model.second.weight.@subclass"][0]["class"] == "low_bit.Corrected"
+    assert checkpoint.objects["model"]["second.weight.coarse.@subclass"][0]["class"] == "low_bit.Int8Weight"
+    assert checkpoint.objects["model"]["second.weight.@subclass"][0]["class"] == "low_bit.Corrected"
 
 
 def on_meta(tensor: Tensor) -> Tensor:

@@ -58,8 +58,8 @@ class Step(click.ParamType[int | Literal["latest"] | None]):
         if value == "latest":
             return "latest"
         text = str(value)
-        if not (text.isascii() and text.isdecimal() and int(text) < 1 << 63):
-            self.fail(f"{text!r} is no step: 0, 1, 2, ..., latest, or none for the path itself", param, ctx)
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 1 << 63):
+            self.fail(f"{text!r} is no step: 0, 1, 2, ..., latest or none", param, ctx)
         return int(text)
 
 

@@ -199,13 +199,16 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
 def plain_objects(opened: Opened) -> list[Plain]:
     """All plain values, those of single ranks under each rank."""
     # Decoding them needs torch, and no other command does.
+    from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, leaves  # noqa: PLC0415
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415
     from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
     from bytecheckpoint.reading import Source  # noqa: PLC0415
 
     source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False)
     checkpoint = Checkpoint(source, opened.path)
-    found = [_plain(fqn, None, value) for fqn, value in checkpoint.objects.items()]
+    trees = {fqn: leaves(decode_plain(data), fqn) for fqn, data in opened.manifest.objects.items()}
+    values = [item for of_tree in trees.values() for item in of_tree.items() if not isinstance(item[1], TensorRef)]
+    found = [_plain(fqn, None, value) for fqn, value in values]
     for fqn in opened.manifest.rank_objects:
         found += [_plain(fqn, rank, value) for rank, value in checkpoint.rank_values(fqn).items()]
     return sorted(found, key=lambda plain: (natural_order(plain.fqn), -1 if plain.rank is None else plain.rank))

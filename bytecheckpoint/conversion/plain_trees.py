@@ -17,6 +17,7 @@ from bytecheckpoint.adapters.plain_data import (
     encode_plain,
     join_fqn,
     keep_in_tree,
+    leaves,
 )
 from bytecheckpoint.adapters.renaming import renamer
 from bytecheckpoint.adapters.stored_optimizer import BY_POSITION, is_optimizer_tree
@@ -71,7 +72,7 @@ class PlainData:
 
     def _chosen(self, fqn: str, value: Any) -> Any:
         if is_optimizer_tree(value):
-            return value if self._has_optimizer(fqn) else _NOTHING
+            return value if self._has_optimizer(fqn, value) else _NOTHING
         if isinstance(value, TensorRef):
             return self._chosen_ref(fqn, value)
         if isinstance(value, dict) and value:
@@ -96,9 +97,12 @@ class PlainData:
             return TensorRef(fqn) if names.get(fqn) == fqn else _NOTHING  # a new name has a place of its own
         return TensorRef(names[ref.fqn]) if ref.fqn in names else _NOTHING
 
-    def _has_optimizer(self, fqn: str) -> bool:
-        prefix = join_fqn(fqn, "state.")
-        return self._wish.takes(fqn) or any(name.startswith(prefix) for name in self._selection.names)
+    def _has_optimizer(self, fqn: str, tree: Any) -> bool:
+        """Whether anything of it is chosen, or it by its own name."""
+        prefix, takes = join_fqn(fqn, "state."), self._wish.takes
+        if any(name.startswith(prefix) for name in self._selection.names) or any(map(takes, leaves(tree, fqn))):
+            return True
+        return bool(self._wish.include) and takes(fqn)
 
     def _refuse_torn_optimizers(self) -> None:
         """Raises CheckpointMismatchError (conflict) where an optimizer would no longer find its parameters."""
@@ -110,7 +114,7 @@ class PlainData:
             # Without the name of the model a parameter has the one that its optimizer knows it by.
             alike = {f"model.{name}" for name in parameters if self._selection.names.get(f"model.{name}") == name}
             torn = sorted(name for name in renamed - alike if name in named or name.startswith(state))
-            if torn and self._has_optimizer(fqn) and self._wish.to != "hf":
+            if torn and self._has_optimizer(fqn, tree) and self._wish.to != "hf":
                 raise CheckpointMismatchError(
                     f"rename gives {torn[0]!r:.200} another name, by which the optimizer {fqn!r} knows its parameters; "
                     "nothing was written: leave the optimizer out with exclude, or keep the names and rename when "
@@ -123,6 +127,20 @@ class PlainData:
         gives, values of single ranks dicts by rank.
         """
         placed: set[str] = set()
+        root = self._shared(placed)
+        for fqn, by_rank in self.rank_objects().items():
+            values = {rank: self._with_stubs(decode_plain(data), fqn, placed) for rank, data in by_rank.items()}
+            self._place(root, fqn, values)
+        for name in [*self._numbers, *self._selection.aliases]:
+            if name not in placed:
+                self._place(root, name, self._stub(name))
+        return root
+
+    def shared(self) -> dict[Any, Any]:
+        """The part of it that holds plain data which all ranks share, also with stubs for tensors."""
+        return self._shared(set())
+
+    def _shared(self, placed: set[str]) -> dict[Any, Any]:
         root: dict[Any, Any] = {}
         for fqn, tree in self._trees().items():
             value = self._with_stubs(tree, fqn, placed)
@@ -130,11 +148,6 @@ class PlainData:
                 self._place(root, fqn, value)
             else:
                 root = value
-        for fqn, by_rank in self.rank_objects().items():
-            root[fqn] = {rank: self._with_stubs(decode_plain(data), fqn, placed) for rank, data in by_rank.items()}
-        for name in [*self._numbers, *self._selection.aliases]:
-            if name not in placed:
-                self._place(root, name, self._stub(name))
         return root
 
     def _stub(self, name: str) -> TensorStub:

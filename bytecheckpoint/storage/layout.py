@@ -70,7 +70,11 @@ def recovery_name(save_id: str) -> str:
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
     """The steps whose folders hold a manifest, rising."""
-    steps = _step_folders(store.list(folder))
+    return _committed(store, folder, store.list(folder))
+
+
+def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> list[int]:
+    steps = _step_folders(listing)
     with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
         committed = list(pool.map(lambda step: _is_step(store, join_name(folder, step_folder(step))), steps))
     return [step for step, is_committed in zip(steps, committed, strict=True) if is_committed]
@@ -90,8 +94,9 @@ def latest_step(store: Store) -> int | None:
 
 def steps_of_root(store: Store) -> list[int]:
     """The committed steps, rising. Raises what `latest_step` raises."""
-    steps = committed_steps(store)
-    if steps and has_manifest(store.list("")):
+    listing = store.list("")
+    steps = _committed(store, "", listing)
+    if steps and has_manifest(listing):
         raise _mixed_root(steps[-1], location=str(store))
     return steps
 

@@ -35,10 +35,17 @@ def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:
     return "" if newest is None else join_name(str(store), folder, layout.step_folder(newest))
 
 
+def refuse_beside(store: Store, folder: str, *, is_step: bool) -> None:
+    """Raises CheckpointExistsError (exists) for the same."""
+    other = checkpoint_in_the_way(store, folder, is_step=is_step)
+    if other:
+        raise _beside(join_name(str(store), folder), other)
+
+
 def _beside(path: str, other: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"no checkpoint can be saved at {path}, because one is committed at {other}: a path is one checkpoint, or the "
-        "root of steps, and load would not know which of them is meant. Nothing was written, and overwrite=True does "
+        "root of steps, and load would not know which of them is meant. Nothing was committed, and overwrite=True does "
         "not change this: save to another path, with a step everywhere or nowhere, or move what stands there",
         kind="exists",
         path=path,
