@@ -144,8 +144,8 @@ class FsspecStore:
         return data
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `ReadsWhole`. A backend that reads through an open file asks for the length first: it is asked again
-        afterwards.
+        """Implements `ReadsWhole`. A backend that reads through an open file asks for the length first, so it is asked
+        for the length again afterwards.
         """
         path, shown, options = self._path(name), self._show(name), self._exactly()
         for _ in range(_MAX_READS):
