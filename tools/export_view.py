@@ -53,4 +53,4 @@ def _with_separate_experts(manifest: Manifest, experts: str) -> Manifest:
         return manifest
     whole = [same_tensor(fqn, *manifest.describe(fqn), stored_fqn=fqn) for fqn in manifest.tensors]
     separate = with_separate_experts(whole, EXPERT_NAMES[experts])
-    return manifest if len(separate) == len(whole) else replace(manifest, tensors=relink(manifest, separate))
+    return manifest if len(separate) == len(whole) else replace(manifest, tensors=relink(manifest, separate).records)

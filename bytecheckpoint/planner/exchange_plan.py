@@ -14,7 +14,7 @@ from bytecheckpoint.manifest import DataFile
 MAX_TOGETHER = 64
 """Ranks that share the reading of the same bytes: more are divided into groups that each read them once, so that no
 rank is connected to all others."""
-FEW_RANKS = 8
+FEW_RANKS = 4
 """So many ranks at most connect with one that reads something small for them. What more of them want travels with the
 messages that all ranks get anyway."""
 _COMMON_BYTES = 256 << 10

@@ -102,6 +102,20 @@ def test_a_load_reads_what_it_wants_and_opens_few_files(workers: WorkerPool, tmp
     assert max(num_opened for *_, num_opened in results) <= 8 // world_size + 1
 
 
+@pytest.mark.parametrize("world_size", [3, 5, 6])
+def test_a_load_on_other_ranks_opens_the_files_with_its_rows_and_one_more(
+    workers: WorkerPool, tmp_path: Path, world_size: int
+) -> None:
+    path = save_with(workers, tmp_path / "ckpt", world_size=8)
+    results = workers.run(load_trained, path, 1, OFF, world_size=world_size)
+    assert all(same for same, *_ in results)
+    num_rows = -(-WIDTH // world_size)
+    for rank, (*_, num_opened) in enumerate(results):
+        first, last = rank * num_rows, min((rank + 1) * num_rows, WIDTH) - 1
+        of_writer = WIDTH // 8
+        assert num_opened <= last // of_writer - first // of_writer + 2
+
+
 def test_replicas_of_shards_lie_where_one_rank_has_them(workers: WorkerPool, tmp_path: Path) -> None:
     path = save_with(workers, tmp_path / "ckpt", world_size=8, num_replicas=2)
     results = workers.run(load_trained, path, 2, OFF, world_size=8)
