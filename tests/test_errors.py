@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
+import bytecheckpoint as bcp
 from bytecheckpoint import errors
 from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
 
@@ -72,3 +75,14 @@ def test_fields_that_nobody_can_fill_are_empty(name: str) -> None:
 def test_the_kind_is_no_option() -> None:
     with pytest.raises(TypeError):
         CheckpointError("what happened")  # type: ignore[call-arg]
+
+
+def test_names_of_a_checkpoint_cannot_drive_a_terminal(tmp_path: Path) -> None:
+    name = "a\x1b[2J\x07\u202eb"
+    bcp.save(tmp_path, {"model": {name: torch.ones(3)}})
+    with pytest.raises(bcp.CheckpointMismatchError) as raised:
+        bcp.load(tmp_path, {"model": {"other": torch.ones(3)}})
+    for text in (str(raised.value), raised.value.message, *raised.value.args):
+        assert "a\\x1b[2J\\x07\\u202eb: in the checkpoint" in text
+        assert "\n" in text
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
