@@ -249,7 +249,8 @@ def load(
             order, or a function. Optimizer state follows the parameters of its modules.
         include: Only checkpoint FQNs that match one of these globs.
         exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
-        cast: Convert where dtypes differ.
+        cast: Convert where dtypes differ. Floating-point dtypes round; a value that an integer dtype does not have is
+            an error.
         process_group: As for `save`.
         role: As for `save`.
         storage_options: As for `save`.

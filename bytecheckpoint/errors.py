@@ -34,8 +34,8 @@ class CheckpointError(Exception):
         step: int | None = None,
         ranks: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _printable(message)
+        super().__init__(self.message)
         self.kind = kind
         """One stable word, listed beside the class above."""
         self.path = path
@@ -51,6 +51,15 @@ class CheckpointError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         rebuild = functools.partial(type(self), kind=self.kind, path=self.path, step=self.step, ranks=self.ranks)
         return rebuild, (self.message,)
+
+
+def _printable(message: str) -> str:
+    """The message with control characters written out: names in it come from checkpoints and paths, and could drive a
+    terminal. Lines stay lines.
+    """
+    if message.isprintable():
+        return message
+    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in message)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

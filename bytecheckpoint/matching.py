@@ -125,8 +125,8 @@ def _leave_out_shared(match: Match) -> None:
     for first, second in shared.clashing:
         fqn = match.shards[second].fqn
         text = (
-            f"{fqn}: shares memory with {match.shards[first].fqn} in the state, and they are different tensors in the "
-            "checkpoint; give each memory of its own, or leave one out"
+            f"{fqn}: shares memory with {match.shards[first].fqn} in the state, in part or in another dtype, and they "
+            "are different tensors in the checkpoint; give each memory of its own, or leave one out"
         )
         match.problems.append(Problem("conflict", fqn, text))
     for second in sorted((second for _, second in shared.within + shared.clashing), reverse=True):

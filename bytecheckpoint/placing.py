@@ -15,6 +15,7 @@ from bytecheckpoint.adapters.tensors import LocalShard, flat_bytes, torch_dtype
 from bytecheckpoint.device_copies import has_streams
 from bytecheckpoint.device_loads import Lane, Lanes
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.host_copies import FEW_PIECES, scatter_pieces
 from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
@@ -124,9 +125,28 @@ def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
     stored = torch.frombuffer(content, dtype=torch.uint8)
     if stored.data_ptr() % dtype.itemsize:
         stored = stored.clone()  # files of others may hold it so; torch crashes on complex numbers that are not aligned
+    if stored_dtype != shard.dtype:
+        _check_values_fit(shard, shaped(stored))
     if lane is None:
         destination.copy_(shaped(stored))
         return
     # Converted on the host, so that the result is the same as there.
     converted = shaped(stored).to(destination.dtype).contiguous()
     lane.copy(destination, as_bytes(converted), lambda raw: raw.view(destination.dtype).view(lengths))
+
+
+def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
+    """Raises CheckpointMismatchError (dtype) for values that an integer dtype does not have: torch would make others of
+    them. That a floating-point dtype rounds is what it is for.
+    """
+    dtype = torch_dtype(shard.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    differs = (stored.to(dtype).to(stored.dtype) != stored).reshape(-1)
+    if differs.any():
+        value = stored.reshape(-1)[differs][0].item()
+        raise CheckpointMismatchError(
+            f"{shard.fqn}: {value} and perhaps other values in the checkpoint are no {shard.dtype}, which the state "
+            "has: load into another dtype",
+            kind="dtype",
+        )

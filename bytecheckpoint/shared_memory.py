@@ -27,9 +27,9 @@ class Shared(NamedTuple):
     """Pairs of shards, by their numbers; the first of a pair can be filled, and is in no pair the second."""
 
     within: list[tuple[int, int]]
-    """All bytes of the second are bytes of the first: it is tied to it, or a view of a part of it."""
+    """All bytes of the second are bytes of the first, of the same dtype: it is tied to it, or a view of a part."""
     clashing: list[tuple[int, int]]
-    """They have some bytes in common, and the second has others."""
+    """They have some bytes in common, and the second has others, or they are of different dtypes."""
 
 
 def find_shared(shards: Sequence[LocalShard]) -> Shared:
@@ -82,7 +82,9 @@ def _look_at(group: Sequence[int], shards: Sequence[LocalShard], shared: Shared)
         if first in filled:
             shared.within.extend((first, other) for other in others)
             continue
-        within = next((number for number, view in filled.items() if _is_within(views[first], view)), None)
+        dtype = shards[first].tensor.dtype  # of another one, the same bytes are other values
+        alike = {number: view for number, view in filled.items() if shards[number].tensor.dtype == dtype}
+        within = next((number for number, view in alike.items() if _is_within(views[first], view)), None)
         if within is not None:
             shared.within.extend((within, other) for other in (first, *others))
         else:

@@ -104,3 +104,14 @@ def test_a_failure_keeps_its_cause(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointCorruptError) as caught:
         bcp.load(tmp_path, {"x": torch.zeros(1)})
     assert caught.value.__cause__ is not None
+
+
+def test_names_of_a_checkpoint_cannot_drive_a_terminal(tmp_path: Path) -> None:
+    name = "a\x1b[2J\x07\u202eb"
+    bcp.save(tmp_path, {"model": {name: torch.ones(3)}})
+    with pytest.raises(bcp.CheckpointMismatchError) as raised:
+        bcp.load(tmp_path, {"model": {"other": torch.ones(3)}})
+    for text in (str(raised.value), raised.value.message, *raised.value.args):
+        assert "a\\x1b[2J\\x07\\u202eb: in the checkpoint" in text
+        assert "\n" in text
+        assert all(letter.isprintable() or letter == "\n" for letter in text)

@@ -107,6 +107,25 @@ def test_views_of_a_tensor_that_is_loaded_take_its_value(tmp_path: Path) -> None
     assert not report.unexpected
 
 
+@pytest.mark.parametrize("is_part", [False, True])
+def test_one_memory_under_two_dtypes_is_refused_by_name(tmp_path: Path, is_part: bool) -> None:
+    """Both were filled, one after the other, and one of them was then wrong without a word."""
+    bcp.save(tmp_path, {"a": torch.full((4,), 3.0), "b": torch.full((2 if is_part else 4,), 7, dtype=torch.int32)})
+    memory = torch.zeros(4)
+    state = {"a": memory, "b": memory.view(torch.int32)[: 2 if is_part else 4]}
+    with pytest.raises(
+        bcp.CheckpointMismatchError, match=r"b: shares memory with a in the state.*another dtype"
+    ) as error:
+        bcp.load(tmp_path, state)
+    assert error.value.kind == "conflict"
+    assert memory.tolist() == [0.0] * 4
+    report = bcp.load(tmp_path, state, strict=False)
+    assert memory.tolist() == [3.0] * 4
+    assert any("b: shares memory" in text for text in report.mismatched)
+    bcp.load(tmp_path, state, exclude="a")
+    assert state["b"].unique().tolist() == [7]
+
+
 def test_what_is_tied_in_a_dict_takes_the_value_of_its_first_name(tmp_path: Path) -> None:
     saved(tmp_path, a=torch.full((1 << 20,), 1.0), b=torch.full((1 << 20,), 2.0))
     memory = torch.zeros(1 << 20)

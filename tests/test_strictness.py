@@ -548,3 +548,27 @@ def test_memory_that_was_freed_or_cut_is_not_saved(tmp_path: Path, async_save: b
         bcp.save(tmp_path / "ckpt", state, async_save=async_save)
     assert not (tmp_path / "ckpt").exists()
     bcp.save(tmp_path / "ckpt", {"other": state["other"]}, async_save=async_save).result(60)
+
+
+@pytest.mark.parametrize("value", [300.0, -1.0, float("nan"), 2.5, float("inf")])
+def test_a_cast_of_a_value_that_an_integer_dtype_does_not_have_is_refused(tmp_path: Path, value: float) -> None:
+    stored = torch.ones(20, 30)
+    stored[7, 9] = value
+    bcp.save(tmp_path, {"t": stored, "fits": torch.tensor([0.0, 255.0])})
+    with pytest.raises(bcp.CheckpointMismatchError, match=rf"t: {value} and perhaps .* no uint8.*overwritten") as error:
+        bcp.load(tmp_path, {"t": torch.zeros(20, 30, dtype=torch.uint8)}, cast=True)
+    assert error.value.kind == "dtype"
+    state = {"fits": torch.zeros(2, dtype=torch.uint8)}
+    bcp.load(tmp_path, state, cast=True)
+    assert state["fits"].tolist() == [0, 255]
+
+
+def test_a_cast_of_integers_to_shorter_ones_keeps_their_values_or_is_refused(tmp_path: Path) -> None:
+    bcp.save(
+        tmp_path, {"fits": torch.tensor([-128, 127]), "large": torch.tensor([1, 128]), "truth": torch.tensor([0, 1])}
+    )
+    state = {"fits": torch.zeros(2, dtype=torch.int8), "truth": torch.zeros(2, dtype=torch.bool)}
+    bcp.load(tmp_path, state, cast=True)
+    assert [state["fits"].tolist(), state["truth"].tolist()] == [[-128, 127], [False, True]]
+    with pytest.raises(bcp.CheckpointMismatchError, match="large: 128 and perhaps"):
+        bcp.load(tmp_path, {"large": torch.zeros(2, dtype=torch.int8)}, cast=True)
