@@ -152,8 +152,19 @@ def test_checkpoints_of_others_are_read_as_the_page_says(tmp_path: Path, monkeyp
     torch.save(model.state_dict(), "Llama-3.1-8B/pytorch_model.bin")
     Path("run").mkdir()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "run/step-1000")
-    (block,) = blocks_of(ROOT / "docs" / "foreign.md")
-    run(block, {"bcp": bcp, "model": model, "optimizer": optimizer})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for folder, suffix in (("run/checkpoint-500", "pt"), ("accelerate_state", "bin")):
+        Path(folder).mkdir()
+        torch.save(model.state_dict(), f"{folder}/pytorch_model.bin")
+        torch.save(optimizer.state_dict(), f"{folder}/optimizer.{suffix}")
+        torch.save(scheduler.state_dict(), f"{folder}/scheduler.{suffix}")
+    lists = {"optimizer_states": [optimizer.state_dict()], "lr_schedulers": [scheduler.state_dict()]}
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": model.state_dict(), **lists}, "x.ckpt")
+    names = {"bcp": bcp, "model": model, "module": model, "optimizer": optimizer, "scheduler": scheduler}
+    blocks = blocks_of(ROOT / "docs" / "foreign.md")
+    assert len(blocks) == 3
+    for block in blocks:
+        run(block, names)
 
 
 def test_checkpoints_are_seen_through_maps_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +199,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "format.md": 2,
         "frameworks.md": 4,
         "local_stage.md": 1,
-        "foreign.md": 1,
+        "foreign.md": 3,
         "name_maps.md": 1,
     }
 
