@@ -18,7 +18,7 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import Block, Store, read_whole
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:
@@ -147,6 +147,20 @@ class StoreContract:
             get(store, "x", 6, start)
         assert caught.value.kind == "truncated"
         assert str(store) in str(caught.value.path)
+
+    @pytest.mark.parametrize("num_bytes", [0, 1, 700_001])
+    def test_reading_all_of_an_object(self, store, num_bytes):
+        put(store, "a/x", pattern(num_bytes))
+        assert read_whole(store, "a/x", max_bytes=num_bytes) == pattern(num_bytes)
+        put(store, "a/x", b"another one", replace=True)
+        assert read_whole(store, "a/x", max_bytes=11) == b"another one"
+        with pytest.raises(UnsafeCheckpointError) as caught:
+            read_whole(store, "a/x", max_bytes=10)
+        assert caught.value.kind == "limits_exceeded"
+        for name in ("a/y", "a"):
+            with pytest.raises(CheckpointNotFoundError) as missing:
+                read_whole(store, name, max_bytes=10)
+            assert missing.value.kind == "missing_file"
 
     def test_reading_what_is_not_there(self, store):
         with pytest.raises(CheckpointNotFoundError) as caught:

@@ -712,3 +712,8 @@ def test_credentials_never_show(s3, s3_prefix, s3_faults, caplog, monkeypatch):
         text = "".join(traceback.format_exception(caught.value)) + caplog.text
         assert s3.secret not in text
         assert "t0ken-of-the-environment" not in text
+
+
+def test_credentials_that_are_no_text_are_refused_by_name():
+    with pytest.raises(StorageError, match=r"storage_options\['secret'\] is of type int, and has to be a str"):
+        S3Store("s3://bucket/x", {"key": "access", "secret": 123}, writer_threads=1, timeout_s=5)
