@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -25,13 +25,14 @@ class Globs:
         return any(fnmatchcase(fqn, glob) for glob in self._globs)
 
 
-def listed_globs(option: str, globs: str | Sequence[str] | None) -> Sequence[str] | None:
+def listed_globs(option: str, globs: object) -> Sequence[str] | None:
     """One glob or several, as a list. Raises CheckpointMismatchError (conflict) for what is neither."""
-    if globs is None or isinstance(globs, str):
-        return None if globs is None else [globs]
-    listed = list(globs) if isinstance(globs, Sequence | set | frozenset) else [globs]
-    odd = next((glob for glob in listed if not isinstance(glob, str)), None)
-    if odd is not None:
+    if globs is None:
+        return None
+    given = [globs] if isinstance(globs, str) or not isinstance(globs, Iterable) else list(globs)
+    listed = [glob for glob in given if isinstance(glob, str)]
+    if len(listed) < len(given):
+        odd = next(glob for glob in given if not isinstance(glob, str))
         raise CheckpointMismatchError(
             f"{option} takes a glob of FQNs, or a list of them, not {odd!r}; nothing was changed", kind="conflict"
         )

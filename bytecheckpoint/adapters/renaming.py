@@ -43,14 +43,11 @@ class Renamer:
             return lambda fqn: fqn
         if callable(key_map):
             return key_map
-        rules = list(key_map.items() if isinstance(key_map, Mapping) else _pairs(key_map))
-        for rule in rules:
-            if not (isinstance(rule, tuple | list) and len(rule) == 2 and all(isinstance(text, str) for text in rule)):
-                raise _no_key_map(f"not {rule!r}")
         if isinstance(key_map, Mapping):
-            self.unused = dict.fromkeys(key_map)
-            return partial(self._by_name, dict(key_map))
-        pairs = [(pattern, replacement) for pattern, replacement in rules]
+            names = dict(map(_pair, key_map.items()))
+            self.unused = dict.fromkeys(names)
+            return partial(self._by_name, names)
+        pairs = [_pair(rule) for rule in _rules(key_map)]
         self.unused = dict.fromkeys(pairs)
         return partial(self._by_patterns, pairs)
 
@@ -67,10 +64,18 @@ class Renamer:
         return fqn
 
 
-def _pairs(key_map: object) -> Iterable[object]:
+def _rules(key_map: object) -> Iterable[object]:
     if isinstance(key_map, str) or not isinstance(key_map, Iterable):
         raise _no_key_map(f"not {key_map!r}")
     return key_map
+
+
+def _pair(rule: object) -> tuple[str, str]:
+    if isinstance(rule, tuple | list) and len(rule) == 2:
+        name, new_name = rule
+        if isinstance(name, str) and isinstance(new_name, str):
+            return name, new_name
+    raise _no_key_map(f"not {rule!r}")
 
 
 def _no_key_map(what: str) -> CheckpointMismatchError:
