@@ -1,5 +1,6 @@
 """Plain data written down without pickle: None, bool, int, float, complex, str, bytes, list, tuple, dict with str or
-int keys, torch.Size, torch.dtype, numpy arrays and scalars, small tensors. What comes back has the same types.
+int keys, torch.Size, torch.dtype, numpy arrays and scalars, small tensors, and what `plain_types` knows. What comes
+back has the same types.
 
 The encoding is msgpack; what msgpack lacks is an extension type, documented in docs/format.md. Tensors that lie in
 data files stand in the tree as a `TensorRef`.
@@ -22,6 +23,7 @@ import xxhash
 from msgspec.msgpack import Ext, encode
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.plain_types import advice_for, is_tagged, tag_value, untag_value
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of
 from bytecheckpoint.adapters.tensors import (
     NEW_TUPLE,
@@ -188,8 +190,13 @@ def _leaf_to_wire(value: Any, fqn: str) -> Any:
     if _is_plain_array(value):
         code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
         return _ext(code, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
+    tagged = tag_value(value)
+    if tagged is not None:
+        for text in tagged.texts:
+            _checked_text(text, fqn)
+        return _ext(_PAIRS, [tagged])
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise unsupported(fqn, f"an object of type {name}", _advice(value))
+    raise unsupported(fqn, f"an object of type {name}", advice_for(value))
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -197,17 +204,6 @@ def _is_plain_array(value: Any) -> bool:
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _NUMPY_KINDS:
         return False
     return type(value) in (np.ndarray, value.dtype.type)
-
-
-def _advice(value: Any) -> str:
-    if isinstance(value, dict):
-        return "save dict(value): a dict of a type of its own would come back as another type"
-    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
-        return "save the plain arrays that it is made of: an array of a type of its own would come back as another type"
-    return (
-        "save plain data (numbers, strings, bytes, lists, tuples, dicts, arrays, tensors), or give the object "
-        "state_dict() and load_state_dict()"
-    )
 
 
 def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Ext:
@@ -315,9 +311,14 @@ def _checked_pairs(pairs: Any) -> Any:
     return pairs
 
 
+def _from_pairs(pairs: Any) -> Any:
+    """A dict, or what is written as a dict of one pair that no dict is."""
+    return untag_value(*pairs[0]) if is_tagged(pairs) else dict(_checked_pairs(pairs))
+
+
 _DECODERS: dict[int, Callable[[Any], Any]] = {
     _TUPLE: tuple,
-    _PAIRS: lambda pairs: dict(_checked_pairs(pairs)),
+    _PAIRS: _from_pairs,
     _SIZE: torch.Size,
     _DTYPE: _dtype_from_wire,
     _TENSOR: _tensor_from_wire,
