@@ -1,5 +1,6 @@
 """Plain data written down without pickle: None, bool, int, float, complex, str, bytes, list, tuple, dict with str or
-int keys, torch.Size, torch.dtype, numpy arrays and scalars, small tensors. What comes back has the same types.
+int keys, torch.Size, torch.dtype, numpy arrays and scalars, small tensors, and what `plain_types` knows. What comes
+back has the same types.
 
 The encoding is msgpack; what msgpack lacks is an extension type, documented in docs/format.md. Tensors that lie in
 data files stand in the tree as a `TensorRef`.
@@ -23,6 +24,7 @@ from msgspec.msgpack import Ext, encode
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.numpy_values import array_from_wire, array_to_wire, is_plain_array, scalar_from_wire
+from bytecheckpoint.adapters.plain_types import advice_for, is_tagged, tag_value, untag_value
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of
 from bytecheckpoint.adapters.tensors import (
     NEW_TUPLE,
@@ -197,19 +199,13 @@ def _leaf_to_wire(value: Any, fqn: str) -> Any:
         return _ext(_DTYPE, dtype_name(value))
     if is_plain_array(value):
         return _ext(_ARRAY if isinstance(value, np.ndarray) else _SCALAR, array_to_wire(value))
+    tagged = tag_value(value)
+    if tagged is not None:
+        for text in tagged.texts:
+            _checked_text(text, fqn)
+        return _ext(_PAIRS, [tagged])
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise unsupported(fqn, f"an object of type {name}", _advice(value))
-
-
-def _advice(value: Any) -> str:
-    if isinstance(value, dict):
-        return "save dict(value): a dict of a type of its own would come back as another type"
-    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
-        return "save the plain arrays that it is made of: an array of a type of its own would come back as another type"
-    return (
-        "save plain data (numbers, strings, bytes, lists, tuples, dicts, arrays, tensors), or give the object "
-        "state_dict() and load_state_dict()"
-    )
+    raise unsupported(fqn, f"an object of type {name}", advice_for(value))
 
 
 def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Ext:
@@ -309,9 +305,14 @@ def _checked_pairs(pairs: Any) -> Any:
     return pairs
 
 
+def _from_pairs(pairs: Any) -> Any:
+    """A dict, or what is written as a dict of one pair that no dict is."""
+    return untag_value(*pairs[0]) if is_tagged(pairs) else dict(_checked_pairs(pairs))
+
+
 _DECODERS: dict[int, Callable[[Any], Any]] = {
     _TUPLE: tuple,
-    _PAIRS: lambda pairs: dict(_checked_pairs(pairs)),
+    _PAIRS: _from_pairs,
     _SIZE: torch.Size,
     _DTYPE: _dtype_from_wire,
     _TENSOR: _tensor_from_wire,

@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.plain_data import (
     keep_in_tree,
     leaves,
 )
+from bytecheckpoint.adapters.plain_types import as_plain
 from bytecheckpoint.adapters.renaming import renamer
 from bytecheckpoint.adapters.stored_optimizer import BY_POSITION, is_optimizer_tree
 from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, optimizers_in
@@ -166,7 +167,7 @@ class PlainData:
             return type(value)({key: self._with_stubs(item, join_fqn(fqn, key), placed) for key, item in value.items()})
         if type(value) in (list, tuple):
             return type(value)(self._with_stubs(item, join_fqn(fqn, at), placed) for at, item in enumerate(value))
-        return value
+        return as_plain(value)
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str, placed: set[str]) -> dict[str, Any]:
         """What `torch.optim.Optimizer.state_dict()` gives, with parameters by name or, if it had none, by position; or
