@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import xxhash
 
+from bytecheckpoint.adapters.expectation import Contents, Scope
 from bytecheckpoint.adapters.plain_merge import merge_plain
-from bytecheckpoint.adapters.stored import Contents, Scope
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.digests import combined_digest, small_digests

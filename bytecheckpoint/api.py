@@ -25,10 +25,11 @@ from bytecheckpoint.clock import Clock
 from bytecheckpoint.collector import collector_paused
 from bytecheckpoint.draft import Draft, Phases
 from bytecheckpoint.exchange import Traffic, read_together
+from bytecheckpoint.findings import Verdict, warn_of_idle
 from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, Verdict, match_again, warn_of_idle
+from bytecheckpoint.matching import Match, match_again
 from bytecheckpoint.naming import View, Wanted, fit_state
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together

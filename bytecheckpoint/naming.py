@@ -14,8 +14,9 @@ from bytecheckpoint.adapters.optimizer_forms import Reshaping, forms_of
 from bytecheckpoint.adapters.renaming import KeyMap, renamer
 from bytecheckpoint.adapters.state import Entry, entries_of
 from bytecheckpoint.adapters.stored import Stored, is_at_or_below
+from bytecheckpoint.findings import Verdict, share_findings
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.matching import Match, Verdict, match_state, share_findings
+from bytecheckpoint.matching import Match, match_state
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.fused_experts import has_separate_experts, with_fused_experts
 from bytecheckpoint.ranks import Ranks

@@ -14,7 +14,7 @@ from bytecheckpoint.checkpoint import read_whole
 from bytecheckpoint.conversion.plain_trees import PlainData
 from bytecheckpoint.conversion.selecting import Wish, select
 from bytecheckpoint.conversion.torch_pickles import TensorStub
-from bytecheckpoint.matching import refuse_unused
+from bytecheckpoint.findings import refuse_unused
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.sources import Asked, open_alone, wanted_step
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from bytecheckpoint.adapters.stored import Contents
+from bytecheckpoint.adapters.expectation import Contents
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.agreement import Agreed, Target, agree, propose, wish_of
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointSaveError

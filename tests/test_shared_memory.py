@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.stored import Expectation, Stored
+from bytecheckpoint.adapters.expectation import Expectation
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards
 from bytecheckpoint.matching import match_again, match_state
 from bytecheckpoint.shared_memory import find_shared

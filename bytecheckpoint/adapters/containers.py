@@ -10,18 +10,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem, RankMissing, not_stored, rank_missing
 from bytecheckpoint.adapters.optimizer_forms import Form, forms_in
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, encode_refs, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stored import (
-    PER_RANK_NAME,
-    Contents,
-    Expectation,
-    Problem,
-    RankMissing,
-    Stored,
-    not_stored,
-    rank_missing,
-)
+from bytecheckpoint.adapters.stored import PER_RANK_NAME, Stored
 from bytecheckpoint.adapters.stored_subclasses import refusals
 from bytecheckpoint.adapters.subclass_facts import are_facts
 from bytecheckpoint.adapters.subclasses import is_facts, is_subclass

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
 from bytecheckpoint.adapters.flat_parts import FlatPart
 from bytecheckpoint.adapters.hyperparameters import same_value
 from bytecheckpoint.adapters.one_values import (
@@ -25,7 +26,7 @@ from bytecheckpoint.adapters.one_values import (
 from bytecheckpoint.adapters.padding import as_stored, beyond, same_but_for_padding
 from bytecheckpoint.adapters.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import TensorRef, leaves
-from bytecheckpoint.adapters.stored import Expectation, Problem, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.stored import StoredTensor, placeholder
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, torch_dtype, unsupported
 from bytecheckpoint.errors import CheckpointMismatchError

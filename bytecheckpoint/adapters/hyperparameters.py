@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.parameter_names import ParameterNames
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree
-from bytecheckpoint.adapters.stored import Problem, Stored
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.adapters.stored_optimizer import StoredGroup, StoredOptimizer
 from bytecheckpoint.adapters.tensors import unsupported
 

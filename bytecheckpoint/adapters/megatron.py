@@ -18,12 +18,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Contents, Expectation, Scope, not_stored
 from bytecheckpoint.adapters.flat_parts import HeldPart, NamedPart
 from bytecheckpoint.adapters.megatron_modules import unwrapped
 from bytecheckpoint.adapters.megatron_shards import Copied, Piece, bits_of, find_in
 from bytecheckpoint.adapters.padding import as_stored, beyond
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
-from bytecheckpoint.adapters.stored import Contents, Expectation, Scope, Stored, not_stored
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.adapters.tensors import LocalShard, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region

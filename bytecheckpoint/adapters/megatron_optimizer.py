@@ -21,12 +21,13 @@ from typing import Any, Literal
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Contents, Expectation
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.megatron import MegatronEntry, Optimized
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizer_forms import Form
 from bytecheckpoint.adapters.parameter_names import NamesParameters
-from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.adapters.tensors import unsupported
 
 _SCALER = "megatron_grad_scaler"

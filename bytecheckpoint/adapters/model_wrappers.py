@@ -12,11 +12,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.deepspeed import is_engine
+from bytecheckpoint.adapters.expectation import Contents, Expectation
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module
 from bytecheckpoint.adapters.module_parts import plain_name
 from bytecheckpoint.adapters.pipelines import Stage
 from bytecheckpoint.adapters.stateful import Stateful
-from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
+from bytecheckpoint.adapters.stored import Stored
 
 
 def stages_inside(value: Any) -> list[Stage]:

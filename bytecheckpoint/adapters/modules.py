@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters import deepspeed
+from bytecheckpoint.adapters.expectation import Contents, Expectation, RankMissing, Scope, not_stored, rank_missing
 from bytecheckpoint.adapters.flat_parts import FlatModule, FlatOptimizer, HeldPart, NamedPart, merged
 from bytecheckpoint.adapters.meta_modules import materialise
 from bytecheckpoint.adapters.module_parts import (
@@ -26,15 +27,7 @@ from bytecheckpoint.adapters.module_parts import (
 )
 from bytecheckpoint.adapters.pipelines import Stage
 from bytecheckpoint.adapters.plain_data import encode_plain, join_fqn, leaves
-from bytecheckpoint.adapters.stored import (
-    Contents,
-    Expectation,
-    RankMissing,
-    Scope,
-    Stored,
-    not_stored,
-    rank_missing,
-)
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.adapters.stored_subclasses import Refusals, refusals
 from bytecheckpoint.adapters.subclasses import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShard, LocalShards

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.flat_state import FlatState, differing_error
 from bytecheckpoint.adapters.fsdp1 import shows_parameter
@@ -28,7 +29,7 @@ from bytecheckpoint.adapters.parameter_names import (
     name_parameters,
 )
 from bytecheckpoint.adapters.plain_data import encode_plain, keep_in_tree
-from bytecheckpoint.adapters.stored import Contents, Expectation, Problem, Stored, is_at_or_below
+from bytecheckpoint.adapters.stored import Stored, is_at_or_below
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.tensors import LocalShard, LocalShards, unsupported
 from bytecheckpoint.adapters.whole_state import (

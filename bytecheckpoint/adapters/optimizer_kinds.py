@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.parameter_names import ParameterNames
-from bytecheckpoint.adapters.stored import Problem
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 
 _NUM_SHOWN = 3

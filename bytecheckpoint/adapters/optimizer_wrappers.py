@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Contents, Expectation
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
 from bytecheckpoint.adapters.inner_optimizers import (
     Shapes,
@@ -27,7 +28,7 @@ from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizer_forms import Form
 from bytecheckpoint.adapters.parameter_names import NamesParameters
 from bytecheckpoint.adapters.stateful import StatefulEntry
-from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.adapters.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.tensors import unsupported
 from bytecheckpoint.adapters.whole_state import refuse_zero_redundancy

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bytecheckpoint.adapters.expectation import Scope
 from bytecheckpoint.adapters.plain_data import decode_plain, encode_plain, join_fqn, keep_in_tree
-from bytecheckpoint.adapters.stored import Scope
 from bytecheckpoint.errors import CheckpointMismatchError
 
 _NUM_SHOWN = 10

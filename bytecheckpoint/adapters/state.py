@@ -12,6 +12,7 @@ import torch
 
 from bytecheckpoint.adapters.containers import PlainEntry
 from bytecheckpoint.adapters.deepspeed import flat_optimizer, is_engine
+from bytecheckpoint.adapters.expectation import Contents, Expectation
 from bytecheckpoint.adapters.frameworks import check_known, refuse_absent
 from bytecheckpoint.adapters.megatron import MegatronEntry
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module, refuse_inside
@@ -26,7 +27,7 @@ from bytecheckpoint.adapters.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.rng import RngState
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, StatefulEntry, is_stateful
-from bytecheckpoint.adapters.stored import Contents, Expectation, Stored
+from bytecheckpoint.adapters.stored import Stored
 from bytecheckpoint.adapters.tensors import LocalShards, check_has_memory, unsupported
 from bytecheckpoint.adapters.zero_partitions import is_wrapper
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError

@@ -12,19 +12,10 @@ from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem, RankMissing, not_stored, rank_missing
 from bytecheckpoint.adapters.optimizer_forms import Form, forms_in
 from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, leaves
-from bytecheckpoint.adapters.stored import (
-    PER_RANK_NAME,
-    Contents,
-    Expectation,
-    Problem,
-    RankMissing,
-    Stored,
-    StoredTree,
-    not_stored,
-    rank_missing,
-)
+from bytecheckpoint.adapters.stored import PER_RANK_NAME, Stored, StoredTree
 from bytecheckpoint.adapters.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.stored_subclasses import refusals
 from bytecheckpoint.adapters.subclasses import around, subclasses_in

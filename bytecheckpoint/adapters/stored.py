@@ -4,12 +4,13 @@ key_map, plain data decoded for one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.globs import Globs
 from bytecheckpoint.adapters.plain_data import (
     TensorRef,
@@ -20,12 +21,8 @@ from bytecheckpoint.adapters.plain_data import (
     leaves,
 )
 from bytecheckpoint.adapters.renaming import KeyMap, renamed_alike, renamer
-from bytecheckpoint.adapters.tensors import NEW_TUPLE, LocalShard, torch_dtype
+from bytecheckpoint.adapters.tensors import NEW_TUPLE, torch_dtype
 from bytecheckpoint.manifest import Manifest
-
-Scope = Literal["shared", "whole", "either", "rank"]
-"""Plain data must be the same on all ranks wherever they have the same keys, or the same with all its keys; it may
-differ, or is each rank's own."""
 
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
@@ -55,28 +52,6 @@ class StoredTree(NamedTuple):
     """Include and exclude leave something of it."""
 
 
-class Contents(NamedTuple):
-    """What an entry of the state gives to a save."""
-
-    shards: list[LocalShard]
-    names: set[str]
-    """The FQNs of its tensors and leaves of plain data, aliases included."""
-    plain: Mapping[str, tuple[Scope, bytes]] = {}
-    """Encoded trees of plain data by FQN, and whether ranks must agree on each."""
-    aliases: Mapping[str, str] = {}
-    """FQN of a tied tensor -> the FQN of the shard that stands for both."""
-    stages: Mapping[str, int] = {}
-    """FQN -> stage of a pipeline, where a stage says which it is."""
-
-
-class Problem(NamedTuple):
-    """Why a state and a checkpoint do not fit."""
-
-    kind: str
-    fqn: str
-    text: str
-
-
 class UnusedRule(NamedTuple):
     """A glob or a rule that matches nothing."""
 
@@ -85,19 +60,6 @@ class UnusedRule(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.option} {self.rule if self.option == 'key_map' else repr(self.rule)}"
-
-
-class Expectation(NamedTuple):
-    """What an entry of the state wants of a checkpoint."""
-
-    shards: list[LocalShard]
-    claims: set[str]
-    """State FQNs that it has a place for, besides those of its shards."""
-    problems: list[Problem]
-    copies: Sequence[LocalShard] = ()
-    """Shards in lower precision of what it wants in full as well: converted whatever `cast` says."""
-    padding: Sequence[LocalShard] = ()
-    """Memory that lies beyond what the checkpoint has of its tensors: zeroed with a load of these."""
 
 
 class Stored:
@@ -379,12 +341,6 @@ def _named_by_content(manifest: Manifest) -> set[str]:
     return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
 
 
-class RankMissing(NamedTuple):
-    """Stands for a value that differed between the ranks of the save, none of which has this rank's number."""
-
-    num_saved: int
-
-
 def _common_tree(trees: Sequence[Any]) -> Any:
     """The first tree, with what is not the same in all of them, or not in all, marked as missing."""
     if all(isinstance(tree, dict) for tree in trees):
@@ -415,17 +371,3 @@ def _descend(tree: Any, path: str) -> Any:
 def placeholder(stored: StoredTensor) -> torch.Tensor:
     """A tensor on the meta device that stands for one that a load will create."""
     return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")
-
-
-def not_stored(fqn: str) -> Problem:
-    return Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")
-
-
-def rank_missing(fqn: str, num_saved: int) -> Problem:
-    return Problem(
-        "missing_key",
-        fqn,
-        f"{fqn}: differed between the {num_saved} ranks that saved it, and none of them had this rank's number; read "
-        "all values with bcp.open(path).rank_values(fqn) and share them out, or keep the state's own with "
-        'RankLocal(value, missing="keep")',
-    )

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
+from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.parameter_names import MODEL, ParameterNames
 from bytecheckpoint.adapters.plain_data import join_fqn, leaves
-from bytecheckpoint.adapters.stored import Problem, Stored, StoredTensor, StoredTree
+from bytecheckpoint.adapters.stored import Stored, StoredTensor, StoredTree
 from bytecheckpoint.adapters.subclasses import is_facts
 
 BY_POSITION = "by_position"

@@ -11,16 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
 from bytecheckpoint.adapters.plain_data import TensorRef, leaves
 from bytecheckpoint.adapters.spread_subclasses import names_table, spread_like
-from bytecheckpoint.adapters.stored import (
-    Problem,
-    Stored,
-    StoredTensor,
-    not_stored,
-    placeholder,
-    rank_missing,
-)
+from bytecheckpoint.adapters.stored import Stored, StoredTensor, placeholder
 from bytecheckpoint.adapters.subclass_facts import FACTS, are_facts, difference
 from bytecheckpoint.adapters.subclasses import (
     around,

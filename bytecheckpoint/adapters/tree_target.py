@@ -9,14 +9,9 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.expectation import Problem, RankMissing
 from bytecheckpoint.adapters.plain_data import TensorRef, content_fqn, fits_inline, leaves, with_leaves
-from bytecheckpoint.adapters.stored import (
-    Problem,
-    RankMissing,
-    Stored,
-    StoredTensor,
-    placeholder,
-)
+from bytecheckpoint.adapters.stored import Stored, StoredTensor, placeholder
 from bytecheckpoint.adapters.stored_subclasses import partly_taken, unbuildable
 from bytecheckpoint.adapters.subclass_facts import FACTS
 from bytecheckpoint.adapters.subclasses import around, is_facts, outer_fqn, restored

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
 from bytecheckpoint.adapters.meta_modules import home_of
 from bytecheckpoint.adapters.one_values import (
     HOST_SCALARS,
@@ -22,7 +23,7 @@ from bytecheckpoint.adapters.one_values import (
 )
 from bytecheckpoint.adapters.parameter_names import ParameterNames, check_state_key
 from bytecheckpoint.adapters.plain_data import TensorRef, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stored import Expectation, Problem, Stored, StoredTensor, not_stored, placeholder
+from bytecheckpoint.adapters.stored import Stored, StoredTensor, placeholder
 from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.stored_subclasses import SubclassState
 from bytecheckpoint.adapters.subclasses import is_subclass, parts_of, restored

@@ -1,0 +1,67 @@
+"""What an entry of the state gives to a save and wants of a checkpoint, and why the two may not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from bytecheckpoint.adapters.tensors import LocalShard
+
+Scope = Literal["shared", "whole", "either", "rank"]
+"""Plain data must be the same on all ranks wherever they have the same keys, or the same with all its keys; it may
+differ, or is each rank's own."""
+
+
+class Contents(NamedTuple):
+    """What an entry of the state gives to a save."""
+
+    shards: list[LocalShard]
+    names: set[str]
+    """The FQNs of its tensors and leaves of plain data, aliases included."""
+    plain: Mapping[str, tuple[Scope, bytes]] = {}
+    """Encoded trees of plain data by FQN, and whether ranks must agree on each."""
+    aliases: Mapping[str, str] = {}
+    """FQN of a tied tensor -> the FQN of the shard that stands for both."""
+    stages: Mapping[str, int] = {}
+    """FQN -> stage of a pipeline, where a stage says which it is."""
+
+
+class Problem(NamedTuple):
+    """Why a state and a checkpoint do not fit."""
+
+    kind: str
+    fqn: str
+    text: str
+
+
+class Expectation(NamedTuple):
+    """What an entry of the state wants of a checkpoint."""
+
+    shards: list[LocalShard]
+    claims: set[str]
+    """State FQNs that it has a place for, besides those of its shards."""
+    problems: list[Problem]
+    copies: Sequence[LocalShard] = ()
+    """Shards in lower precision of what it wants in full as well: converted whatever `cast` says."""
+    padding: Sequence[LocalShard] = ()
+    """Memory that lies beyond what the checkpoint has of its tensors: zeroed with a load of these."""
+
+
+class RankMissing(NamedTuple):
+    """Stands for a value that differed between the ranks of the save, none of which has this rank's number."""
+
+    num_saved: int
+
+
+def not_stored(fqn: str) -> Problem:
+    return Problem("missing_key", fqn, f"{fqn}: not in the checkpoint")
+
+
+def rank_missing(fqn: str, num_saved: int) -> Problem:
+    return Problem(
+        "missing_key",
+        fqn,
+        f"{fqn}: differed between the {num_saved} ranks that saved it, and none of them had this rank's number; read "
+        "all values with bcp.open(path).rank_values(fqn) and share them out, or keep the state's own with "
+        'RankLocal(value, missing="keep")',
+    )
