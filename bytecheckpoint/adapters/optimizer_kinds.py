@@ -47,7 +47,8 @@ _KINDS: Mapping[str, Kind] = {
     "LBFGS": _kind("", "func_evals n_iter d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss al"),
 }
 """What torch's optimizers keep, by class: those derived of them without a step of their own keep the same."""
-_STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed | kind.others)
+_STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed | kind.others) - {"step"}
+"""Those that tell kinds apart: frameworks count steps whatever the optimizer does."""
 
 _ALGORITHM = _kind(
     "betas amsgrad momentum dampening nesterov alpha centered rho lr_decay initial_accumulator_value momentum_decay "
@@ -95,7 +96,7 @@ def clashes(
             continue
         if saved.fqn not in values_of:
             values_of[saved.fqn] = {key for key in _ALGORITHM & saved.values.keys() if found.takes(saved, key)}
-        values, keys = values_of[saved.fqn], found.state_keys(names)
+        values, keys = values_of[saved.fqn], found.state_keys(names) - {"step"}
         if own and values and not own & values:
             clashing.append(Clash(names.name, values, own))
         elif kind is not None and _is_of_another(kind, keys, may_lack=own <= values or not found.takes_all):
@@ -107,7 +108,7 @@ def _is_of_another(kind: Kind, keys: Collection[str], *, may_lack: bool) -> bool
     """Whether state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
     was saved with the same hyperparameters, or was not to be loaded whole.
     """
-    is_lacking = not may_lack and bool(set(keys) - {"step"}) and not kind.needed.issubset(keys)
+    is_lacking = not may_lack and bool(keys) and not kind.needed.issubset(keys)
     return is_lacking or not (kind.needed | kind.others).issuperset(_STATE_KEYS & set(keys))
 
 
