@@ -443,6 +443,16 @@ def test_a_parameter_may_know_its_copy_itself(tmp_path: Path) -> None:
     assert torch.equal(copy, counting("", (4, 3), torch.float32))
 
 
+def test_a_low_precision_model_alone_takes_full_precision_with_cast(tmp_path: Path) -> None:
+    """A fine-tuning starts so: from the model of a checkpoint that has the optimizer's copies."""
+    bcp.save(tmp_path, trained(DistributedOptimizer))
+    model = Model(HALF, ONE, zeros)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"cast=True converts"):
+        bcp.load(tmp_path, {"model": model})
+    bcp.load(tmp_path, {"model": model}, cast=True)
+    assert torch.equal(model.get_parameter("0"), counting("", (4, 3), torch.bfloat16))
+
+
 def test_a_copy_is_not_made_of_less_precise_values_unasked(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": Model(HALF, ONE, counting)})
     state = trained(DistributedOptimizer, zeros)
