@@ -112,9 +112,10 @@ def test_spans_that_overlap_get_rows_of_their_own() -> None:
     assert chrome_trace([], path="x")["traceEvents"] == []
 
 
-def test_a_trace_that_cannot_be_written_is_exit_code_4(call, told, tmp_path) -> None:
-    ended = call("timeline", told, "--trace", tmp_path / "nowhere" / "trace.json")
-    assert (ended.code, ended.out, ended.err.count("\n")) == (4, "", 1)
+def test_a_trace_that_cannot_be_written_is_one_line(call, told, tmp_path) -> None:
+    for place, code in ((tmp_path / "nowhere" / "trace.json", 2), ("/dev/full", 4)):
+        ended = call("timeline", told, "--trace", place)
+        assert (ended.code, ended.out, ended.err.count("\n")) == (code, "", 1)
 
 
 def test_a_checkpoint_without_telemetry_is_exit_code_3(call, root) -> None:
