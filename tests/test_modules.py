@@ -31,7 +31,7 @@ class WithBuffers(nn.Module):
 def test_persistent_buffers_are_saved_and_others_are_not(tmp_path: Path) -> None:
     target = WithBuffers(0.0)
     round_trip(tmp_path, WithBuffers(1.0), target)
-    assert bcp.open(tmp_path).keys() == ["model.kept"]
+    assert list(bcp.open(tmp_path)) == ["model.kept"]
     assert target.kept.tolist() == [1.0] * 3
     assert target.scratch.tolist() == [0.0] * 3
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_files import Touch
+from plain_leaves import plain_leaves
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -59,7 +60,7 @@ def test_common_state_is_read_from_both_of_its_places(tmp_path: Path, in_file: b
     folder = write(tmp_path / "c", in_file=in_file, **{"rng_state/shard_0.0_1.1": rng})
     checkpoint = bcp.open(folder)
     assert checkpoint.info.step == 10
-    objects = checkpoint.objects
+    objects = plain_leaves(checkpoint)
     assert (objects["args.num_layers"], objects["args.params_dtype"]) == (2, torch.bfloat16)
     assert (objects["opt_param_scheduler.max_lr"], objects["checkpoint_version"]) == (0.5, 3.0)
     assert objects["rng_state/shard_0.0_1.1.0.random"] == (3, (1, 2))
@@ -75,7 +76,7 @@ def test_settings_of_megatrons_own_classes_are_plain_data(tmp_path: Path) -> Non
     with mock.patch.dict(sys.modules, {**parents, module.__name__: module}):
         args = Namespace(attention_backend=backend.auto)
         folder = write(tmp_path / "c", **{"settings/shard_0_1": args})
-    assert bcp.open(folder).objects["settings/shard_0_1.attention_backend"] == 5
+    assert plain_leaves(bcp.open(folder))["settings/shard_0_1.attention_backend"] == 5
 
 
 def test_plans_and_older_classes_in_the_metadata_are_known(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from foreign_files import Touch, assert_same
 from megatron_files import Grid, truth, write
+from plain_leaves import plain_leaves
 
 import bytecheckpoint as bcp
 
@@ -60,9 +61,9 @@ def test_a_model_is_filled_from_it_and_a_root_is_read_at_its_newest_step(tmp_pat
 def test_what_is_no_tensor_of_the_model_is_there_too(tmp_path: Path) -> None:
     checkpoint = bcp.open(write(tmp_path / "c", truth(), Grid(tp=2)))
     assert (checkpoint.info.format, checkpoint.info.step) == ("megatron", 20)
-    assert checkpoint.objects["args.hidden_size"] == 8
-    assert checkpoint.objects["args.params_dtype"] == torch.bfloat16
-    assert checkpoint.objects["rng_state.0.python"] == (3, (1, 2))
+    assert plain_leaves(checkpoint)["args.hidden_size"] == 8
+    assert plain_leaves(checkpoint)["args.params_dtype"] == torch.bfloat16
+    assert plain_leaves(checkpoint)["rng_state.0.python"] == (3, (1, 2))
     assert checkpoint["rng_state.0.torch_rng_state"][0] == 0
     assert checkpoint["mp_rank_01.rng_state.0.torch_rng_state"][0] == 1
     assert checkpoint.info.metadata == {}

@@ -15,6 +15,7 @@ from foreign_files import Touch, assert_same
 from hand_pickles import dtensor as hand_dtensor
 from hand_pickles import encoded, named, shared, view
 from hand_pickles import write as write_by_hand
+from plain_leaves import plain_leaves
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -124,8 +125,8 @@ def test_dtensors_are_put_together(tmp_path: Path, name: str) -> None:
     assert_same({fqn: found[f"model.{fqn}"] for fqn in WHOLE}, WHOLE)
     assert_same({fqn: found[f"optimizer.state.{fqn}.exp_avg"] for fqn in WHOLE}, WHOLE)
     assert torch.equal(found["model.count"], BUFFER)
-    assert checkpoint.objects["extra_state.rank_3.rank"] == 3
-    assert checkpoint.objects["optimizer.groups.layers.0.weight.values.lr"] == 0.5
+    assert plain_leaves(checkpoint)["extra_state.rank_3.rank"] == 3
+    assert plain_leaves(checkpoint)["optimizer.groups.layers.0.weight.values.lr"] == 0.5
     assert torch.equal(found["extra_state.rank_2.rng"], torch.tensor([2, 2]))
 
 
@@ -136,9 +137,9 @@ def test_what_a_rank_has_of_its_own_is_kept(tmp_path: Path) -> None:
             state = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2), "seed": rank, "rng": torch.tensor([rank])}
             torch.save({**state, "same": [1, 2]}, tmp_path / "c" / f"rank_{rank}.pt")
     checkpoint = bcp.open(tmp_path / "c")
-    assert (checkpoint.objects["seed"], checkpoint.objects["rank_1.seed"]) == (0, 1)
+    assert (plain_leaves(checkpoint)["seed"], plain_leaves(checkpoint)["rank_1.seed"]) == (0, 1)
     assert (checkpoint["rng"][0], checkpoint["rank_1.rng"][0]) == (0, 1)
-    assert "rank_1.same.0" not in checkpoint.objects
+    assert "rank_1.same.0" not in plain_leaves(checkpoint)
 
 
 def test_what_a_rank_has_of_its_own_is_kept_of_every_group_of_files(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_what_a_rank_has_of_its_own_is_kept_of_every_group_of_files(tmp_path: Pa
             weight = {"w": sharded_tensor(WHOLE["layers.1.weight"], rank, 2)}
             torch.save({**weight, "seed": 10 + rank}, folder_of(tmp_path) / f"model_rank_{rank}.pt")
             torch.save({**weight, "other": 20 + rank}, folder_of(tmp_path) / f"optim_rank_{rank}.pt")
-    objects = bcp.open(tmp_path / "c").objects
+    objects = plain_leaves(bcp.open(tmp_path / "c"))
     assert (objects["model.seed"], objects["rank_1.model.seed"]) == (10, 11)
     assert (objects["optimizer.other"], objects["rank_1.optimizer.other"]) == (20, 21)
 

@@ -18,6 +18,7 @@ import torch
 from foreign_files import Touch, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_leaves import plain_leaves
 
 import bytecheckpoint as bcp
 from bytecheckpoint.region import find_tiling_fault
@@ -139,7 +140,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
         "none": None,
         7: "number",
     }
-    objects = bcp.open(save(state, tmp_path)).objects
+    objects = plain_leaves(bcp.open(save(state, tmp_path)))
     assert objects["epoch"] == 3
     assert objects["losses"] == [0.5, 0.25]
     assert objects["nested.tuple"] == (1, "two", None)
@@ -164,7 +165,7 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
 def test_a_value_that_is_no_dict_has_a_name(tmp_path: Path) -> None:
     checkpoint = bcp.open(save([torch.ones(2), 5], tmp_path))
     assert torch.equal(checkpoint["value.0"][:], torch.ones(2))
-    assert checkpoint.objects == {"value.1": 5}
+    assert plain_leaves(checkpoint) == {"value.1": 5}
     assert list(bcp.open(save(torch.ones(2), tmp_path))) == ["value"]
 
 
@@ -223,8 +224,8 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
 
 def test_a_dict_that_only_looks_like_an_optimizer_is_plain_data(tmp_path: Path) -> None:
     odd = {"state": {}, "param_groups": [{"params": [[1], {}]}]}
-    assert bcp.open(save({"x": odd}, tmp_path)).objects["x.param_groups"] == [{"params": [[1], {}]}]
-    assert bcp.open(save({"x": {"state.weight": 1, "state.bias": 2}}, tmp_path)).objects["x.state.bias"] == 2
+    assert plain_leaves(bcp.open(save({"x": odd}, tmp_path)))["x.param_groups"] == [{"params": [[1], {}]}]
+    assert plain_leaves(bcp.open(save({"x": {"state.weight": 1, "state.bias": 2}}, tmp_path)))["x.state.bias"] == 2
 
 
 def refused(path: Path) -> bcp.CheckpointError:
@@ -405,13 +406,13 @@ def test_a_damaged_or_hostile_pickle_is_one_clear_error(tmp_path: Path, case: st
 
 
 def test_large_integers_and_keys_come_back(tmp_path: Path) -> None:
-    objects = bcp.open(save({"a": {1 << 70: 2, -5: 3}, "b": 1 << 8000}, tmp_path)).objects
+    objects = plain_leaves(bcp.open(save({"a": {1 << 70: 2, -5: 3}, "b": 1 << 8000}, tmp_path)))
     assert objects == {f"a.{1 << 70}": 2, "a.-5": 3, "b": 1 << 8000}
 
 
 def test_a_memo_of_billions_costs_nothing(tmp_path: Path) -> None:
     path = with_pickle(tmp_path, b"\x80\x02]r\xff\xff\xff\xff.")
-    assert bcp.open(path).objects == {"value": []}
+    assert plain_leaves(bcp.open(path)) == {"value": []}
 
 
 @pytest.mark.parametrize("module", ["os", "builtins", "torch", "posix", "numpy"])
