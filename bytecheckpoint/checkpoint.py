@@ -106,7 +106,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         """Plain data as it was saved, nested, without the tensors in its dicts, which are keys of the checkpoint; one
         in a list is there as a view. An optimizer has its `param_groups`. `rank_values` has what differs between ranks.
         """
-        wish = Wish(to="torch", may_lack_tensors=True)
+        wish = Wish(to="torch", is_in_memory=True)
         selection = select(self.manifest, wish, None)
         views = [self[tensor.pieces[0].fqn or ""] for tensor in selection.wanted]
         return plain_part(PlainData(self.manifest, selection, wish).shared(), views) or {}

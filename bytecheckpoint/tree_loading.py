@@ -16,9 +16,10 @@ from bytecheckpoint.conversion.selecting import Wish, select
 from bytecheckpoint.conversion.torch_pickles import TensorStub
 from bytecheckpoint.findings import refuse_unused
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.sources import Asked, open_alone, wanted_step
+from bytecheckpoint.sources import Asked, open_alone, reading_again, wanted_step
 
 
+@reading_again
 def load_tree(
     path: str | os.PathLike[str],
     step: int | Literal["latest"] | None = "latest",
@@ -53,7 +54,7 @@ def load_tree(
     source = open_alone(Asked(os.fspath(path), wanted_step(step), storage_options), options or LoadOptions())
     manifest = source.manifest
     refuse_unused(Stored(manifest, rank=0, key_map=None, include=included, exclude=excluded), source.path)
-    wish = Wish(to="torch", include=included or (), exclude=excluded or (), may_lack_tensors=True)
+    wish = Wish(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
     selection = select(manifest, wish, None)
     nested = PlainData(manifest, selection, wish).nested()
     fqns = [tensor.pieces[0].fqn or "" for tensor in selection.wanted]

@@ -46,7 +46,11 @@ def test_a_value_comes_back_as_the_same_type(tmp_path: Path, value: Any) -> None
     bcp.save(tmp_path / "c", state)
     found = bcp.open(tmp_path / "c")
     objects = found.objects
-    assert repr(objects["a"]["x"]) == repr(value)
+    assert objects["a"]["x"] == value
+    if isinstance(value, set | frozenset):  # 1 and True are equal, and not the same
+        assert sorted(map(repr, objects["a"]["x"])) == sorted(map(repr, value))
+    else:
+        assert repr(objects["a"]["x"]) == repr(value)
     assert type(objects["a"]["x"]) is type(value)
     assert objects["a"]["deep"] == [1, (value, {3: value})]
     target = {"a": {"x": None, "deep": None}, "who": bcp.RankLocal({"x": None})}
@@ -117,7 +121,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("value", "advice"), REFUSED, ids=lambda value: ascii(value)[:40])
+@pytest.mark.parametrize(("value", "advice"), REFUSED, ids=lambda value: type(value).__name__)
 def test_what_would_not_come_back_is_refused_with_what_to_save(tmp_path: Path, value: Any, advice: str) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match=r"extra\.args\b") as error:
         bcp.save(tmp_path / "c", {"extra": {"args": value}})

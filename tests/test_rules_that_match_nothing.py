@@ -76,7 +76,7 @@ USED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments", USED, ids=str)
+@pytest.mark.parametrize("arguments", USED, ids=range(len(USED)))
 def test_a_rule_that_matches_anything_in_the_checkpoint_is_none(saved: Path, arguments: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

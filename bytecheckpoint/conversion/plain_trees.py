@@ -167,7 +167,7 @@ class PlainData:
             return type(value)({key: self._with_stubs(item, join_fqn(fqn, key), placed) for key, item in value.items()})
         if type(value) in (list, tuple):
             return type(value)(self._with_stubs(item, join_fqn(fqn, at), placed) for at, item in enumerate(value))
-        return as_plain(value)
+        return value if self._wish.is_in_memory else as_plain(value)
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str, placed: set[str]) -> dict[str, Any]:
         """What `torch.optim.Optimizer.state_dict()` gives, with parameters by name or, if it had none, by position; or

@@ -45,8 +45,8 @@ class Wish:
     for."""
     flatten_optimizer: bool = False
     """Write optimizers on one level, by the names of their parameters."""
-    may_lack_tensors: bool = False
-    """Whether plain data alone is something too."""
+    is_in_memory: bool = False
+    """The tree stays in this process: plain data alone is something too, and values keep their types."""
 
     def takes(self, fqn: str) -> bool:
         """A tensor that differs from rank to rank goes by the name of its value, too."""
@@ -117,7 +117,7 @@ def select(manifest: Manifest, wish: Wish, names_of_map: ModelNames | None) -> S
         why = names_of_map.not_of_model(taken) if names_of_map else _not_of_a_model(manifest, taken, trees)
         left_out += _totals(manifest, why, why.__getitem__)
         taken = [fqn for fqn in taken if fqn not in why]
-    if not taken and every and not wish.may_lack_tensors:
+    if not taken and every and not wish.is_in_memory:
         raise CheckpointMismatchError(
             f"none of the {len(every)} tensors is left to convert; nothing was written: widen include and exclude",
             kind="conflict",

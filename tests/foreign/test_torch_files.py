@@ -453,7 +453,7 @@ def test_the_names_of_python_2_that_torch_writes_are_those_of_today(tmp_path: Pa
     """Its pickles call `int` `long` and `range` `xrange`."""
     counts: defaultdict[str, int] = defaultdict(int, {"a": 3})
     checkpoint = bcp.open(save({"counts": counts, "w": torch.ones(2)}, tmp_path))
-    assert checkpoint.objects == {"counts.a": 3}
+    assert checkpoint.objects == {"counts": {"a": 3}}
     with pytest.raises(bcp.UnsafeCheckpointError) as caught:
         bcp.open(save({"numbers": range(3)}, tmp_path))
     assert "'builtins.range'" in caught.value.message
