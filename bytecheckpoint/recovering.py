@@ -205,6 +205,7 @@ def _say_alive(store: Store, verdicts: Sequence[Verdict]) -> bool:
     finished = [verdict for verdict in verdicts if verdict.outcome == "committed"]
     for verdict in finished:
         name = join_name(verdict.folder, layout.recovery_name(verdict.save_id))
+        store.delete(name)  # of an attempt that failed: not every store can replace it
         store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"\n")))], replace=True)
     return bool(finished)
 

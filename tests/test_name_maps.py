@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from faults.seams import before
 from foreign.foreign_files import assert_same
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -233,6 +234,24 @@ def test_ranks_that_share_a_padded_vocabulary_zero_what_each_has_of_the_padding(
     assert torch.equal(found[:VOCABULARY], llama.lm_head.weight)
     assert found.shape[0] == VOCABULARY + 5
     assert not found[VOCABULARY:].any()
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_load_through_a_map_reads_again_what_is_replaced_meanwhile(tmp_path: Path, padding: int) -> None:
+    """Rows of zeros, which lie in no file, make no checkpoint of another format of it."""
+    old, new = Llama(), Llama()
+    bcp.save(tmp_path, {"model": old})
+    left = [new]
+
+    def replace_once() -> None:
+        while left:
+            bcp.save(tmp_path, {"model": left.pop()}, options=bcp.SaveOptions(overwrite=True))
+
+    megatron = Megatron(padding=padding)
+    options = through(TO_MEGATRON, **SIZES, padded_vocab_size=VOCABULARY + padding)
+    with before("bytecheckpoint.reading.run_reads", replace_once):
+        bcp.load(tmp_path, {"model": megatron}, options=options)
+    check_same_logits(megatron, new)
 
 
 def test_what_is_read_through_a_map_is_verified(tmp_path: Path) -> None:

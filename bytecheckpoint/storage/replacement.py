@@ -28,7 +28,9 @@ def noticing_replacement(store: Store, folder: str, manifest: Manifest) -> Itera
 def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: BaseException | None) -> None:
     """Raises CheckpointNotFoundError (replaced) where the folder holds another checkpoint than this one, or none."""
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
-    if not all(file.name.startswith(own) for file in manifest.files):
+    zeros_file = manifest.map_notes.zeros_file  # which a name map has added
+    written = [file for number, file in enumerate(manifest.files) if number != zeros_file]
+    if not all(file.name.startswith(own) for file in written):
         return  # files of another format, or of a link: their manifest stands elsewhere
     try:
         stands = committed_save_id(store, folder)

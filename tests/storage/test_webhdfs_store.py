@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from faults.seams import before, raising
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
@@ -100,4 +101,18 @@ def test_overwriting_is_refused_by_name_where_a_store_cannot_replace_in_one_step
     with pytest.raises(StorageError, match=protocol) as raised:
         bcp.save(url, _state(2.0), options=OVERWRITING)
     assert raised.value.kind == "unsupported"
+    assert _values(url) == [1.0]
+
+
+def test_a_recovery_that_failed_is_done_again_where_a_store_cannot_replace(url, monkeypatch, tmp_path):
+    """Its first attempt has left the object that says that the save is being finished."""
+    monkeypatch.setattr("fsspec.implementations.webhdfs.WebHDFS.protocol", ("hdfs",))
+    options = bcp.SaveOptions(local_stage=tmp_path)
+    gone = raising(StorageError("gone", kind="unavailable"))
+    with before("bytecheckpoint.tier.upload_files", gone), pytest.raises(StorageError):
+        bcp.save(url, _state(1.0), options=options)
+    with before("bytecheckpoint.recovering.upload_files", gone), pytest.raises(StorageError, match="gone"):
+        bcp.recover(url, options=options)
+    (save,) = bcp.recover(url, options=options)
+    assert save.outcome == "committed"
     assert _values(url) == [1.0]
