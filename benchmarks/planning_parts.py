@@ -23,8 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bytecheckpoint.adapters.state import collect_all, entries_of
 from bytecheckpoint.agreement import Agreed, Wish, agree, propose, wish_of
 from bytecheckpoint.clock import Clock
+from bytecheckpoint.findings import share_findings
 from bytecheckpoint.group_ranks import COORDINATOR
-from bytecheckpoint.matching import share_findings
 from bytecheckpoint.naming import View, Wanted, match_named
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.plan_cache import PlanCache

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.storage.opening import at_home
 from bytecheckpoint.storage.os_errors import describe
 
 
@@ -18,6 +19,7 @@ class LocalFile(click.Path):
         super().__init__(dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        value = at_home(value)
         folder = Path(value).parent
         if not folder.is_dir():
             what = "is no folder" if folder.exists() else "does not exist"
@@ -28,7 +30,7 @@ class LocalFile(click.Path):
 def write_text(path: str, text: str) -> None:
     """Writes a file, in place of one that stands there. Raises CheckpointSaveError (storage) where it cannot."""
     try:
-        Path(path).expanduser().write_text(text, encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointSaveError(
             f"cannot write the {len(text.encode())} bytes of {path}: {describe(error)}; the checkpoint was only read: "

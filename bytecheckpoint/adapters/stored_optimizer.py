@@ -25,7 +25,12 @@ class StoredGroup(NamedTuple):
 
 
 def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(tree, dict) and {"state", "groups"} <= tree.keys()
+    """True for a dict made like an optimizer's; plain data may have the same keys."""
+    if not isinstance(tree, dict) or not {"state", "groups"} <= tree.keys():
+        return False
+    state, groups = tree["state"], tree["groups"]
+    is_made_so = isinstance(state, dict) and isinstance(groups, dict)
+    return is_made_so and all(isinstance(group, dict) and "params" in group for group in groups.values())
 
 
 def are_groups(tree: Any) -> bool:

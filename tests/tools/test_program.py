@@ -237,7 +237,7 @@ def test_the_newest_step_is_called_latest_as_in_open(call, saved_root, command) 
 def test_a_step_that_is_none_is_refused_with_what_would_be_one(call, saved_root, command, step) -> None:
     ended = call(command, *paths_of(command, saved_root), "--step", step)
     assert ended.code == 2
-    assert "is no step: 0, 1, 2, ... or latest" in ended.err
+    assert "is no step: 0, 1, 2, ..., latest or none" in ended.err
 
 
 @pytest.mark.parametrize(("command", "option"), [("show", "--html"), ("timeline", "--trace")])
