@@ -111,7 +111,7 @@ def load(connection: Connection, setting: Setting) -> None:
         source = Source(store, setting.folder.name, manifest, LoadOptions(), is_exchanged=False)
         view = View(manifest, rank, None, None, None)
         # Alone: what each rank found the others hear in one small message.
-        _, stored, match = match_named(view, Wanted(state, "auto", cast=False, strict=True))
+        _, stored, match, _ = match_named(view, Wanted(state, "auto", cast=False, strict=True))
         share_findings(SoleRank(), match, stored, state.keys(), strict=True)
         fetches = source.plan(match.shards, match.stored_fqns)
         seconds = time.process_time() - started
