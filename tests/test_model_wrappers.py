@@ -62,6 +62,29 @@ def test_ties_inside_a_wrapper_are_stored_once(tmp_path: Path) -> None:
     assert other.head.weight is other.embedding.weight
 
 
+class WithoutPrefix(Wrapped):
+    """One that holds what torch.compile gives, and shows the names of the module that was compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model: list[Any] = [torch.compile(model, backend="eager")]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part in self.model:
+            part._orig_mod.load_state_dict(state_dict)
+        self.num_loads += 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_a_wrapper_gets_the_names_that_it_shows(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    bcp.save(tmp_path, {"model": WithoutPrefix(model)})
+    wrapper = WithoutPrefix(other)
+    bcp.load(tmp_path, {"model": wrapper})
+    assert same_module(model, other)
+    assert wrapper.num_loads == 1
+
+
 class Averages:
     """The names of a module's state, and other values: as a moving average of the weights has."""
 
