@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from bytecheckpoint.adapters.deepspeed import is_engine
 from bytecheckpoint.adapters.expectation import Contents, Expectation
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module
-from bytecheckpoint.adapters.module_parts import plain_name
+from bytecheckpoint.adapters.module_parts import part_of, plain_name
 from bytecheckpoint.adapters.pipelines import Stage
 from bytecheckpoint.adapters.stateful import Stateful
 from bytecheckpoint.adapters.stored import Stored
@@ -85,6 +85,13 @@ class ReloadEntry:
         self.fqn = fqn
         self._value = value
         self._inside = inside
+
+    def plain_names(self) -> Mapping[str, str]:
+        """State FQNs of the modules' tensors by those under which the object shows them, where these differ."""
+        parts = [(part_of(self.fqn, stage), stage.module) for stage in self._inside.stages]
+        plain = {plain_name(name): part.plain_name(name) for part, module in parts for name in module.state_dict()}
+        names = ((name, plain[plain_name(name)]) for name in self._inside.names)
+        return {f"{self.fqn}.{name}": f"{self.fqn}.{new}" for name, new in names if new != name}
 
     def collect(self) -> Contents:
         """Nothing: the modules are entries of their own."""

@@ -145,6 +145,12 @@ def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     return [shard.tensor for shard in shards.found]
 
 
+def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
+    """State FQNs of the tensors that objects show under other names, by these."""
+    objects = (entry for entry in entries if isinstance(entry, ReloadEntry))
+    return {name: plain for entry in objects for name, plain in entry.plain_names().items()}
+
+
 def _tensors_in(buffer: torch.Tensor) -> list[torch.Tensor]:
     parts: Mapping[str, Any] = {}
     with suppress(CheckpointError):  # as above
