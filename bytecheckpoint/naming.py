@@ -12,7 +12,7 @@ import msgspec
 from bytecheckpoint.adapters.module_parts import EXTRA_STATE
 from bytecheckpoint.adapters.optimizer_forms import Reshaping, forms_of
 from bytecheckpoint.adapters.renaming import KeyMap, renamer
-from bytecheckpoint.adapters.state import Entry, entries_of
+from bytecheckpoint.adapters.state import Entry, entries_of, plain_names_of
 from bytecheckpoint.adapters.stored import Stored, is_at_or_below
 from bytecheckpoint.findings import Verdict, share_findings
 from bytecheckpoint.manifest import Manifest
@@ -48,6 +48,7 @@ class View(NamedTuple):
             exclude=self.exclude,
             below=below,
             beside=beside,
+            plain_names=plain_names_of(entries),
             reshape=Reshaping(forms, as_saved_here).reshaped if forms else None,
         )
 

@@ -62,6 +62,58 @@ def test_ties_inside_a_wrapper_are_stored_once(tmp_path: Path) -> None:
     assert other.head.weight is other.embedding.weight
 
 
+class WithoutPrefix(Wrapped):
+    """One that holds what torch.compile gives, and shows the names of the module that was compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.model: list[Any] = [torch.compile(model, backend="eager")]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part in self.model:
+            part._orig_mod.load_state_dict(state_dict)
+        self.num_loads += 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when its compiler is imported
+def test_a_wrapper_gets_the_names_that_it_shows(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    bcp.save(tmp_path, {"model": WithoutPrefix(model)})
+    wrapper = WithoutPrefix(other)
+    bcp.load(tmp_path, {"model": wrapper})
+    assert same_module(model, other)
+    assert wrapper.num_loads == 1
+
+
+class Same(Wrapped):
+    """One that shows the names of what it holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.cached_state_dict = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._read()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part in self.model:
+            part.load_state_dict(state_dict)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as above
+def test_names_with_a_prefix_that_an_object_shows_are_found(tmp_path: Path) -> None:
+    """Earlier versions saved objects under the names that they show, and so does torch."""
+    model, other, third = (torch.compile(mlp(seed), backend="eager") for seed in range(3))
+    torch.save({"model": model.state_dict()}, tmp_path / "model.pt")
+    assert "_orig_mod.0.weight" in model.state_dict()
+    bcp.load(tmp_path / "model.pt", {"model": Same(other)})
+    assert same_module(model, other)
+    bcp.save(tmp_path / "whole", {"model": dict(model.state_dict())})
+    report = bcp.load(tmp_path / "whole", {"model": Same(third)}, include="model._orig_mod.*")
+    assert same_module(model, third)
+    assert not report.unexpected
+
+
 class Averages:
     """The names of a module's state, and other values: as a moving average of the weights has."""
 

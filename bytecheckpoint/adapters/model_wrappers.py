@@ -4,8 +4,8 @@ so that parameters have names, and lie in place, whoever holds them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -14,24 +14,33 @@ from torch.distributed.tensor import DTensor
 from bytecheckpoint.adapters.deepspeed import is_engine
 from bytecheckpoint.adapters.expectation import Contents, Expectation
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module
-from bytecheckpoint.adapters.module_parts import plain_name
+from bytecheckpoint.adapters.module_parts import part_of, plain_name
 from bytecheckpoint.adapters.pipelines import Stage
 from bytecheckpoint.adapters.stateful import Stateful
 from bytecheckpoint.adapters.stored import Stored
 
 
-def stages_inside(value: Any) -> list[Stage]:
+class Inside(NamedTuple):
+    """The modules that an object has its state of."""
+
+    stages: list[Stage]
+    names: list[str]
+    """Keys of the object's own state_dict(): a module that was compiled or wrapped may have a prefix in its names that
+    the object leaves out, or the other way round."""
+
+
+def modules_inside(value: Any) -> Inside | None:
     """The modules in the attributes of an object with a state_dict(), where that shows exactly their state: the same
     names, and the same memory where a module's state is live. None where it shows anything else, as one does that
     keeps averages of the weights.
     """
     modules = _modules_in(value)
     if not modules or any(map(_is_read_otherwise, modules)):
-        return []
+        return None
     own = value.state_dict()
     of_modules = {plain_name(name): item for module in modules for name, item in module.state_dict().items()}
     if not isinstance(own, Mapping) or {plain_name(str(name)) for name in own} != of_modules.keys():
-        return []
+        return None
     live = {_memory(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     is_same = all(
         _memory(item) not in live or _memory(own_item) == _memory(item)
@@ -39,7 +48,7 @@ def stages_inside(value: Any) -> list[Stage]:
         for item in [of_modules[plain_name(str(name))]]
         if isinstance(item, torch.Tensor)
     )
-    return [Stage(module, None) for module in modules] if is_same else []
+    return Inside([Stage(module, None) for module in modules], list(map(str, own))) if is_same else None
 
 
 def _modules_in(value: Any) -> list[torch.nn.Module]:
@@ -72,10 +81,17 @@ def _memory(value: Any) -> tuple[int, int] | None:
 class ReloadEntry:
     """An object around modules that were loaded in place: it is given their state, which it may have kept a copy of."""
 
-    def __init__(self, fqn: str, value: Stateful, stages: Sequence[Stage]) -> None:
+    def __init__(self, fqn: str, value: Stateful, inside: Inside) -> None:
         self.fqn = fqn
         self._value = value
-        self._modules = [stage.module for stage in stages]
+        self._inside = inside
+
+    def plain_names(self) -> Mapping[str, str]:
+        """State FQNs of the modules' tensors by those under which the object shows them, where these differ."""
+        parts = [(part_of(self.fqn, stage), stage.module) for stage in self._inside.stages]
+        plain = {plain_name(name): part.plain_name(name) for part, module in parts for name in module.state_dict()}
+        names = ((name, plain[plain_name(name)]) for name in self._inside.names)
+        return {f"{self.fqn}.{name}": f"{self.fqn}.{new}" for name, new in names if new != name}
 
     def collect(self) -> Contents:
         """Nothing: the modules are entries of their own."""
@@ -88,6 +104,7 @@ class ReloadEntry:
         """Makes nothing."""
 
     def finish(self, _stored: Stored) -> None:
-        self._value.load_state_dict(
-            {name: item for module in self._modules for name, item in module.state_dict().items()}
-        )
+        items = {
+            plain_name(name): item for stage in self._inside.stages for name, item in stage.module.state_dict().items()
+        }
+        self._value.load_state_dict({name: items[plain_name(name)] for name in self._inside.names})

@@ -18,7 +18,7 @@ from bytecheckpoint.adapters.megatron import MegatronEntry
 from bytecheckpoint.adapters.megatron_modules import is_megatron_module, refuse_inside
 from bytecheckpoint.adapters.megatron_optimizer import MegatronOptimizerEntry, is_megatron_optimizer
 from bytecheckpoint.adapters.megatron_shards import is_sharded_leaf, sharded_leaves
-from bytecheckpoint.adapters.model_wrappers import ReloadEntry, stages_inside
+from bytecheckpoint.adapters.model_wrappers import ReloadEntry, modules_inside
 from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizer_steps import check_steps_wait
@@ -145,6 +145,12 @@ def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     return [shard.tensor for shard in shards.found]
 
 
+def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
+    """State FQNs of the tensors that objects show under other names, by these."""
+    objects = (entry for entry in entries if isinstance(entry, ReloadEntry))
+    return {name: plain for entry in objects for name, plain in entry.plain_names().items()}
+
+
 def _tensors_in(buffer: torch.Tensor) -> list[torch.Tensor]:
     parts: Mapping[str, Any] = {}
     with suppress(CheckpointError):  # as above
@@ -268,9 +274,9 @@ def _special_entries(value: Any, fqn: str, framework: str) -> list[Entry | _Opti
         return [RankLocalEntry(fqn, value)]
     if isinstance(value, RngState):
         return [RankLocalEntry(fqn, RankLocal(value, missing="keep"))]
-    inside = stages_inside(value)
-    if inside:
-        return [_entry_of_modules(fqn, inside, framework), ReloadEntry(fqn, value, inside)]
+    inside = modules_inside(value)
+    if inside is not None:
+        return [_entry_of_modules(fqn, inside.stages, framework), ReloadEntry(fqn, value, inside)]
     return [StatefulEntry(fqn, value)]
 
 

@@ -4,7 +4,7 @@ key_map, plain data decoded for one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -75,11 +75,13 @@ class Stored:
         exclude: Sequence[str] | None,
         below: str = "",
         beside: Collection[str] = (),
+        plain_names: Mapping[str, str] | None = None,
         reshape: Reshape | None = None,
     ) -> None:
         """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too, but for those at
-        and below the state FQNs `beside` it. `reshape` puts plain data that ranks share into the form that the state
-        has.
+        and below the state FQNs `beside` it. `plain_names` are state FQNs by the names under which the state shows the
+        same, which earlier versions and other programs have saved. `reshape` puts plain data that ranks share into the
+        form that the state has.
         """
         self._manifest = manifest
         self._reshape = reshape
@@ -89,9 +91,9 @@ class Stored:
         self.takes_all = include is None and not exclude
         """Whether neither keeps anything from being loaded."""
         self._below = f"{below}." if below else ""
-        self._is_renamed = key_map is not None or bool(below)
+        self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
         self._is_as_saved = self.takes_all and not self._is_renamed
-        self.rename = renamer(key_map, below, beside)
+        self.rename = renamer(key_map, below, beside, plain_names)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
         """By checkpoint FQN, whatever include and exclude say."""
