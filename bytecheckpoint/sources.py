@@ -11,6 +11,7 @@ import msgspec
 
 from bytecheckpoint.agreement import check_same
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.links import Files, files_of, opening_at
 from bytecheckpoint.location import check_step
 from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
@@ -148,7 +149,8 @@ def _find(asked: Asked, opening: Opening, options: LoadOptions) -> tuple[Found, 
 def _refuse_other_step(folder: str, manifest: Manifest, *, path: str) -> None:
     """Raises CheckpointMismatchError (conflict) where the folder has the name of another step than the manifest."""
     named = parse_step(folder)
-    if named is None or manifest.foreign_format or manifest.step in {None, named}:
+    is_own = manifest.foreign_format in {"", OWN_FORMAT}  # the latter through a name map
+    if named is None or not is_own or manifest.step in {None, named}:
         return
     raise CheckpointMismatchError(
         f"{path} holds the checkpoint of step {manifest.step} under the name of step {named}: the folder was copied or "

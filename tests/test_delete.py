@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from storage.s3_service import S3Service
 from storage.webhdfs_server import running_webhdfs
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage import deletion
 from bytecheckpoint.storage.leftovers import find_leftovers
 from bytecheckpoint.storage.local_store import LocalStore
 from bytecheckpoint.storage.opening import open_store
@@ -172,3 +175,43 @@ def test_a_big_endian_processor_is_refused() -> None:
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "ImportError: bytecheckpoint does not run on big-endian processors" in ended.stderr
+
+
+class _Refusing(LocalStore):
+    """A store that does not delete some of its objects, and counts what it is asked for."""
+
+    def __init__(self, root: Path, refused: Collection[str]) -> None:
+        super().__init__(str(root), writer_threads=1)
+        self.refused = refused
+        self.num_asked = 0
+
+    def delete(self, name: str) -> None:
+        self.num_asked += 1
+        if name in self.refused:
+            raise bcp.StorageError(f"{name} is kept", kind="permission")
+        super().delete(name)
+
+
+def _deleted(root: Path, refused: Collection[int]) -> tuple[list[str], _Refusing]:
+    """What is left of 200 files, some of which the store does not delete."""
+    names = [f"data/{number:03d}" for number in range(200)]
+    (root / "data").mkdir()
+    for name in names:
+        (root / name).touch()
+    store = _Refusing(root, [names[number] for number in refused])
+    deletion.discard(store, "", names)
+    return sorted(path.name for path in root.rglob("*") if path.is_file()), store
+
+
+def test_files_that_cannot_be_deleted_keep_no_other_from_deletion(tmp_path: Path, caplog: Any) -> None:
+    left, _ = _deleted(tmp_path, [5, 60])
+    assert left == ["005", "060"]
+    assert "2 of 200 files" in caplog.text
+    assert "data/005 is kept" in caplog.text
+
+
+def test_a_store_that_deletes_nothing_is_not_asked_again_and_again(tmp_path: Path, caplog: Any) -> None:
+    left, store = _deleted(tmp_path, range(200))
+    assert len(left) == 200
+    assert store.num_asked < 50
+    assert "200 of 200 files" in caplog.text

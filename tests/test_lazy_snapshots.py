@@ -118,6 +118,41 @@ def test_a_step_of_a_wrapped_optimizer_waits_at_every_save(tmp_path: Path) -> No
         assert_steps_wait(tmp_path / str(number), model, {"model": model, "optimizer": wrapper}, wrapper.step)
 
 
+class Nested(Wrapper):
+    """Like a hand-made Muon + AdamW, with lists of optimizers in a dict."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.inner = {"matrices": [optimizers[0]], "others": list(optimizers[1:])}
+
+    @property
+    def each(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for of_kind in self.inner.values() for optimizer in of_kind]
+
+    @property
+    def state(self) -> Any:
+        return {key: value for optimizer in self.each for key, value in optimizer.state.items()}
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for optimizer in self.each for group in optimizer.param_groups]
+
+    def state_dict(self) -> Any:
+        return {"inner": [optimizer.state_dict() for optimizer in self.each]}
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.each:
+            optimizer.step(closure)
+
+
+def test_a_step_of_an_optimizer_waits_that_has_others_in_lists_in_a_dict(tmp_path: Path) -> None:
+    """Wherever a save finds the state of inner optimizers, a lazy one finds that they wait."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = Nested(torch.optim.SGD([model.weight], lr=0.1, momentum=0.9), torch.optim.AdamW([model.bias], lr=0.1))
+    closure(model)()
+    optimizer.step()
+    assert_steps_wait(tmp_path, model, {"model": model, "optimizer": optimizer}, optimizer.step)
+
+
 def test_a_step_of_an_optimizer_that_is_not_in_the_state_waits(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.AdamW, lr=0.1)
     closure(model)()

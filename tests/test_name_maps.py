@@ -255,6 +255,13 @@ def test_a_load_through_a_map_reads_again_what_is_replaced_meanwhile(tmp_path: P
     check_same_logits(megatron, new)
 
 
+def test_a_step_under_the_name_of_another_is_refused_through_a_map_too(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"model": Llama()}, step=1)
+    (tmp_path / "step_00000001").rename(tmp_path / "step_00000007")
+    with pytest.raises(CheckpointMismatchError, match="step 1 under the name of step 7"):
+        bcp.open(tmp_path, options=through(TO_MEGATRON, **SIZES))
+
+
 def test_what_is_read_through_a_map_is_verified(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"model": Megatron(), "args": vars(megatron_arguments())})
     (file,) = (tmp_path / "data").iterdir()

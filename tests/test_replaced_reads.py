@@ -19,6 +19,7 @@ import bytecheckpoint as bcp
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
 NUM_LOADS = 300
+WRITERS_PAUSE_S = 0.005
 
 PLACES = ["a folder", "memory", "s3"]
 
@@ -127,6 +128,7 @@ def test_hundreds_of_loads_beside_two_writers_get_one_checkpoint_each(place: Pla
     url, options = place
     bcp.save(url, state_of(0.0), storage_options=options)
     is_over, failures, saved = threading.Event(), [], []
+    num_refused = 0
 
     def write(value: float) -> None:
         while not is_over.is_set():
@@ -137,6 +139,7 @@ def test_hundreds_of_loads_beside_two_writers_get_one_checkpoint_each(place: Pla
                 # Another writer's manifest came between: on stores without conditions the slower save says so.
                 if "memory" not in url or error.kind not in {"storage", "exists"}:
                     failures.append(error)
+            is_over.wait(WRITERS_PAUSE_S)
 
     writers = [threading.Thread(target=write, args=(value,)) for value in (1.0, 2.0)]
     for writer in writers:
@@ -144,7 +147,14 @@ def test_hundreds_of_loads_beside_two_writers_get_one_checkpoint_each(place: Pla
     try:
         for _ in range(NUM_LOADS):
             state = state_of(-1.0)
-            bcp.load(url, state, storage_options=options)
+            try:
+                bcp.load(url, state, storage_options=options)
+            except bcp.CheckpointNotFoundError as error:
+                # On a busy machine two writers may be faster than ten attempts of a reader.
+                if error.kind != "replaced":
+                    raise
+                num_refused += 1
+                continue
             found = values_of(state)
             assert len(found) == 1, found
             assert found <= {0.0, 1.0, 2.0}
@@ -154,3 +164,4 @@ def test_hundreds_of_loads_beside_two_writers_get_one_checkpoint_each(place: Pla
             writer.join()
     assert failures == []
     assert len(saved) > 10
+    assert num_refused < NUM_LOADS // 10

@@ -35,7 +35,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _add_inner(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
     for name, value in getattr(optimizer, "__dict__", {}).items():
-        for inner in _optimizers_at(value, _MAX_NESTING) if name not in _OF_TORCH else ():
+        for inner in optimizers_at(name, value):
             if id(inner) in seen:
                 continue
             seen.add(id(inner))
@@ -46,12 +46,17 @@ def _add_inner(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
                 found[id(inner)] = inner
 
 
-def _optimizers_at(value: Any, depth: int) -> Iterator[Any]:
+def optimizers_at(name: str, value: Any) -> Iterator[Any]:
+    """The optimizers in an attribute of an optimizer, also in lists and dicts there."""
+    return _optimizers_in(value, _MAX_NESTING) if name not in _OF_TORCH else iter(())
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, torch.optim.Optimizer) or is_wrapper(value):
         yield value
     elif isinstance(value, dict | list | tuple) and depth:
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _optimizers_at(item, depth - 1)
+            yield from _optimizers_in(item, depth - 1)
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from bytecheckpoint.adapters.flat_parts import FlatOptimizer
+from bytecheckpoint.adapters.inner_optimizers import optimizers_at
 from bytecheckpoint.adapters.tensors import unsupported
-from bytecheckpoint.adapters.zero_partitions import is_wrapper
 
 _ADVICE = 'save with snapshot="copy", which needs no optimizer to wait'
 
@@ -50,13 +50,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _optimizers_inside(owner: Any, outer: Sequence[object]) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers in the attributes of an object, and in lists, tuples and dicts there."""
-    for value in vars(owner).values():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        for item in items:
+    """The torch optimizers in the attributes of an object."""
+    for name, value in vars(owner).items():
+        for item in optimizers_at(name, value):
             if any(item is each for each in outer):
                 continue
             if isinstance(item, torch.optim.Optimizer):
                 yield item
-            elif is_wrapper(item):
-                yield from _optimizers_inside(item, outer)
+            else:
+                yield from _optimizers_inside(item, (*outer, item))
