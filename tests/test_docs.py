@@ -233,3 +233,10 @@ def test_scripts_and_their_options_that_are_named_exist(page: Path) -> None:
 def test_targets_of_make_that_are_named_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^    )make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
+
+
+def test_the_tree_of_the_architecture_names_every_module_and_no_other() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tree = page.split("\n## The tree\n", 1)[1].split("\n\n", 1)[0]
+    modules = {path.name for part in ("bytecheckpoint", "tools") for path in (ROOT / part).rglob("*.py")}
+    assert set(re.findall(r"\b\w+\.py\b", tree)) == modules - {"__init__.py"}
