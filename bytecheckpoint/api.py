@@ -342,7 +342,8 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     format, what describes its tensors.
 
     `path`, `step`, `storage_options` and `options` are as for `load`.
-    Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError.
+    Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError, and
+    CheckpointMismatchError where the path is a checkpoint and a root of steps and `step` does not say which.
     """
     asked = Asked(os.fspath(path), wanted_step(step), storage_options)
     source = open_alone(asked, options or LoadOptions())
@@ -350,12 +351,15 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:
-    """The newest committed step under a path, or None. Found by manifests, not by names or times."""
+    """The newest committed step under a path, or None. Found by manifests, not by names or times.
+
+    Raises CheckpointMismatchError where the path is a checkpoint and a root of steps.
+    """
     return layout.latest_step(open_store(path, storage_options=storage_options, writer_threads=1))
 
 
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
-    """All committed steps under a path, rising; [] where there is none."""
+    """All committed steps under a path, rising; [] where there is none. Raises as `latest` does."""
     return layout.steps_of_root(open_store(path, storage_options=storage_options, writer_threads=1))
 
 
