@@ -87,7 +87,7 @@ def save(
 
     Raises:
         CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it), or another save
-            has replaced it meanwhile.
+            has replaced it meanwhile; or the path would be a checkpoint and a root of steps, whatever the options say.
         CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; or `step` or `role` is none.
         CheckpointSaveError: A value cannot be saved, or a rank failed or did not come. Every rank raises it, and
             nothing was committed unless the message says so.
@@ -260,7 +260,8 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
             replaced while it is read is read again; kind `replaced` says that this happened too often.
-        CheckpointMismatchError: State and checkpoint do not fit; the state is as it was.
+        CheckpointMismatchError: State and checkpoint do not fit, nothing in the state is of `framework`, or the path is
+            a checkpoint and a root of steps and `step` does not say which; the state is as it was.
         CheckpointCorruptError: Damaged bytes.
         UnsafeCheckpointError: The checkpoint asks for something that loading must not do.
         CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
@@ -341,7 +342,8 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     format, what describes its tensors.
 
     `path`, `step`, `storage_options` and `options` are as for `load`.
-    Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError.
+    Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError, and
+    CheckpointMismatchError where the path is a checkpoint and a root of steps and `step` does not say which.
     """
     asked = Asked(os.fspath(path), wanted_step(step), storage_options)
     source = open_alone(asked, options or LoadOptions())
@@ -349,12 +351,15 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:
-    """The newest committed step under a path, or None. Found by manifests, not by names or times."""
+    """The newest committed step under a path, or None. Found by manifests, not by names or times.
+
+    Raises CheckpointMismatchError where the path is a checkpoint and a root of steps.
+    """
     return layout.latest_step(open_store(path, storage_options=storage_options, writer_threads=1))
 
 
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
-    """All committed steps under a path, rising; [] where there is none."""
+    """All committed steps under a path, rising; [] where there is none. Raises as `latest` does."""
     return layout.steps_of_root(open_store(path, storage_options=storage_options, writer_threads=1))
 
 
