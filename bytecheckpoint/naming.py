@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from bytecheckpoint.adapters.megatron import MegatronEntry
 from bytecheckpoint.adapters.module_parts import EXTRA_STATE
+from bytecheckpoint.adapters.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizer_forms import Reshaping, forms_of
 from bytecheckpoint.adapters.renaming import KeyMap, renamer
 from bytecheckpoint.adapters.state import Entry, entries_of, plain_names_of
@@ -52,16 +54,20 @@ class View(NamedTuple):
             reshape=Reshaping(forms, as_saved_here).reshaped if forms else None,
         )
 
-    def other_name(self, names: Sequence[str]) -> str:
+    def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
         """The name of the state, of these, below which the checkpoint can stand; "" where there is none, or several.
 
         A checkpoint holds an entry of its own for each of the others: plain data, as optimizers and schedulers have.
+        Where it lacks several of them, the name is that of the only one that is a model.
         """
         if len(names) < 2:
             return names[0] if names else ""
         rename = renamer(self.key_map, "")
-        entries = set(map(rename, [*self.manifest.objects, *self.manifest.rank_objects]))
-        others = [name for name in names if name not in entries]
+        stored = set(map(rename, [*self.manifest.objects, *self.manifest.rank_objects]))
+        others = [name for name in names if name not in stored]
+        if len(others) > 1:
+            models = [entry.fqn for entry in entries if isinstance(entry, ModuleEntry | MegatronEntry)]
+            others = [name for name in others if any(is_at_or_below(fqn, {name}) for fqn in models)]
         return others[0] if len(others) == 1 else ""
 
 
@@ -139,7 +145,8 @@ def fit_state(ranks: Ranks, view: View, wanted: Wanted, plan: Callable[[Matched]
         return Fitted(*matched, fetches, verdict)
 
     as_it_is = match_named(view, wanted)
-    found = judged(as_it_is, other_name=view.other_name(wanted.names), has_experts=has_separate_experts(view.manifest))
+    other_name = view.other_name(wanted.names, as_it_is.entries)
+    found = judged(as_it_is, other_name=other_name, has_experts=has_separate_experts(view.manifest))
     if not found.verdict.is_open:
         return found
     other_name, fused = found.verdict.other_name, with_fused_experts(view.manifest)

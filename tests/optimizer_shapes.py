@@ -188,6 +188,21 @@ class Lookahead(Optimizer):
         self.num_steps = state_dict["num_steps"]
 
 
+class Merged(Lookahead):
+    """The same with one state_dict() of torch's form for both, in which slow weights stand beside the moments."""
+
+    def state_dict(self) -> dict[str, Any]:
+        own, inner = Optimizer.state_dict(self)["state"], self.inner.state_dict()
+        merged = {number: {**values, **own.get(number, {})} for number, values in inner["state"].items()}
+        return {**inner, "state": merged}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {number: dict(values) for number, values in state_dict["state"].items()}
+        own = {number: {"slow": values.pop("slow")} for number, values in state.items()}
+        Optimizer.load_state_dict(self, {**Optimizer.state_dict(self), "state": own})
+        self.inner.load_state_dict({**state_dict, "state": state})
+
+
 class Sharpness(Optimizer):
     """The shape of SAM: state of its own beside that of the optimizer inside, which its state_dict() forgets."""
 

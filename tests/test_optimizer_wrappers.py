@@ -15,6 +15,7 @@ from optimizer_shapes import (
     InADict,
     Joined,
     Lookahead,
+    Merged,
     MuonAndAdamW,
     Sharpness,
 )
@@ -40,6 +41,7 @@ SHAPES: dict[str, Callable[[nn.Module], Optimizer]] = {
     "accelerate around a container": lambda model: Accelerated(Container([model], has_names=False)),
     "state is a property": Joined,
     "state of its own beside that of the inner one": lambda model: Lookahead(adam(model)),
+    "state of its own in one dict with that of the inner one": lambda model: Merged(adam(model)),
     "moments in an attribute": Hidden,
 }
 NAMED = [name for name in SHAPES if "its own" not in name and "moments" not in name]
@@ -105,6 +107,41 @@ def test_a_save_before_the_first_step_makes_no_state(tmp_path: Path, name: str) 
     train(model, [optimizer], 2)
     train(other, [restored], 2)
     assert same_module(model, other)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name not in {"a dict of lists", "state is a property"}])
+def test_a_state_dict_that_torch_saved_loads_into_a_wrapper(tmp_path: Path, name: str) -> None:
+    """As it would be loaded by load_state_dict()."""
+    model, optimizer = stepped(SHAPES[name])
+    torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict(), "epoch": 3}, tmp_path / "all.pt")
+    other = mlp(1)
+    state: dict[str, Any] = {"model": other, "optimizer": SHAPES[name](other), "epoch": 0}
+    bcp.load(tmp_path / "all.pt", state)
+    assert same_value(optimizer.state_dict(), state["optimizer"].state_dict())
+    train(model, [optimizer], 2, seed=7)
+    train(other, [state["optimizer"]], 2, seed=7)
+    assert same_module(model, other)
+
+
+class Pair:
+    """Two optimizers as an object that is none itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inside = MuonAndAdamW(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inside.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inside.load_state_dict(state_dict)
+
+
+def test_a_state_dict_that_torch_saved_loads_into_an_object_with_several(tmp_path: Path) -> None:
+    (model, optimizer), other = stepped(MuonAndAdamW), mlp(1)
+    torch.save({"optimizers": optimizer.state_dict(), "model": model.state_dict()}, tmp_path / "all.pt")
+    pair = Pair(other)
+    bcp.load(tmp_path / "all.pt", {"model": other, "optimizers": pair})
+    assert same_value(optimizer.state_dict(), pair.state_dict())
 
 
 def test_state_that_no_state_dict_has_is_refused_by_name(tmp_path: Path) -> None:

@@ -22,9 +22,14 @@ class Form(NamedTuple):
     """As the library does for optimizers themselves."""
     groups: Sequence[Sequence[str]] | None = None
     """The names of the parameters in each group, where it is nested; None where it is flat."""
+    keys: frozenset[str] | None = None
+    """All that it keeps for a parameter, where it can also take a state_dict: one that holds more stays a state_dict.
+    """
+    is_numbered: bool = False
+    """As the state_dict() of torch's optimizers does, with numbers for parameters."""
 
 
-OWN, FLAT = Form(is_own=True), Form()
+OWN, FLAT, NUMBERED = Form(is_own=True), Form(), Form(is_numbered=True)
 
 Parse = Callable[[Mapping[Any, Any]], dict[str, Any] | None]
 """Makes the library's own tree of a nested or flat one, with what stands for its tensors; None for anything else."""
@@ -61,6 +66,8 @@ def _form_of(value: Mapping[Any, Any]) -> Form | None:
     groups = value.get(_GROUPS)
     if isinstance(groups, list) and value.keys() <= {_STATE, _GROUPS}:
         names = [group.get(_PARAMS) for group in groups if isinstance(group, dict)]
+        if any(names) and all(isinstance(of_group, list) and set(map(type, of_group)) <= {int} for of_group in names):
+            return NUMBERED
         are_names = all(isinstance(of_group, list) and set(map(type, of_group)) <= {str} for of_group in names)
         return Form(groups=[list(of_group or ()) for of_group in names]) if are_names and any(names) else None
     starts = (f"{_STATE}.", f"{_GROUPS}.")
@@ -95,14 +102,39 @@ class Reshaping(NamedTuple):
         if stored == form:
             return tree
         own = tree if stored == OWN else self.parse(_without_names(tree))
-        if own is None or (BY_POSITION in own and form != OWN):
+        if own is None:
+            return _with_numbers(tree, fqn, tensors) if form.keys is not None else tree
+        if form.is_own and _holds_more(form, own, fqn, tensors):
+            return _with_numbers(tree, fqn, tensors)
+        if form.is_own:
+            return own if stored == OWN else _without_refs(own, fqn)
+        if form == NUMBERED and stored == OWN:
+            return _with_numbers(tree, fqn, tensors)
+        if form == NUMBERED or BY_POSITION in own:
             return tree
-        if form == OWN:
-            return _without_refs(own, fqn)
         whole = own if stored != OWN else _with_refs(own, fqn, tensors)
         shown = _flat(whole) if form == FLAT else _nested(whole, form.groups or ())
         facts = own.get("facts")
         return {**shown, "facts": facts} if facts else shown
+
+
+def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
+    """True for state by numbers, as a state_dict() has it, with more than what is kept for a parameter."""
+    if form.keys is None or BY_POSITION not in own:
+        return False
+    return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())
+
+
+def _with_numbers(tree: Any, fqn: str, tensors: Iterable[str]) -> Any:
+    """The tree with each optimizer in it that is by position in the form of its state_dict()."""
+    if not isinstance(tree, dict):
+        return tree
+    if not (is_optimizer_tree(tree) and BY_POSITION in tree):
+        items = {key: _with_numbers(item, join_fqn(fqn, key), tensors) for key, item in tree.items()}
+        return type(tree)(items) if any(items[key] is not tree[key] for key in items) else tree
+    state = {int(name): values for name, values in _with_refs(tree, fqn, tensors)[_STATE].items()}
+    groups = [{**group["values"], _PARAMS: list(map(int, group[_PARAMS]))} for group in tree["groups"].values()]
+    return {_STATE: state, _GROUPS: groups}
 
 
 def _without_names(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -25,7 +25,8 @@ from bytecheckpoint.adapters.inner_optimizers import (
     shown_by,
 )
 from bytecheckpoint.adapters.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.optimizer_forms import Form
+from bytecheckpoint.adapters.optimizer_forms import OWN, Form
+from bytecheckpoint.adapters.optimizer_kinds import kind_of
 from bytecheckpoint.adapters.parameter_names import NamesParameters
 from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.adapters.stored import Stored
@@ -112,7 +113,11 @@ class OptimizerWrapperEntry:
         """By parameter, unless only its state_dict() can take what was saved."""
         if self._by_state_dict is not None and not self._wrappers[0].inner:
             return self._by_state_dict.optimizer_forms()
-        return self._by_parameter.optimizer_forms()
+        kinds = [kind_of(each) for each in self._by_parameter.optimizers]
+        if self._by_state_dict is None or None in kinds:
+            return self._by_parameter.optimizer_forms()
+        keys = frozenset({"step"}.union(*(kind.needed | kind.others for kind in kinds if kind is not None)))
+        return {self.fqn: OWN._replace(keys=keys)}
 
     def collect(self) -> Contents:
         """Raises CheckpointSaveError (unsupported_value) where some of the state could not be saved."""

@@ -113,6 +113,12 @@ class StatefulEntry:
         missing = [rank_missing(name, value.num_saved) for name, value in values.items() if _is_missing(value)]
         if missing:
             return Expectation([], set(values), missing)
+        if isinstance(found.tree, list) and isinstance(self._show(), dict):
+            text = (
+                f"{self.fqn}: a list of {len(found.tree)} in the checkpoint, and this {type(self._value).__name__} "
+                f"takes a dict; load it as {{{self.fqn!r}: []}}, and give what it holds to load_state_dict()"
+            )
+            return Expectation([], {*values, *stored.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
         self._found = found
         problems = self._settle_subclasses(values, stored)
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}

@@ -73,6 +73,23 @@ def test_a_model_without_a_name_loads_beside_entries_that_have_one(tmp_path: Pat
         assert (state["scheduler"].last_epoch, state["scheduler"].step_size) == (5, 2)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_without_a_name_is_found_beside_an_entry_that_the_checkpoint_lacks(
+    tmp_path: Path, *, strict: bool
+) -> None:
+    model, other = Llama(), Llama()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    state: dict[str, Any] = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), "epoch": 7}
+    if strict:
+        with pytest.raises(bcp.CheckpointMismatchError, match=r"\(2 missing_key\)(?s:.*)epoch: not in the checkpoint"):
+            bcp.load(tmp_path / "model.pt", state)
+        return
+    report = bcp.load(tmp_path / "model.pt", state, strict=False)
+    assert_same(dict(model.state_dict()), dict(other.state_dict()))
+    assert report.missing == ["optimizer", "epoch"]
+    assert state["epoch"] == 7
+
+
 def test_the_error_is_about_the_names_as_they_are_where_none_fits(tmp_path: Path) -> None:
     bcp.save(tmp_path / "c", {"body.weight": torch.ones(3, 2)})
     with pytest.raises(bcp.CheckpointMismatchError) as caught:

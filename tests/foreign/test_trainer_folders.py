@@ -274,6 +274,16 @@ def test_a_list_of_plain_dicts_stays_a_list(tmp_path: Path) -> None:
     assert state == {"history": [{"loss": 1.0}], "epoch": 1}
 
 
+def test_an_object_that_takes_a_dict_is_not_given_a_list(tmp_path: Path) -> None:
+    """It would fail when the state is already overwritten."""
+    saved = trained(0)
+    torch.save({"model": saved["model"].state_dict(), "scheduler": [saved["scheduler"].state_dict()]}, tmp_path / "x")
+    state = new_state(2, 0.5)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"a list of 1 in the checkpoint.*LR takes a dict") as caught:
+        bcp.load(tmp_path / "x", {key: state[key] for key in ("model", "scheduler")})
+    assert caught.value.kind == "conflict"
+
+
 def test_several_optimizers_of_one_list_load_by_number(tmp_path: Path) -> None:
     saved = write_lightning(tmp_path / "x.ckpt", 2)
     model = Net(5)
