@@ -340,6 +340,21 @@ def failed_upload(root: Path | str, step: int, value: float, options: bcp.SaveOp
     return handle
 
 
+def test_what_a_recovery_uses_is_not_taken_for_dead(tmp_path: Path, options: bcp.SaveOptions) -> None:
+    """A clean-up goes by age, and data that an upload brought to the path may be older than a day."""
+    failed_upload(tmp_path / "run", 1, 1.0, options)
+    data = tmp_path / "run" / "step_00000001" / "data"
+    found: list[list[str]] = []
+
+    def look() -> None:
+        found.append([path.name for path in data.iterdir()])
+
+    with before("bytecheckpoint.recovering._upload_all", look):
+        (save,) = bcp.recover(tmp_path / "run", options=options)
+    assert found == [[f"{save.save_id}-recovering"]]
+    assert [path.suffix for path in data.iterdir()] == [".safetensors"]
+
+
 def damage(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

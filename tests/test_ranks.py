@@ -18,10 +18,17 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 from bytecheckpoint.adapters.expectation import Contents
 from bytecheckpoint.adapters.tensors import LocalShard
 from bytecheckpoint.agreement import Agreed, Target, agree, propose, wish_of
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.errors import (
+    ERROR_CLASSES,
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointSaveError,
+)
 from bytecheckpoint.group_ranks import GroupRanks
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.plan_cache import PlanCache
+from bytecheckpoint.rank_failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.ranks import Ranks, SoleRank, Subject, join_ranks, together
 from bytecheckpoint.region import Region
 from distributed.workers import WorkerDied, WorkerPool
@@ -382,3 +389,29 @@ def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
         errors = list(pool.map(run, ranks))
     assert {error.kind for error in errors} == {"conflict"}
     assert all("rank 9 called load while rank 4 called save" in str(error) for error in errors)
+
+
+def test_of_ranks_that_fail_the_one_that_says_what_failed_counts() -> None:
+    """The others may only have missed it: a connection that ends says less than the error of the rank behind it."""
+    lost = CheckpointError("rank 1 is gone", kind="rank_missing", ranks=(1,))
+    damaged = CheckpointCorruptError("file x is damaged", kind="checksum", path="x", ranks=(1,))
+    for errors in ([lost, damaged], [damaged, lost]):
+        merged = merge_errors(errors)
+        assert (type(merged), merged.kind, merged.path, merged.ranks) == (CheckpointCorruptError, "checksum", "x", (1,))
+        assert merged.message == damaged.message
+    assert merge_errors([lost]).kind == "rank_missing"
+
+
+def test_all_ranks_that_fail_are_named_with_the_error_of_the_first() -> None:
+    errors = [CheckpointSaveError(f"disk {rank} is full", kind="no_space", ranks=(rank,)) for rank in (3, 1)]
+    merged = merge_errors(errors)
+    assert (merged.kind, merged.ranks) == ("no_space", (1, 3))
+    assert merged.message.startswith("disk 3 is full (2 ranks failed: [1, 3]")
+
+
+@pytest.mark.parametrize("cls", ERROR_CLASSES.values())
+def test_an_error_is_the_same_behind_the_message_that_it_travels_in(cls: type[CheckpointError]) -> None:
+    error = cls("what", kind="storage", path="p", step=3, ranks=(2,))
+    found = decode_failure(b"-" + encode_failure(error))
+    assert (type(found), found.message, found.kind) == (cls, error.message, error.kind)
+    assert (found.path, found.step, found.ranks) == ("p", 3, (2,))
