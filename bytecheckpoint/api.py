@@ -88,7 +88,8 @@ def save(
     Raises:
         CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it), or another save
             has replaced it meanwhile; or the path would be a checkpoint and a root of steps, whatever the options say.
-        CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; or `step` or `role` is none.
+        CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; nothing in the state is of
+            `framework`; or `step` or `role` is none.
         CheckpointSaveError: A value cannot be saved, or a rank failed or did not come. Every rank raises it, and
             nothing was committed unless the message says so.
         StorageError: The store refused or could not be reached.

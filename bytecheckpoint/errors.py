@@ -63,11 +63,11 @@ def _printable(message: str) -> str:
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint where one was asked for, or a file of it is gone."""
+    """There is no committed checkpoint where one was asked for, a file of it is gone, or it was replaced meanwhile."""
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A committed checkpoint stands where one was to be saved."""
+    """A committed checkpoint stands where one was to be saved, or where it would make a path mean two of them."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
