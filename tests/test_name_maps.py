@@ -91,7 +91,7 @@ def test_a_file_of_torch_with_the_arguments_in_it_needs_no_options(tmp_path: Pat
     assert report.num_tensors == len(llama.state_dict())
     check_same_logits(megatron, llama)
     found = bcp.open(tmp_path / "model.pt", options=options)
-    assert found.objects["args.num_layers"] == LAYERS
+    assert found.objects["args"]["num_layers"] == LAYERS
     assert found.objects["iteration"] == 7
     tensors = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in llama.state_dict().items()}
     bcp.load(
