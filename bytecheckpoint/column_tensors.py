@@ -178,8 +178,9 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         chunks = self._chunk_numbers[tensors[is_sole]]
         files, byte_offsets = np.zeros(len(fqns), np.int64), np.zeros(len(fqns), np.int64)
         files[is_sole], byte_offsets[is_sole] = columns.files[chunks], columns.byte_offsets[chunks]
-        lengths_of_files = np.append(bounds.byte_lengths, -1)[np.minimum(files, len(bounds.files))]
-        # An offset that an int64 does not hold has become negative.
+        # A number that an int64 does not hold has become negative.
+        known_files = np.where(files < 0, len(bounds.files), np.minimum(files, len(bounds.files)))
+        lengths_of_files = np.append(bounds.byte_lengths, -1)[known_files]
         wrong = is_sole & ((byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths))
         if wrong.any():
             first = first_true(wrong)

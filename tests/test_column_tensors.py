@@ -135,6 +135,8 @@ def wholes(fqns: str) -> Manifest:
     "change",
     [
         {"chunk_files": bytes([0, 9])},
+        {"chunk_files": struct.pack("<QQ", 0, (1 << 64) - 3)},
+        {"chunk_files": struct.pack("<QQ", 0, 1 << 63)},
         {"chunk_byte_offsets": bytes([0, 17])},
         {"chunk_byte_offsets": struct.pack("<QQ", 0, (1 << 64) - 16)},
     ],

@@ -119,7 +119,7 @@ def test_a_folder_holds_what_the_ranks_held(saved: dict[str, tuple[Path, list[He
         # to the bit: what fills buckets up may be NaN
         assert torch.equal(checkpoint[key][region].view(torch.uint8), value.view(torch.uint8)), key
     assert checkpoint.info.step == 7
-    assert checkpoint.objects["args.params_dtype"] == torch.bfloat16
+    assert checkpoint.objects["args"]["params_dtype"] == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "buckets"])

@@ -34,6 +34,7 @@ SHARES: Mapping[str, Mapping[str, int]] = {
         "distcp-metadata": 4,
         "torch-file": 4,
         "safetensors": 4,
+        "trainer": 3,
         "distcp": 3,
         "deepspeed": 3,
         "megatron": 3,

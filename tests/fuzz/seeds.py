@@ -14,6 +14,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
+from datetime import UTC, date, datetime, time, timedelta
 from enum import Enum
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain_data import encode_plain, keep_in_tree
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample, encode_manifest, tensor_record
 from bytecheckpoint.manifest_envelope import unseal
 from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.codecs import FrameEncoder
@@ -91,6 +92,13 @@ def manifests() -> Iterator[Manifest]:
         files=[DataFile("pytorch_model.bin", 24)],
         tensors={f"view{number}": tensor_record("int32", (4,), [chunk]) for number, chunk in enumerate(shared)},
     )
+    yield Manifest(  # of a link, with what tells that a file was written again
+        save_id="b",
+        foreign_format="safetensors",
+        linked_to="/elsewhere",
+        files=[DataFile("a.safetensors", 24, samples=(Sample(0, 8, 7), Sample(16, 8, 9))), DataFile("b", 8)],
+        tensors={"w": tensor_record("int32", (2,), [Chunk(whole((2,)), 0, 16, 8)])},
+    )
 
 
 def headers() -> Iterator[bytes]:
@@ -108,6 +116,8 @@ def plain_values() -> Iterator[Any]:
     yield {"lr": 0.1, "betas": (0.9, 0.999), "names": ["a", b"b", None, True, -5], 7: "int key"}
     yield {"n": 1 << 100, "c": 1 + 2j, "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "t": torch.ones(2, 2)}
     yield {"a": np.arange(6).reshape(2, 3), "s": np.float32(1.5), "o": OrderedDict(b=1, a=2), "k": Counter("hello")}
+    yield {"set": {1, "a", b"b", None}, "frozen": frozenset({2.5}), "path": Path("a/b"), "for": timedelta(1, 2, 3)}
+    yield [date(2026, 1, 2), time(3, 4, 5), datetime(2026, 1, 2, 3, tzinfo=UTC), np.str_("a\0"), np.bytes_(b"b\0")]
 
 
 def states() -> Iterator[Any]:
@@ -136,6 +146,13 @@ def states() -> Iterator[Any]:
         "size": torch.Size([1, 2]),
         "stream": io.BytesIO(b"content"),
         "parameter": torch.nn.Parameter(torch.ones(1)),
+    }
+    yield {  # of Lightning
+        "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [{"last_epoch": 1, "_last_lr": [0.5]}],
+        "pytorch-lightning_version": "2.6.6",
+        "epoch": 3,
     }
 
 
@@ -218,6 +235,31 @@ def safetensors_folders() -> Iterator[Files]:
     yield parts
 
 
+def trainer_folders() -> Iterator[Files]:
+    """Of Hugging Face's Trainer and of Accelerate, with models in either kind of file, and files beside them."""
+    model, other = torch.nn.Linear(1, 2), {"w": torch.ones(2)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    steps = torch_file({"last_epoch": 1, "_last_lr": [0.5]})
+    yield {
+        "model.safetensors": save_safetensors(model.state_dict(), {"format": "pt"}),
+        "model_1.safetensors": save_safetensors(other),
+        "optimizer.pt": torch_file(optimizer.state_dict()),
+        "scheduler.pt": steps,
+        "trainer_state.json": b"{}",
+        "rng_state.pth": b"read by no reader",
+    }
+    weights = {"weight": "pytorch_model-1.bin", "bias": "pytorch_model-2.bin"}
+    yield {
+        "pytorch_model.bin.index.json": msgspec.json.encode({"metadata": {}, "weight_map": weights}),
+        **{file: torch_file({name: model.state_dict()[name]}) for name, file in weights.items()},
+        "pytorch_model_1.bin": torch_file(other),
+        "scaler.pt": torch_file({"scale": 2.0}),
+    }
+    yield {"pytorch_model.bin": torch_file({**other, "tied": other["w"]}), "optimizer_1.bin": steps}
+
+
 def deepspeed_folders() -> Iterator[Files]:
     shapes = {"a": (3,), "b": (1, 2)}
     states: dict[str, Any] = {
@@ -263,6 +305,10 @@ def deepspeed_folders() -> Iterator[Files]:
         "zero/b/fp32.pt": torch_file({"param": torch.ones(2)}),
         "zero/optimizer_state.pt": torch_file({"param_groups": [{"lr": 0.5, "params": [0]}]}),
     }
+    inner = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
+    wrapper = {"cur_scale": 1.0, "optimizer_state_dict": inner, "fp32_groups": [[torch.ones(3), torch.ones(1, 2)]]}
+    unused = {"ds_config": {"zero_optimization": {}}, "shared_params": {}}
+    yield {"mp_rank_00_model_states.pt": torch_file({**states, **unused, "optimizer": wrapper})}
 
 
 def megatron_folders() -> Iterator[Files]:
@@ -363,6 +409,7 @@ def all_seeds(folder: Path) -> dict[str, list[bytes]]:
         "torch-file": files,
         "safetensors": [pack(files) for files in safetensors_folders()],
         "distcp": [pack(folder_files(path)) for path in distcp],
+        "trainer": [pack(files) for files in trainer_folders()],
         "deepspeed": [pack(files) for files in deepspeed_folders()],
         "megatron": [pack(files) for files in megatron_folders()],
         "rank-files": [pack(files) for files in rank_folders()],

@@ -28,6 +28,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.frames import CODECS
 from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest, open_manifest
+from bytecheckpoint.manifest_check import MAX_SAMPLE_BYTES
 from bytecheckpoint.manifest_envelope import seal
 from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.region import whole
@@ -91,6 +92,9 @@ def check_manifest_is_sound(manifest: Manifest) -> None:
     for file in manifest.files:
         check_name(file.name)
         assert not file.extent_lengths or sum(file.extent_lengths) == file.byte_length, file.name
+        for sample in file.samples:
+            assert 0 <= sample.byte_offset < sample.byte_offset + sample.byte_length <= file.byte_length, file.name
+            assert sample.byte_length <= MAX_SAMPLE_BYTES, file.name
     taken: dict[int, list[tuple[int, int]]] = {}
     for fqn, record in manifest.tensors.items():
         assert all(length >= 0 for length in record.shape), fqn
@@ -224,6 +228,7 @@ TARGETS = {
         Target("distcp-metadata", read_distcp_metadata, mutate_pickle),
         Target("torch-file", read_torch_file, mutate_archive),
         Target("safetensors", read_folder, mutate_folder),
+        Target("trainer", read_folder, mutate_folder),
         Target("distcp", read_folder, mutate_folder),
         Target("deepspeed", read_folder, mutate_folder),
         Target("megatron", read_folder, mutate_folder),

@@ -12,7 +12,15 @@ from bytecheckpoint.errors import CheckpointError
 from fuzz.targets import TARGETS, draw
 from fuzz.watch import documented_kinds
 
-SLOW = {"command": 10, "deepspeed": 30, "distcp": 30, "megatron": 30, "rank-files": 30, "folder-groups": 20}
+SLOW = {
+    "command": 10,
+    "deepspeed": 30,
+    "distcp": 30,
+    "folder-groups": 20,
+    "megatron": 30,
+    "rank-files": 30,
+    "trainer": 30,
+}
 """Examples; of the others a hundred."""
 
 
