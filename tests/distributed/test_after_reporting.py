@@ -15,7 +15,7 @@ import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
 INTERRUPTED_RANK = 1
-OVERWRITE = bcp.SaveOptions(timeout_s=3, overwrite=True)
+OVERWRITE = bcp.SaveOptions(timeout_s=20, overwrite=True)
 
 
 def press_ctrl_c() -> None:

@@ -15,7 +15,7 @@ import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=20)
-SHORT = bcp.SaveOptions(timeout_s=2)
+SHORT = bcp.SaveOptions(timeout_s=5)
 
 
 def save_in_blocks(rank: int, world_size: int, path: str, failing_rank: int, phase: str) -> tuple[Seen | None, bool]:

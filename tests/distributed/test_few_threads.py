@@ -12,7 +12,7 @@ from faults.seams import Seen, before, loads_as, raising, seen, state_of
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
-OPTIONS = bcp.SaveOptions(timeout_s=5)
+OPTIONS = bcp.SaveOptions(timeout_s=20)
 STARTING = "bytecheckpoint.spare_threads.SpareThreads.begin"
 WRITING = "bytecheckpoint.writing.write_image"
 
