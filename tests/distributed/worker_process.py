@@ -153,6 +153,9 @@ def _join_group(rank: int, group: Group) -> None:
     server = dist.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timedelta(seconds=_RENDEZVOUS_S))
     store = dist.PrefixStore(group.prefix, server)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=group.world_size)
+    # A rank that fails at once would take its group down while others, on a busy machine, still connect with it.
+    store.set(f"joined {rank}", "")
+    store.wait([f"joined {other}" for other in range(group.world_size)], timedelta(seconds=_RENDEZVOUS_S))
 
 
 def _leave_group() -> None:
