@@ -25,7 +25,7 @@ from bytecheckpoint.agreement import Agreed, Wish, agree, propose, wish_of
 from bytecheckpoint.clock import Clock
 from bytecheckpoint.findings import share_findings
 from bytecheckpoint.group_ranks import COORDINATOR
-from bytecheckpoint.naming import View, Wanted, match_named
+from bytecheckpoint.naming import View, WantedState, match_named
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.plan_cache import PlanCache
 from bytecheckpoint.ranks import Ranks, SoleRank, Subject
@@ -111,7 +111,7 @@ def load(connection: Connection, setting: Setting) -> None:
         source = Source(store, setting.folder.name, manifest, LoadOptions(), is_exchanged=False)
         view = View(manifest, rank, None, None, None)
         # Alone: what each rank found the others hear in one small message.
-        _, stored, match, _ = match_named(view, Wanted(state, "auto", cast=False, strict=True))
+        _, stored, match, _ = match_named(view, WantedState(state, "auto", cast=False, strict=True))
         share_findings(SoleRank(), match, stored, state.keys(), strict=True)
         fetches = source.plan(match.shards, match.stored_fqns)
         seconds = time.process_time() - started

@@ -30,7 +30,7 @@ from bytecheckpoint.handle import IN_FLIGHT
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.location import check_step, root_of, save_location
 from bytecheckpoint.matching import Match, match_again
-from bytecheckpoint.naming import View, Wanted, fit_state
+from bytecheckpoint.naming import View, WantedState, fit_state
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together
 from bytecheckpoint.reading import Source
@@ -284,7 +284,7 @@ def load(
     with together(ranks, f"matching the state with {about.path}", about=about):
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         view = View(source.manifest, ranks.rank, key_map, included, excluded)
-        wanted = Wanted(state, framework, cast=cast, strict=strict)
+        wanted = WantedState(state, framework, cast=cast, strict=strict)
         fitted = fit_state(ranks, view, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
         entries, stored, match, manifest, fetches, verdict = fitted
         source = source.showing(manifest)

@@ -71,7 +71,7 @@ class View(NamedTuple):
         return others[0] if len(others) == 1 else ""
 
 
-class Wanted(NamedTuple):
+class WantedState(NamedTuple):
     """The state to load, and how the caller wants that."""
 
     state: Mapping[str, Any]
@@ -113,7 +113,7 @@ class Fitted(NamedTuple):
     verdict: Verdict
 
 
-def match_named(view: View, wanted: Wanted, *, below: str = "", beside: Collection[str] = ()) -> Matched:
+def match_named(view: View, wanted: WantedState, *, below: str = "", beside: Collection[str] = ()) -> Matched:
     """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names, but for
     entries that stay beside it.
     """
@@ -122,7 +122,7 @@ def match_named(view: View, wanted: Wanted, *, below: str = "", beside: Collecti
     return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), view.manifest)
 
 
-def fit_state(ranks: Ranks, view: View, wanted: Wanted, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
+def fit_state(ranks: Ranks, view: View, wanted: WantedState, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
     """The state compared with the checkpoint as it is, and, where that lacks something, in other ways: below a name of
     the state that is no entry of the checkpoint, and with stacks of the experts that it has in separate tensors.
     Whichever fits best counts, on all ranks together.

@@ -70,7 +70,7 @@ def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
     return _STATE in vars(optimizer) or optimizer.state is optimizer.state
 
 
-class Shown(NamedTuple):
+class ShownState(NamedTuple):
     """The state that an optimizer's state_dict() gives out."""
 
     shapes: Shapes
@@ -79,7 +79,7 @@ class Shown(NamedTuple):
     """Whether there is plain data in it that is neither state of a parameter nor a hyperparameter."""
 
 
-def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> Shown:
+def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
     """What state_dict() has. State that it makes for inner optimizers that had none is not counted and is removed
     again: torchtitan's takes a step to make it, and a save changes nothing.
     """
@@ -90,7 +90,7 @@ def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> Shown:
     shapes -= held_by(made)
     for each in made:
         each.state.clear()
-    return Shown(shapes, own_data)
+    return ShownState(shapes, own_data)
 
 
 def _look(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:

@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.stored_optimizer import StoredOptimizer
 _NUM_SHOWN = 3
 
 
-class Kind(NamedTuple):
+class OptimizerKind(NamedTuple):
     """The keys of the state that an optimizer keeps for a parameter."""
 
     needed: frozenset[str]
@@ -25,12 +25,12 @@ class Kind(NamedTuple):
     """Those that hyperparameters or versions decide about."""
 
 
-def _kind(needed: str, others: str = "") -> Kind:
-    return Kind(frozenset(needed.split()), frozenset(others.split()))
+def _kind(needed: str, others: str = "") -> OptimizerKind:
+    return OptimizerKind(frozenset(needed.split()), frozenset(others.split()))
 
 
 _ADAM = _kind("exp_avg exp_avg_sq", "step max_exp_avg_sq")
-_KINDS: Mapping[str, Kind] = {
+_KINDS: Mapping[str, OptimizerKind] = {
     "Adam": _ADAM,
     "SparseAdam": _ADAM,
     "RAdam": _ADAM,
@@ -58,7 +58,7 @@ _ALGORITHM = _kind(
 """Hyperparameters that tell one algorithm from another; most optimizers have the others."""
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
+def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
     """None for one of which is not known what it keeps."""
     # torch puts a hook in place of the method of each class, and the hook says which method it calls.
     step = type(optimizer).step
@@ -104,7 +104,7 @@ def clashes(
     return clashing
 
 
-def _is_of_another(kind: Kind, keys: Collection[str], *, may_lack: bool) -> bool:
+def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool) -> bool:
     """Whether state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
     was saved with the same hyperparameters, or was not to be loaded whole.
     """

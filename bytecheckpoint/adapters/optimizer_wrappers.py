@@ -38,7 +38,7 @@ from bytecheckpoint.errors import CheckpointSaveError
 _Way = Literal["by parameter", "by state_dict", "refused"]
 
 
-class _Found(NamedTuple):
+class _StateCheck(NamedTuple):
     """What is known of one optimizer when it is saved."""
 
     way: _Way
@@ -55,20 +55,20 @@ class Wrapper(NamedTuple):
     inner: Sequence[torch.optim.Optimizer | FlatOptimizer]
     """The optimizers inside; none where it holds none."""
 
-    def look(self) -> _Found:
+    def look(self) -> _StateCheck:
         """How it is to be saved."""
         inner = [each for each in self.inner if isinstance(each, torch.optim.Optimizer)]
         if len(inner) < len(self.inner):  # adapters know more of what frameworks keep flat than any state_dict() tells
-            return _Found("by parameter", Counter(), Counter())
+            return _StateCheck("by parameter", Counter(), Counter())
         own, of_inner = held_by([self.optimizer], without=inner), held_by(inner)
         shown = shown_by(self.optimizer, inner)
         has_names_for_all = not own if inner else keeps_state(self.optimizer)
         if has_names_for_all and shown.shapes <= (of_inner or own) and not shown.has_own_data:
-            return _Found("by parameter", shown.shapes, of_inner or own)
+            return _StateCheck("by parameter", shown.shapes, of_inner or own)
         held = own + of_inner
-        return _Found("by state_dict" if held <= shown.shapes else "refused", shown.shapes, held)
+        return _StateCheck("by state_dict" if held <= shown.shapes else "refused", shown.shapes, held)
 
-    def refused(self, fqn: str, found: _Found) -> CheckpointSaveError:
+    def refused(self, fqn: str, found: _StateCheck) -> CheckpointSaveError:
         """The error for one of which no way saves all."""
         names = ", ".join(sorted({type(each).__name__ for each in self.inner}))
         inside = f" and the optimizers in it ({names})" if names else ""
