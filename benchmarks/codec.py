@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from bytecheckpoint.frames import CODECS, FRAME_BYTES
-from bytecheckpoint.storage.codecs import FrameEncoder, decode_frame
+from bytecheckpoint.manifest.frames import CODECS, FRAME_BYTES
+from bytecheckpoint.storage.compression import FrameEncoder, decode_frame
 
 DTYPES = (torch.bfloat16, torch.float32)
 

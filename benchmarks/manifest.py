@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from bytecheckpoint.manifest import (
+from bytecheckpoint.manifest.encoding import (
     Chunk,
     DataFile,
     Manifest,
@@ -25,9 +25,9 @@ from bytecheckpoint.manifest import (
     encode_manifest,
     tensor_record,
 )
-from bytecheckpoint.planner.file_plan import cut_extents
+from bytecheckpoint.planner.file_layout import cut_extents
 from bytecheckpoint.region import Region
-from bytecheckpoint.storage.writer import BLOCK_BYTES
+from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 TITLES = ("build s", "encode s", "decode s", "records s", "MB", "peak MB")
 LAYOUTS = ((500, 2000), (20_000, 50), (1_000_000, 1))

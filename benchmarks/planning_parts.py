@@ -20,22 +20,22 @@ from torch.distributed.tensor import DTensor, Shard
 # Which makes the backend "fake" known: a DTensor asks for a group as large as its mesh, and none of it is used.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bytecheckpoint.adapters.state import collect_all, entries_of
-from bytecheckpoint.agreement import Agreed, Wish, agree, propose, wish_of
-from bytecheckpoint.clock import Clock
-from bytecheckpoint.findings import share_findings
-from bytecheckpoint.group_ranks import COORDINATOR
-from bytecheckpoint.naming import View, WantedState, match_named
+from bytecheckpoint.adapters.collect import collect_all, entries_of
+from bytecheckpoint.distributed.key_value_ranks import COORDINATOR
+from bytecheckpoint.distributed.ranks import Ranks, SoleRank, Subject
+from bytecheckpoint.loading.mismatches import share_findings
+from bytecheckpoint.loading.name_scope import View, WantedState, match_named
+from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.plan_cache import PlanCache
-from bytecheckpoint.ranks import Ranks, SoleRank, Subject
-from bytecheckpoint.reading import Source
-from bytecheckpoint.reporting import encode_report
-from bytecheckpoint.snapshot import LiveState
+from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.phase_timer import Clock
+from bytecheckpoint.saving.global_plan import Agreed, Wish, agree, propose, wish_of
+from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.saving.report import encode_report
+from bytecheckpoint.saving.write import Saving, commit_together, encode
+from bytecheckpoint.staging.snapshots import LiveState
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.opening import open_store
-from bytecheckpoint.storage.scratch import Scratch
-from bytecheckpoint.writing import Saving, commit_together, encode
+from bytecheckpoint.storage.open_store import open_store
 
 
 class Cost(NamedTuple):

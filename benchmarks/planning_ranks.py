@@ -14,15 +14,15 @@ import numpy as np
 import torch.distributed as dist
 import zstandard
 
-from bytecheckpoint import agreement
-from bytecheckpoint.agreement import Agreed, Target, Wish
-from bytecheckpoint.group_ranks import COORDINATOR, GroupRanks
-from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
+from bytecheckpoint.distributed.ranks import BLOCK_RANKS
+from bytecheckpoint.manifest.encoding import DataFile
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.plan_cache import KnownPlan
-from bytecheckpoint.planner.offers import Offer, pack_offers
-from bytecheckpoint.ranks import BLOCK_RANKS
-from bytecheckpoint.reporting import WrittenFile, encode_report
+from bytecheckpoint.planner.write_items import Offer, pack_offers
+from bytecheckpoint.saving import global_plan
+from bytecheckpoint.saving.global_plan import Agreed, Target, Wish
+from bytecheckpoint.saving.plan_cache import KnownPlan
+from bytecheckpoint.saving.report import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
 STEP = 1000
@@ -133,7 +133,9 @@ def requests(setting: Setting) -> Iterator[bytes]:
     """What every rank but the coordinator sends it: made of what the first one sends, which is fast."""
     tensors, num_ranks, _ = setting
     offers = offers_of(tensors, COORDINATOR, num_ranks)
-    request = agreement._whole_request(wish_of_rank(setting, offers), member(dist.HashStore(), COORDINATOR, num_ranks))
+    request = global_plan._whole_request(
+        wish_of_rank(setting, offers), member(dist.HashStore(), COORDINATOR, num_ranks)
+    )
     numbers = np.array([number for offer in offers for number in (*offer.offsets, *offer.lengths)], "<i8")
     num_dims = np.array([len(shape) for _, shape in tensors])
     at = np.cumsum(2 * num_dims) - 2 * num_dims
@@ -158,8 +160,10 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
         digits = [np.char.str_len(numbers.astype(str)) for numbers in (firsts[rank], firsts[rank] + counts[rank])]
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
-            order = msgspec.msgpack.decode(payload, type=agreement._Order)
-            plan = agreement._planned(order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks)
+            order = msgspec.msgpack.decode(payload, type=global_plan._Order)
+            plan = global_plan._planned(
+                order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks
+            )
             report = encode_report(Agreed(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank))
             known[key] = plan, msgspec.msgpack.decode(report)[1:]
             yield report

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from report_tables import table
 
-from bytecheckpoint.exchange_agreement import LocalPlan, assign
-from bytecheckpoint.greetings import Address
-from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.distributed.rendezvous import Address
+from bytecheckpoint.loading.assign_readers import LocalPlan, assign
+from bytecheckpoint.manifest.encoding import DataFile
 from bytecheckpoint.planner.exchange_plan import Extents, Run
 
 TITLES = ["small replicas", "ranks", "CPU s", "MB of answers"]

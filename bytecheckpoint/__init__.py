@@ -33,8 +33,7 @@ if sys.byteorder != "little":
     )
 
 if TYPE_CHECKING:
-    from bytecheckpoint.adapters.rng import RngState
-    from bytecheckpoint.adapters.stateful import RankLocal
+    from bytecheckpoint.adapters.stateful import RankLocal, RngState
     from bytecheckpoint.api import (
         delete,
         latest,
@@ -45,9 +44,9 @@ if TYPE_CHECKING:
         warm_up,
     )
     from bytecheckpoint.checkpoint import Checkpoint
-    from bytecheckpoint.recovering import recover
-    from bytecheckpoint.save_handle import SaveHandle
-    from bytecheckpoint.tree_loading import load_tree
+    from bytecheckpoint.saving.handle import SaveHandle
+    from bytecheckpoint.saving.recover import recover
+    from bytecheckpoint.state_tree import load_tree
 
 __version__ = "0.1.0"
 
@@ -87,10 +86,10 @@ __all__ = [
 _WITH_TORCH = {
     "Checkpoint": "bytecheckpoint.checkpoint",
     "RankLocal": "bytecheckpoint.adapters.stateful",
-    "RngState": "bytecheckpoint.adapters.rng",
-    "SaveHandle": "bytecheckpoint.save_handle",
-    "recover": "bytecheckpoint.recovering",
-    "load_tree": "bytecheckpoint.tree_loading",
+    "RngState": "bytecheckpoint.adapters.stateful",
+    "SaveHandle": "bytecheckpoint.saving.handle",
+    "recover": "bytecheckpoint.saving.recover",
+    "load_tree": "bytecheckpoint.state_tree",
     **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 

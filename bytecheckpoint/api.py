@@ -13,38 +13,36 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.frameworks import Framework
-from bytecheckpoint.adapters.globs import listed_globs
-from bytecheckpoint.adapters.renaming import KeyMap
-from bytecheckpoint.adapters.state import collect_all, entries_of, finish_all
-from bytecheckpoint.aftermath import telling
-from bytecheckpoint.agreement import Agreed, Target, agree, propose, wish_of
-from bytecheckpoint.background import write_in_background
+from bytecheckpoint.adapters.collect import collect_all, entries_of, finish_all
+from bytecheckpoint.adapters.frameworks.detect import Framework
+from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
 from bytecheckpoint.checkpoint import Checkpoint
-from bytecheckpoint.clock import Clock
-from bytecheckpoint.collector import collector_paused
-from bytecheckpoint.draft import Draft, Phases
-from bytecheckpoint.exchange import Traffic, read_together
-from bytecheckpoint.findings import Verdict, warn_of_idle
-from bytecheckpoint.handle import IN_FLIGHT
+from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
 from bytecheckpoint.info import CheckpointInfo, LoadReport
-from bytecheckpoint.location import check_step, root_of, save_location
-from bytecheckpoint.matching import Match, match_again
-from bytecheckpoint.naming import View, WantedState, fit_state
+from bytecheckpoint.loading.exchange import Traffic, read_together
+from bytecheckpoint.loading.match import Match, match_again
+from bytecheckpoint.loading.mismatches import Verdict, warn_of_idle
+from bytecheckpoint.loading.name_scope import View, WantedState, fit_state
+from bytecheckpoint.loading.open_checkpoint import Asked, open_alone, open_together, reading_again, wanted_step
+from bytecheckpoint.loading.overwrite_state import telling
+from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks, together
-from bytecheckpoint.reading import Source
-from bytecheckpoint.save_handle import SaveHandle
-from bytecheckpoint.snapshot_kinds import allocate, kind_of_snapshot
-from bytecheckpoint.sources import Asked, open_alone, open_together, reading_again, wanted_step
+from bytecheckpoint.runtime.gc_pause import collector_paused
+from bytecheckpoint.runtime.phase_timer import Clock
+from bytecheckpoint.saving.global_plan import Agreed, Target, agree, propose, wish_of
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.in_flight import IN_FLIGHT, write_in_background
+from bytecheckpoint.saving.local_stage import Tier
+from bytecheckpoint.saving.prepare import Draft, Phases
+from bytecheckpoint.saving.upload import write_upload_and_commit
+from bytecheckpoint.saving.write import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
+from bytecheckpoint.staging.choose import allocate, kind_of_snapshot
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.location import check_step, root_of, save_location
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
-from bytecheckpoint.tier import Tier
-from bytecheckpoint.uploading import write_upload_and_commit
-from bytecheckpoint.writing import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -178,7 +176,7 @@ def _saving(
         options=options,
         agreed=agreed,
         snapshot=draft.snapshot,
-        scratch=IN_FLIGHT.kept.scratch,
+        scratch=IN_FLIGHT.kept.buffers.scratch,
         metadata=metadata,
         clock=clock,
         tier=tier,
@@ -209,7 +207,7 @@ def warm_up(
         wish = wish_of(target, collect_all(entries_of(state, framework)), options)
         agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
         warn_of_differing(ranks, agreed)
-        allocate(agreed.known.files, IN_FLIGHT.kept, staging_bytes=options.staging_bytes)
+        allocate(agreed.known.files, IN_FLIGHT.kept.buffers, staging_bytes=options.staging_bytes)
     ranks.farewell()
 
 

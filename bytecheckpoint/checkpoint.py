@@ -12,15 +12,14 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.plain_data import TensorRef, decode_plain, leaves, with_leaves
-from bytecheckpoint.adapters.tensors import LocalShard, torch_dtype
-from bytecheckpoint.conversion.plain_trees import PlainData
-from bytecheckpoint.conversion.selecting import Wish, select
-from bytecheckpoint.conversion.torch_pickles import TensorStub
+from bytecheckpoint.adapters.plain.plain_data import TensorRef, decode_plain, leaves, with_leaves
+from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.reading import Source
+from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.select import Wish, select
+from bytecheckpoint.manifest.encoding import Manifest
 from bytecheckpoint.region import Region, whole
 
 _MAX_ROWS = 50

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bytecheckpoint.frames import CODECS
+from bytecheckpoint.manifest.frames import CODECS
 
 _MiB = 1 << 20
 

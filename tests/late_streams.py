@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bytecheckpoint.device_copies import Copy, Event, bring
+from bytecheckpoint.memory.device_to_host import Copy, Event, bring
 
 
 class _Marked(NamedTuple):
@@ -95,8 +95,8 @@ def on_late_streams() -> Iterator[LateStreams]:
         return True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.device_copies.streams_of", lambda _: streams)
-        patch.setattr("bytecheckpoint.device_copies.has_streams", have_streams)
-        patch.setattr("bytecheckpoint.staging.has_streams", have_streams)
-        patch.setattr("bytecheckpoint.draft.Draft._is_on_host", is_on_host)
+        patch.setattr("bytecheckpoint.memory.device_to_host.streams_of", lambda _: streams)
+        patch.setattr("bytecheckpoint.memory.device_to_host.has_streams", have_streams)
+        patch.setattr("bytecheckpoint.staging.file_image.has_streams", have_streams)
+        patch.setattr("bytecheckpoint.saving.prepare.Draft._is_on_host", is_on_host)
         yield streams

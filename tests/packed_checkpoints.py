@@ -13,11 +13,11 @@ import torch
 import xxhash
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.frames import FRAME_BYTES, is_compressible, is_worth_it
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest.frames import FRAME_BYTES, is_compressible, is_worth_it
 from bytecheckpoint.region import Region
-from bytecheckpoint.storage.codecs import FrameEncoder
-from bytecheckpoint.storage.data_file import chunk_entry, encode_header
+from bytecheckpoint.storage.compression import FrameEncoder
+from bytecheckpoint.storage.safetensors_header import chunk_entry, encode_header
 
 SAVE_ID = "packed"
 EXTENT_BYTES = 1 << 20

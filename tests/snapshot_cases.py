@@ -17,8 +17,8 @@ import torch
 from sample_tensors import DTYPES, LAYOUTS, SHAPE, bits_of, random_bits
 
 import bytecheckpoint as bcp
-from bytecheckpoint import writing
-from bytecheckpoint.storage.writer import BLOCK_BYTES, Image
+from bytecheckpoint.saving import write as writing
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image
 
 OPTIONS = {
     "copy": bcp.SaveOptions(snapshot="copy"),
@@ -164,7 +164,7 @@ def between_blocks(do: Callable[[int], object]) -> Iterator[None]:
         return write_image(store, name, image._replace(content=content), *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.writing.write_image", write)
+        patch.setattr("bytecheckpoint.saving.writing.write_image", write)
         yield
 
 

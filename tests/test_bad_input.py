@@ -14,8 +14,8 @@ import xxhash
 from training import mlp, same_module
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest import decode_manifest, encode_manifest
-from bytecheckpoint.manifest_envelope import MAGIC
+from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest
+from bytecheckpoint.manifest.envelope import MAGIC
 
 
 def state(value: float = 0.0) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from training import mlp
 from two_llamas import GROUPS, HEADS, Llama, Megatron, llama_configuration, megatron_arguments, write_safetensors
 
 import bytecheckpoint as bcp
-from bytecheckpoint.planner.map_file import parse_map
+from bytecheckpoint.name_maps.schema import parse_map
 from bytecheckpoint.region import Region, find_tiling_fault
 
 ROOT = Path(__file__).parents[1]
@@ -179,7 +179,7 @@ def test_the_map_that_the_page_shows_is_one() -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     found = parse_map(text, "ours.toml")
     assert (found.sides, len(found.rules), len(found.arounds)) == (("ours", "hf"), 3, 2)
-    for path in (Path(bcp.__path__[0]) / "maps").glob("*.toml"):
+    for path in (Path(bcp.__path__[0]) / "name_maps" / "maps").glob("*.toml"):
         name_map = parse_map(path.read_text(), path.name)
         names = [*name_map.options, path.stem, "-to-".join(reversed(name_map.sides))]
         assert [name for name in names if f"`{name}`" not in page] == []

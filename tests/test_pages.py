@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.storage.foreign.formats import Format
+from bytecheckpoint.formats.detect import Format
 from bytecheckpoint.tools.main import cli
 from bytecheckpoint.tools.name_options import FORMATS
 

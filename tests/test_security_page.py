@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bytecheckpoint import greetings
+from bytecheckpoint.distributed import rendezvous
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -56,8 +56,8 @@ def test_the_tables_are_found() -> None:
 def test_the_token_of_a_reader_is_as_long_as_said() -> None:
     assert "random token of 32 bytes" in PAGE
     assert "turned away after 10 seconds" in PAGE
-    assert greetings._HELLO_S == 10
-    listener = greetings.Listener(towards=None)
+    assert rendezvous._HELLO_S == 10
+    listener = rendezvous.Listener(towards=None)
     try:
         assert len(listener.address.token) == 32
     finally:

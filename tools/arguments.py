@@ -1,19 +1,28 @@
-"""The arguments that all commands share, and the checkpoint that they lead to."""
+"""The arguments that all commands share, and the checkpoint that they lead to.
+
+Sizes on the command line: `2GB`, `512MiB`, `1000000`.
+
+Files that a command writes for people, on this machine.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import click
 
-from bytecheckpoint.links import Files, files_of, opening_at
-from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
+from bytecheckpoint.loading.links import Files, files_of, opening_at
+from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.finding import Opening, find_checkpoint, manifest_of
-from bytecheckpoint.storage.opening import at_home
+from bytecheckpoint.storage.open_store import at_home
 from bytecheckpoint.storage.store import Store
 
 from .exit_codes import UnfollowedLinkError
@@ -161,3 +170,62 @@ def options_for(
     """
     is_url = ["://" in path or "::" in path for path in paths]
     return [storage_options if follow_links or of_url or not any(is_url) else {} for of_url in is_url]
+
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"\A([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)\Z")
+
+
+class ByteSize(click.ParamType[int]):
+    """A number of bytes, with or without a unit: 1 GB is 1000 MB, 1 GiB is 1024 MiB."""
+
+    name = "size"
+
+    def __init__(self, minimum: str) -> None:
+        self._minimum = minimum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        num_bytes = parse_bytes(value)
+        if num_bytes is None:
+            self.fail(f"{value!r} is no size: 2GB, 512MiB or 1000000 would be one", param, ctx)
+        if num_bytes < (parse_bytes(self._minimum) or 0):
+            self.fail(f"{value} is less than {self._minimum}", param, ctx)
+        return num_bytes
+
+
+def parse_bytes(text: str) -> int | None:
+    """None where it is no size."""
+    found = _SIZE.match(str(text))
+    unit = _UNITS.get(found.group(2).upper()) if found else None
+    num_bytes = float(found.group(1)) * unit if found and unit else inf
+    return round(num_bytes) if isfinite(num_bytes) else None
+
+
+class LocalFile(click.Path):
+    """A file to write: what can be refused at once is wrong usage, before anything is read for it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        value = at_home(value)
+        folder = Path(value).parent
+        if not folder.is_dir():
+            what = "is no folder" if folder.exists() else "does not exist"
+            self.fail(f"cannot write {value!r}: the folder {str(folder)!r} {what}; give another path", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file, in place of one that stands there. Raises CheckpointSaveError (storage) where it cannot."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointSaveError(
+            f"cannot write the {len(text.encode())} bytes of {path}: {describe(error)}; the checkpoint was only read: "
+            "free space there, check who may write, or give another path",
+            kind="storage",
+            path=path,
+        ) from error

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.storage.opening import is_local
+from bytecheckpoint.storage.open_store import is_local
 
 from . import exit_codes
 from .arguments import (
     AnyStep,
+    ByteSize,
     files_opened,
     open_manifest,
     options_for,
@@ -22,11 +23,10 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
-from .byte_sizes import ByteSize
 from .name_options import FORMATS, NameOptions, with_name_options
-from .progress import byte_progress
-from .screen import Screen, print_json
-from .wording import count_text, size_text
+from .render.number_format import count_text, size_text
+from .render.progress import byte_progress
+from .render.terminal import Screen, print_json
 
 if TYPE_CHECKING:
     from bytecheckpoint.conversion.convert import Converted, Request
@@ -126,8 +126,8 @@ def convert(
         raise click.UsageError(f"--flatten-optimizer is for --to dcp, not --to {to}")
     of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
     from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
-    from bytecheckpoint.conversion.selecting import Wish  # noqa: PLC0415
-    from bytecheckpoint.sources import Asked  # noqa: PLC0415
+    from bytecheckpoint.loading.open_checkpoint import Asked  # noqa: PLC0415
+    from bytecheckpoint.loading.select import Wish  # noqa: PLC0415
 
     wish = Wish(
         to=to,
@@ -165,8 +165,8 @@ def _refuse_idle(to: str, *, link: bool, max_shard_size: int | None) -> None:
 def _run(request: Request, *, as_json: bool) -> int:
 
     from bytecheckpoint.conversion.convert import convert as convert_checkpoint  # noqa: PLC0415
+    from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks  # noqa: PLC0415
     from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
-    from bytecheckpoint.ranks import COORDINATOR, Subject, join_ranks  # noqa: PLC0415
     from bytecheckpoint.storage.credentials import showable_url  # noqa: PLC0415
 
     started = time.monotonic()

@@ -11,6 +11,8 @@ import click
 from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
+from .analysis.differences import ObjectDifference, Result, TensorDifference
+from .analysis.value_difference import Tolerance
 from .arguments import (
     AnyStep,
     Opened,
@@ -23,14 +25,12 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
-from .diff_text import print_diff, print_left_out
-from .differences import ObjectDifference, Result, TensorDifference
 from .name_options import FORMATS, NameOptions, with_name_options
-from .screen import Screen, print_json
-from .value_difference import Tolerance
+from .render.diff_text import print_diff, print_left_out
+from .render.terminal import Screen, print_json
 
 if TYPE_CHECKING:
-    from .export_view import Export
+    from .analysis.export_view import Export
 
 _DEFAULT_ROWS = 40
 
@@ -110,7 +110,7 @@ def diff(
     is_export = bool(names.name_map() or to or rename)
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     both = options_for((a, b), storage_options, follow_links=follow_links)
-    from .checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - needs torch, and `bcp ls` does not wait for it
+    from .analysis.checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - needs torch, and `bcp ls` does not wait for it
 
     opened_a, opened_b = (
         files_opened(
@@ -140,7 +140,7 @@ def diff(
 
 
 def _export(opened: Opened, names: NameOptions, exclude: Sequence[str], *, beside: Opened) -> Export:
-    from .export_view import export_of  # noqa: PLC0415 - as above
+    from .analysis.export_view import export_of  # noqa: PLC0415 - as above
 
     return export_of(opened, names, to=names.to, exclude=exclude, beside=beside)
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import click
 
-from bytecheckpoint.storage.local_store import LocalStore
-from bytecheckpoint.storage.names import TEMPORARY_PREFIX
-from bytecheckpoint.storage.opening import open_store
-from bytecheckpoint.storage.probe_folder import FolderFacts, probe_folder
-from bytecheckpoint.storage.probe_promises import Check, ProbeStore, check_promises
-from bytecheckpoint.storage.probe_speed import Latency, Speed, measure_latency, measure_reads, measure_writes
+from bytecheckpoint.diagnostics.filesystem_features import FolderFacts, probe_folder
+from bytecheckpoint.diagnostics.store_guarantees import Check, ProbeStore, check_promises
+from bytecheckpoint.diagnostics.store_speed import Latency, Speed, measure_latency, measure_reads, measure_writes
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
-from .advice import Advice, Compression, advise, measure_compression
 from .arguments import at_home_folder, finite, with_output_options
-from .column_widths import Column
-from .screen import Screen, print_json
-from .wording import size_text
+from .recommend import Advice, Compression, advise, measure_compression
+from .render.column_widths import Column
+from .render.number_format import size_text
+from .render.terminal import Screen, print_json
 
 _MiB = 1 << 20
 _COMPRESSING_THREADS = 3

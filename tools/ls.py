@@ -11,18 +11,18 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.formats.find_checkpoint import Found, Opening, find_checkpoint
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.finding import Found, Opening, find_checkpoint
-from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
 
 from . import exit_codes
+from .analysis.checkpoint_list import Listed, Listing, list_checkpoints, read_checkpoint, runs_of
 from .arguments import with_output_options
-from .checkpoint_list import Listed, Listing, list_checkpoints, read_checkpoint, runs_of
-from .column_widths import Column
-from .screen import Screen, print_json
-from .wording import age_text, count_text, size_text, some_of, time_text
+from .render.column_widths import Column
+from .render.number_format import age_text, count_text, size_text, some_of, time_text
+from .render.terminal import Screen, print_json
 
 _NOT_COMMITTED = "not committed"
 _COLUMNS = [

@@ -15,12 +15,12 @@ import click
 from bytecheckpoint.errors import CheckpointError
 
 from . import exit_codes
-from .clean_up import gc
 from .convert import convert
 from .diff import diff
 from .doctor import doctor
+from .gc_command import gc
 from .ls import ls
-from .screen import printable
+from .render.terminal import printable
 from .show import show
 from .timeline import timeline
 from .verify import verify

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 
+from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED
+from bytecheckpoint.name_maps.parameters import parse_options
 from bytecheckpoint.options import NameMap
-from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED
-from bytecheckpoint.planner.map_options import parse_options
 
 FORMATS = ("bcp", "hf", "dcp", "torch")
 """What `bcp convert` writes."""

@@ -7,12 +7,18 @@ from typing import Any
 
 import click
 
+from bytecheckpoint.diagnostics.telemetry_records import read_save_records
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import OWN_FORMAT
 
 from . import exit_codes
+from .analysis.module_tree import Node, build_tree
+from .analysis.save_layout import compressed, writers_of
+from .analysis.summary import Contents, Tensor, file_rows, plain_objects
+from .analysis.tensor_stats import Stats, tensor_stats
 from .arguments import (
     AnyStep,
+    LocalFile,
     Opened,
     files_opened,
     open_manifest,
@@ -20,16 +26,11 @@ from .arguments import (
     with_link_option,
     with_output_options,
     with_step_option,
+    write_text,
 )
-from .contents import Contents, Tensor, file_rows, plain_objects
-from .local_output import LocalFile, write_text
-from .module_tree import Node, build_tree
-from .progress import byte_progress
-from .report import Shown, html_report
-from .save_layout import compressed, writers_of
-from .save_records import read_save_records
-from .screen import Screen, print_json
-from .show_text import (
+from .render.html_report import Shown, html_report
+from .render.progress import byte_progress
+from .render.show_text import (
     print_files,
     print_in_depth,
     print_objects,
@@ -37,7 +38,7 @@ from .show_text import (
     print_tensors,
     print_tree,
 )
-from .tensor_stats import Stats, tensor_stats
+from .render.terminal import Screen, print_json
 
 _DEFAULT_ROWS = 40
 
@@ -117,7 +118,13 @@ def show(
     files = file_rows(opened.manifest) if with_files else None
     objects = plain_objects(opened) if with_objects else None
     if html_path is not None:
-        shown = Shown(tensors, bool(patterns), stats, objects, read_save_records(opened))
+        shown = Shown(
+            tensors,
+            bool(patterns),
+            stats,
+            objects,
+            read_save_records(opened.store, opened.folder, opened.manifest.save_id),
+        )
         write_text(html_path, html_report(opened, contents, shown))
     if as_json:
         sections = {

@@ -9,16 +9,24 @@ from typing import Any
 
 import click
 
+from bytecheckpoint.diagnostics.phase_summary import Phase, SlowRank, end_of, first_call, phases_of, slowest_ranks
+from bytecheckpoint.diagnostics.telemetry_records import RankRecord, SaveRecords, read_save_records
 from bytecheckpoint.errors import CheckpointNotFoundError
 
 from . import exit_codes
-from .arguments import AnyStep, Opened, open_manifest, with_limit_option, with_output_options, with_step_option
-from .chrome_trace import chrome_trace
-from .local_output import LocalFile, write_text
-from .save_phases import Phase, SlowRank, end_of, first_call, phases_of, slowest_ranks
-from .save_records import RankRecord, SaveRecords, read_save_records
-from .screen import Screen, print_json
-from .timeline_text import print_timeline
+from .arguments import (
+    AnyStep,
+    LocalFile,
+    Opened,
+    open_manifest,
+    with_limit_option,
+    with_output_options,
+    with_step_option,
+    write_text,
+)
+from .render.chrome_trace import chrome_trace
+from .render.terminal import Screen, print_json
+from .render.timeline_text import print_timeline
 
 _DEFAULT_ROWS = 32
 _NUM_SLOWEST = 5
@@ -62,7 +70,7 @@ def timeline(
     one cannot be understood. Starts of ranks on several machines are as good as their clocks.
     """
     opened = open_manifest(ckpt, step=step, storage_options=storage_options, follow_links=False)
-    records = read_save_records(opened)
+    records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
     if not records.ranks and not records.unreadable:
         raise CheckpointNotFoundError(
             f"{opened.path} has no telemetry: its save wrote none, or it was removed; nothing else is missing",

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
+from bytecheckpoint.diagnostics.verify import Damage, Verification, bytes_to_read, verify_checkpoint
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.verifying import Damage, Verification, bytes_to_read, verify_checkpoint
 
 from . import exit_codes
 from .arguments import (
@@ -25,10 +25,10 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
-from .column_widths import Column
-from .progress import byte_progress
-from .screen import Screen, print_json
-from .wording import count_text, size_text, some_of
+from .render.column_widths import Column
+from .render.number_format import count_text, size_text, some_of
+from .render.progress import byte_progress
+from .render.terminal import Screen, print_json
 
 _STORE_KINDS = {"permission", "unavailable", "unsupported"}
 _DEFAULT_ROWS = 20

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, Stored
 from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem, RankMissing, not_stored, rank_missing
-from bytecheckpoint.adapters.optimizer_forms import Form, forms_in
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, encode_refs, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.stored import PER_RANK_NAME, Stored
-from bytecheckpoint.adapters.stored_subclasses import refusals
-from bytecheckpoint.adapters.subclass_facts import are_facts
-from bytecheckpoint.adapters.subclasses import is_facts, is_subclass
-from bytecheckpoint.adapters.tensors import PLAIN_TENSORS, LocalShards, dtype_name
-from bytecheckpoint.adapters.tree_target import TreeTarget, keep_for_rank
+from bytecheckpoint.adapters.native.subclass_flatten import is_facts, is_subclass
+from bytecheckpoint.adapters.native.subclass_match import refusals
+from bytecheckpoint.adapters.native.subclass_metadata import are_facts
+from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
+from bytecheckpoint.adapters.plain.plain_data import TensorRef, encode_plain, encode_refs, join_fqn, leaves, with_leaves
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
+from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
 
 
 class PlainEntry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from bytecheckpoint.adapters.tensors import LocalShard
+from bytecheckpoint.adapters.shards import LocalShard
 
 Scope = Literal["shared", "whole", "either", "rank"]
 """Plain data must be the same on all ranks wherever they have the same keys, or the same with all its keys; it may

@@ -2,25 +2,30 @@
 
 Their state is a tree of plain data and tensors whose structure the checkpoint defines: a fresh object may not have
 any of it yet. Tensors that the object shows are loaded in place, others are created on the host.
+
+The random number generators of a process: Python's, numpy's, torch's on the host and on CUDA devices.
 """
 
 from __future__ import annotations
 
+import random
+import warnings
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
 
+import numpy as np
 import torch
 
+from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, Stored, StoredTree
 from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem, RankMissing, not_stored, rank_missing
-from bytecheckpoint.adapters.optimizer_forms import Form, forms_in
-from bytecheckpoint.adapters.plain_data import TensorRef, encode_plain, leaves
-from bytecheckpoint.adapters.stored import PER_RANK_NAME, Stored, StoredTree
-from bytecheckpoint.adapters.stored_optimizer import are_groups, is_optimizer_tree
-from bytecheckpoint.adapters.stored_subclasses import refusals
-from bytecheckpoint.adapters.subclasses import around, subclasses_in
-from bytecheckpoint.adapters.tensors import LocalShards, unsupported
-from bytecheckpoint.adapters.tree_target import TreeTarget, is_sharded, keep_for_rank
+from bytecheckpoint.adapters.native.subclass_flatten import around, subclasses_in
+from bytecheckpoint.adapters.native.subclass_match import refusals
+from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
+from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
+from bytecheckpoint.adapters.plain.plain_data import TensorRef, encode_plain, leaves
+from bytecheckpoint.adapters.shards import LocalShards, unsupported
+from bytecheckpoint.adapters.tree_loader import TreeTarget, is_sharded, keep_for_rank
 
 
 class Stateful(Protocol):
@@ -239,3 +244,56 @@ class RankLocalEntry:
             self._holder.value.load_state_dict(value)
         else:
             self._holder.value = value
+
+
+class RngState:
+    """The random number generators of this process, for the state of a save or a load: `{"rng": bcp.RngState()}`.
+
+    Those that Python's `random`, `numpy.random` and torch use where no other is passed, the latter for the host and,
+    where this process has used CUDA, for its devices. It holds nothing: a save reads the generators, a load sets them.
+
+    Every rank's are kept, and a rank gets back those of the rank of the same number. On a larger number of ranks those
+    that have none keep what they have, so seed each rank differently before loading; on a smaller number the generators
+    of the other ranks are left alone. What was the current CUDA device sets the one that is now, others go by number;
+    on a process without them a warning says that they are left out.
+
+    Generators of your own have states of their own: save `generator.get_state()` in a `RankLocal`.
+    """
+
+    def __repr__(self) -> str:
+        return "RngState(python, numpy, torch, and CUDA where it is used)"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the generators are at now. A save calls this."""
+        state = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  it is the old generator that is global
+            "torch": torch.get_rng_state(),
+        }
+        # Asking for the state of a device that was never used would make a context on it, hundreds of megabytes each.
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            devices = [generator.get_state() for generator in torch.cuda.default_generators]
+            state["cuda"] = {"current": torch.cuda.current_device(), "devices": devices}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the generators. A load calls this."""
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])  # noqa: NPY002
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state:
+            _set_cuda(state["cuda"]["current"], state["cuda"]["devices"])
+
+
+def _set_cuda(current: int, devices: list[torch.Tensor]) -> None:
+    num_devices = torch.cuda.device_count()
+    for number in range(min(len(devices), num_devices)):
+        torch.cuda.set_rng_state(devices[number], number)
+    if num_devices:
+        torch.cuda.set_rng_state(devices[current])
+    if len(devices) > num_devices:
+        warnings.warn(
+            f"random numbers of {len(devices)} CUDA devices were saved, and this process has {num_devices}: those of "
+            "the others are left out",
+            stacklevel=2,
+        )

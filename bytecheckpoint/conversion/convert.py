@@ -14,38 +14,38 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.column_tensors import ColumnTensors
-from bytecheckpoint.conversion.dcp_target import plan_dcp
-from bytecheckpoint.conversion.elements import Elements
-from bytecheckpoint.conversion.hf_target import plan_hf
-from bytecheckpoint.conversion.linking import check_reachable, link_manifest, with_samples, write_link
-from bytecheckpoint.conversion.mapping import names_for_experts, view_of
-from bytecheckpoint.conversion.own_target import plan_own
-from bytecheckpoint.conversion.plain_trees import PlainData
-from bytecheckpoint.conversion.selecting import LeftOut, Selection, Wish, select
-from bytecheckpoint.conversion.standing import Place, Standing, look_at, open_place, refuse_own_files
-from bytecheckpoint.conversion.streams import Budget, ReadAhead, Stream, budget_of
-from bytecheckpoint.conversion.target_files import Target, TargetFile
-from bytecheckpoint.conversion.torch_target import plan_torch
+from bytecheckpoint.conversion.assemble import Elements
+from bytecheckpoint.conversion.dcp import plan_dcp
+from bytecheckpoint.conversion.existing_target import Place, Standing, look_at, open_place, refuse_own_files
+from bytecheckpoint.conversion.huggingface import plan_hf
+from bytecheckpoint.conversion.link import check_reachable, link_manifest, with_samples, write_link
+from bytecheckpoint.conversion.mapped_source import names_for_experts, view_of
+from bytecheckpoint.conversion.native import plan_own
+from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream, budget_of
+from bytecheckpoint.conversion.target import Target, TargetFile
+from bytecheckpoint.conversion.torch_save import plan_torch
+from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
+from bytecheckpoint.formats.find_checkpoint import Opening
 from bytecheckpoint.info import OWN_FORMAT
-from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.name_maps import Beside
+from bytecheckpoint.loading.open_checkpoint import Asked, open_together
+from bytecheckpoint.loading.plain_trees import PlainData
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.select import LeftOut, Selection, Wish, select
+from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
+from bytecheckpoint.name_maps.load import Beside
 from bytecheckpoint.options import LoadOptions, NameMap
-from bytecheckpoint.planner.convert_plan import check_wanted
-from bytecheckpoint.planner.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
-from bytecheckpoint.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
-from bytecheckpoint.reading import Source
-from bytecheckpoint.sources import Asked, open_together
+from bytecheckpoint.planner.copy_plan import check_wanted
+from bytecheckpoint.runtime.buffers import Scratch
 from bytecheckpoint.storage import deletion, layout
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.finding import Opening
-from bytecheckpoint.storage.leftovers import sweep
-from bytecheckpoint.storage.local_store import LocalStore
-from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.scratch import Scratch
+from bytecheckpoint.storage.garbage import sweep
+from bytecheckpoint.storage.object_io import Image, write_image
+from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block
-from bytecheckpoint.storage.writer import Image, write_image
 
 MIN_MEMORY_BYTES = 64 << 20
 _READER_THREADS = 8

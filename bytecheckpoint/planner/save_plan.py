@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.aliases import agree_on_aliases
-from bytecheckpoint.planner.holders import Holders, Offered, Shares, collect_offered, group_holders
-from bytecheckpoint.planner.offers import AlikeRanks, PackedOffers, Write, unpack_offers
-from bytecheckpoint.planner.replicas import Replica, is_small, share_out
-from bytecheckpoint.planner.splits import Splits, find_splits
+from bytecheckpoint.planner.deduplicate import Replica, agree_on_aliases, is_small, share_out
+from bytecheckpoint.planner.grid_shards import Splits, find_splits
+from bytecheckpoint.planner.shard_owners import Holders, Offered, Shares, collect_offered, group_holders
+from bytecheckpoint.planner.write_items import AlikeRanks, PackedOffers, Write, unpack_offers
 from bytecheckpoint.region import Region, part_of_grid
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote, quote_plus, unquote
 
-from bytecheckpoint.storage.os_errors import describe
+from bytecheckpoint.storage.backends.posix_errors import describe
 
 _QUERY = re.compile(r"\?.*?(?=::|\Z)", re.DOTALL)
 _USER = re.compile(r"(?P<before>:/{1,2})(?P<user>[^/]*|[^/:@]+:(?!\d*(?:/|\Z))[^@:]*)@")

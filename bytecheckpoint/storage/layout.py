@@ -20,8 +20,8 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
-from bytecheckpoint.storage.names import join_name
+from bytecheckpoint.manifest.encoding import Manifest, decode_manifest, open_manifest
+from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import BlindStore, Block, LooksByName, Store, read_whole
 
 MANIFEST_NAME = "manifest.bcp"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.storage.os_errors import missing_file, too_long
+from bytecheckpoint.storage.backends.posix_errors import missing_file, too_long
+from bytecheckpoint.storage.paths import join_name
 
 
 class Block(NamedTuple):

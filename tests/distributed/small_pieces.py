@@ -14,8 +14,8 @@ def small_pieces(*, extent_bytes: int = 512) -> Iterator[None]:
     half of that on, and `scratch_bytes` may be as small as one likes.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.planner.file_plan.EXTENT_BYTES", extent_bytes)
+        patch.setattr("bytecheckpoint.planner.file_layout.EXTENT_BYTES", extent_bytes)
         patch.setattr("bytecheckpoint.planner.coalesce.MIN_DIRECT_BYTES", extent_bytes // 2)
-        patch.setattr("bytecheckpoint.arrivals._MIN_DIRECT_BYTES", extent_bytes // 8)
+        patch.setattr("bytecheckpoint.loading.receive._MIN_DIRECT_BYTES", extent_bytes // 8)
         patch.setattr("bytecheckpoint.options.MIN_SCRATCH_BYTES", 1)
         yield

@@ -43,7 +43,7 @@ def save_over(
 def test_what_a_rank_that_is_interrupted_has_reported_stays_where_the_others_commit_it(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
-    function = "bytecheckpoint.writing.write_telemetry"
+    function = "bytecheckpoint.saving.write.write_telemetry"
     outcomes = workers.run(save_over, str(tmp_path), function, press_ctrl_c, world_size=2)
     assert outcomes == [(None, True), ("KeyboardInterrupt", True)]
 
@@ -56,14 +56,16 @@ def no_network() -> None:
 def test_telemetry_that_one_rank_cannot_write_is_no_failure_of_the_save(
     workers: WorkerPool, tmp_path: Path, function: str
 ) -> None:
-    outcomes = workers.run(save_over, str(tmp_path), f"bytecheckpoint.telemetry.{function}", no_network, world_size=2)
+    outcomes = workers.run(
+        save_over, str(tmp_path), f"bytecheckpoint.saving.telemetry.{function}", no_network, world_size=2
+    )
     assert outcomes == [(None, True), (None, True)]
 
 
 def checks_of_chunks(rank: int, world_size: int, path: str) -> int:
     """How often a save has this rank check all chunks of a manifest."""
     checks: list[str] = []
-    with before("bytecheckpoint.column_tensors.ColumnTensors.check_all", lambda: checks.append("all")):
+    with before("bytecheckpoint.manifest.table.ColumnTensors.check_all", lambda: checks.append("all")):
         bcp.save(path, state_of(rank, 1.0), options=OVERWRITE)
     return len(checks)
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from elsewhere import url_of
+from fake_url_store import url_of
 from faults.seams import Seen, seen
 from storage.s3_service import S3Service
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint.peers import Connection
+from bytecheckpoint.distributed.connection import Connection
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerPool
 
@@ -66,7 +66,7 @@ def state_of(placement: Placement, *, is_filled: bool) -> dict[str, Any]:
 def in_small_pieces() -> Iterator[None]:
     """The ranks wait for one another as shortly as on one host they can."""
     with small_pieces(extent_bytes=16384), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.exchange._GRACE_S", 0.3)
+        patch.setattr("bytecheckpoint.loading.exchange._GRACE_S", 0.3)
         yield
 
 
@@ -269,7 +269,7 @@ def test_a_byte_damaged_on_the_way_is_found_wherever_it_is(workers: WorkerPool, 
 
 
 def ask_for_something_else(rank: int, world_size: int, path: str) -> Seen | None:
-    from bytecheckpoint import exchange
+    from bytecheckpoint.loading import exchange
 
     encode_request = exchange.encode_request
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.zero_partitions import part_of_partition, part_of_rank
+from bytecheckpoint.adapters.frameworks.zero_partitions import part_of_partition, part_of_rank
 from distributed import truth
 from distributed.workers import WorkerPool
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from elsewhere import url_of
+from fake_url_store import url_of
 from faults.lost_ranks import LATER_S, NOISE_S
 from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,11 +186,11 @@ def test_a_module_on_the_meta_device_is_filled(workers: WorkerPool, tmp_path: Pa
 
 
 FAILURES: dict[str, str] = {
-    "reading": "bytecheckpoint.storage.local_store.LocalStore.read_into",
-    "packing": "bytecheckpoint.exchange.sealed",
-    "connecting": "bytecheckpoint.exchange.connect",
-    "placing": "bytecheckpoint.arrivals.check_digest",
-    "dividing": "bytecheckpoint.exchange.divide_work",
+    "reading": "bytecheckpoint.storage.backends.local_store.LocalStore.read_into",
+    "packing": "bytecheckpoint.loading.exchange.sealed",
+    "connecting": "bytecheckpoint.loading.exchange.connect",
+    "placing": "bytecheckpoint.loading.receive.check_digest",
+    "dividing": "bytecheckpoint.loading.exchange.divide_work",
 }
 
 
@@ -288,7 +288,7 @@ def test_many_loads_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tm
 def interrupted_while_reading(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...]]:
     """Rank 1 is interrupted in its first read, as by Ctrl-C, with all the time in the world."""
     state = tensors_of(Replicate(), is_filled=False)
-    interrupt = before("bytecheckpoint.storage.local_store.LocalStore.read_into", raising(KeyboardInterrupt()))
+    interrupt = before("bytecheckpoint.storage.backends.local_store.LocalStore.read_into", raising(KeyboardInterrupt()))
     try:
         with interrupt if rank == 1 else nullcontext():
             bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=3600))
@@ -320,10 +320,10 @@ def reading_on(rank: int, world_size: int, path: str) -> int:
     if rank == 0:
         state["own"] = {f"x{number}": torch.zeros(1 << 20) for number in range(20)}
     options = bcp.LoadOptions(exchange="on", timeout_s=60, reader_threads=1)
-    read = "bytecheckpoint.storage.reader._run"  # not read_into of the store, which gives the manifest as well
+    read = "bytecheckpoint.storage.range_reader._run"  # not read_into of the store, which gives the manifest as well
     with ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(before("bytecheckpoint.exchange._Exchange.break_off", is_over.set))
+            stack.enter_context(before("bytecheckpoint.loading.exchange._Exchange.break_off", is_over.set))
             stack.enter_context(before(read, slowly))
         else:
             stack.enter_context(before(read, raising(RuntimeError("boom"))))

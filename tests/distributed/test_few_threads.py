@@ -13,8 +13,8 @@ import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=20)
-STARTING = "bytecheckpoint.spare_threads.SpareThreads.begin"
-WRITING = "bytecheckpoint.writing.write_image"
+STARTING = "bytecheckpoint.runtime.threads.SpareThreads.begin"
+WRITING = "bytecheckpoint.saving.write.write_image"
 
 
 def save_and_load(rank: int, world_size: int, path: str, short_rank: int, is_async: bool) -> tuple[Seen | None, bool]:

@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import Training
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.modules import ModuleEntry
-from bytecheckpoint.adapters.pipelines import stages_of
+from bytecheckpoint.adapters.native.modules import ModuleEntry
+from bytecheckpoint.adapters.native.pipelines import stages_of
 from distributed.collectives import Collectives, sequence_number
 from distributed.workers import WorkerPool
 
@@ -408,7 +408,7 @@ def save_in_all_ways(rank: int, world_size: int, root: str) -> list[Any]:
 
     def save(name: str, source: Trained, **arguments: Any) -> bcp.SaveHandle:
         count: list[int] = []
-        with before("bytecheckpoint.agreement.plan_save", lambda: count.append(1)):
+        with before("bytecheckpoint.saving.global_plan.plan_save", lambda: count.append(1)):
             # Workers know the plans of earlier tests.
             handle = bcp.save(f"{root}/{name}", source.state | {"only_here": torch.zeros(3)}, **arguments)
             handle.staged()

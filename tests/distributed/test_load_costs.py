@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from elsewhere import PROTOCOL, url_of
+from fake_url_store import PROTOCOL, url_of
 from faults.seams import before, loads_as, state_of
 from storage.s3_service import S3Service
 from torch.distributed.device_mesh import init_device_mesh
@@ -151,9 +151,9 @@ def load_holding_back(rank: int, world_size: int, path: str) -> tuple[bool, int]
             store.wait([arrived], timedelta(seconds=WAIT_S))
 
     if rank == 0:
-        seam = before("bytecheckpoint.storage.local_store.LocalStore.read_into", hold_back)
+        seam = before("bytecheckpoint.storage.backends.local_store.LocalStore.read_into", hold_back)
     else:
-        seam = before("bytecheckpoint.arrivals.check_digest", lambda: store.set(arrived, "1"))
+        seam = before("bytecheckpoint.loading.receive.check_digest", lambda: store.set(arrived, "1"))
     with small_pieces(extent_bytes=EXTENT_BYTES), seam:
         options = bcp.LoadOptions(exchange="on", timeout_s=2 * WAIT_S, reader_threads=1, scratch_bytes=4 * EXTENT_BYTES)
         bcp.load(path, state, options=options)

@@ -128,7 +128,7 @@ VALUES = {name: torch.arange(2 * NUM_SLOW_READS * EXTENT_BYTES // 4, dtype=torch
 def load_from_a_slow_store(rank: int, world_size: int, path: str) -> tuple[bool, float]:
     """Rank 1 reads half of `first` for itself and for rank 0 before rank 2 hears anything from it."""
     state = {name: torch.zeros_like(value) for name, value in VALUES.items() if rank < 2 or name == "second"}
-    slow = before("bytecheckpoint.storage.local_store.LocalStore.read_into", lambda: time.sleep(SLOW_READ_S))
+    slow = before("bytecheckpoint.storage.backends.local_store.LocalStore.read_into", lambda: time.sleep(SLOW_READ_S))
     started = time.monotonic()
     with small_pieces(extent_bytes=EXTENT_BYTES), slow if rank == 1 else nullcontext():
         one_extent = 2 * EXTENT_BYTES + 4000  # half of it is for reading

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint import draft
-from bytecheckpoint.agreement import Agreed, Proposal
-from bytecheckpoint.handle import IN_FLIGHT
-from bytecheckpoint.plan_cache import PlanCache
-from bytecheckpoint.ranks import Ranks
+from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.saving import prepare
+from bytecheckpoint.saving.global_plan import Agreed, Proposal
+from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=30)
@@ -69,15 +69,17 @@ class WatchedRanks:
 @contextmanager
 def watched_planning() -> Iterator[Watched]:
     watched = Watched()
-    agree = draft.agree
+    agree = prepare.agree
 
     def watched_agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
         return agree(WatchedRanks(ranks, watched), proposal, plans)
 
     with ExitStack() as stack:
         for name in ("plan_save", "plan_files"):
-            stack.enter_context(before(f"bytecheckpoint.agreement.{name}", partial(watched.planned.append, name)))
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(draft, "agree", watched_agree)
+            stack.enter_context(
+                before(f"bytecheckpoint.saving.global_plan.{name}", partial(watched.planned.append, name))
+            )
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(prepare, "agree", watched_agree)
         yield watched
 
 
@@ -471,7 +473,7 @@ def test_replicas_that_differ_are_told_once_after_a_warm_up_too(workers: WorkerP
     assert [len(of_rank) for of_rank in messages] == [1, 0]
 
 
-PHASES = {**SAVE_PHASES, "laying out": "bytecheckpoint.agreement.plan_files"}
+PHASES = {**SAVE_PHASES, "laying out": "bytecheckpoint.saving.global_plan.plan_files"}
 
 
 def fail_and_go_on(

@@ -14,7 +14,7 @@ import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
 WORLD_SIZE = 3
-SEAMS = {"planning": "bytecheckpoint.reading.plan_load", "reading": "bytecheckpoint.reading.run_reads"}
+SEAMS = {"planning": "bytecheckpoint.loading.read.plan_load", "reading": "bytecheckpoint.loading.read.run_reads"}
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint.handle import IN_FLIGHT
-from bytecheckpoint.plan_cache import PlanCache
+from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
 
 OPTIONS = {kind: bcp.SaveOptions(snapshot=kind, timeout_s=30) for kind in ("copy", "lazy")}  # type: ignore[arg-type]
@@ -122,7 +122,9 @@ def save_differing(rank: int, world_size: int, path: str, kind: str) -> tuple[Se
     state["plain"]["value"] = float(rank)
     first = seen(lambda: begin(path, state, kind).result())
     # An error that only one rank meets, before anything is exchanged.
-    with before("bytecheckpoint.draft.take_snapshot", raising(RuntimeError("boom")) if rank == 1 else lambda: None):
+    with before(
+        "bytecheckpoint.saving.prepare.take_snapshot", raising(RuntimeError("boom")) if rank == 1 else lambda: None
+    ):
         second = seen(lambda: begin(path, state_of(rank, 6.0), kind).result())
     return first, second, saves_well(rank, path, kind)
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.common_bytes import CommonBytes
+from bytecheckpoint.loading.broadcast_bytes import CommonBytes
 from distributed.workers import WorkerPool
 
 WIDTH, NUM_LAYERS = 48, 12
@@ -147,7 +147,10 @@ def load_in_common(
     expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))
     model, optimizer = trained(world_size, num_replicas=1, seed=2)
     options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=verify)
-    with pytest.MonkeyPatch.context() as patch, before("bytecheckpoint.exchange.connect", raising(AssertionError())):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        before("bytecheckpoint.loading.exchange.connect", raising(AssertionError())),
+    ):
         patch.setattr("bytecheckpoint.planner.exchange_plan.FEW_RANKS", 2)
         if rank == damages_on:
             patch.setattr(CommonBytes, "_verify", verify_damaged)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Training
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.module_tree import tree_of
+from bytecheckpoint.adapters.native.module_walk import tree_of
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=60)

@@ -18,8 +18,8 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint import api
 from bytecheckpoint.storage import deletion, layout
-from bytecheckpoint.storage.names import join_name
-from bytecheckpoint.tools import clean_up
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.tools import gc_command
 from faults.object_world import SCHEME, Operation, WorldStore
 from faults.seams import Seen, before, seen
 
@@ -127,7 +127,7 @@ def serve(address: str) -> None:
             line.calls.send(carry_out(call))
 
 
-REACH_LOCAL = "bytecheckpoint.save_handle.SaveHandle._reach_local"
+REACH_LOCAL = "bytecheckpoint.saving.handle.SaveHandle._reach_local"
 
 
 def carry_out(call: Call) -> Ended:
@@ -158,7 +158,7 @@ def _load(call: Call) -> float | None:
 
 def _gc(call: Call) -> int:
     more = ["--local-stage", call.stage] if call.stage else []
-    code: int = clean_up.gc.main([call.root, "--delete", "--json", *more], standalone_mode=False)
+    code: int = gc_command.gc.main([call.root, "--delete", "--json", *more], standalone_mode=False)
     return code
 
 

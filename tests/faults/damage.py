@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import bytecheckpoint as bcp
+from bytecheckpoint.diagnostics.verify import verify_checkpoint
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.opening import open_store
-from bytecheckpoint.verifying import verify_checkpoint
+from bytecheckpoint.storage.open_store import open_store
 from faults.campaigns import EVERY, Asked, Broken, Campaign, Outcome
 from faults.savers import NARROW, OWN, SAVERS, Training, WrongBytesError
 

@@ -48,8 +48,8 @@ NOISE_S = 15.0
 HUNG_S = 60.0
 """A rank that is not done by then hangs. The longest wait of a case is far shorter."""
 MAY_BE_COMMITTED = "whether the checkpoint was committed"
-LEAVING = "bytecheckpoint.group_ranks.GroupRanks.farewell"
-COMMIT = "bytecheckpoint.writing._commit"
+LEAVING = "bytecheckpoint.distributed.key_value_ranks.GroupRanks.farewell"
+COMMIT = "bytecheckpoint.saving.write._commit"
 NEVER = "never comes"
 
 
@@ -103,7 +103,7 @@ def seams(call: str) -> dict[str, Seam]:
     of_coordinator = {phase: Seam(function, is_coordinators=True) for phase, function in COORDINATOR_PHASES.items()}
     if call == "staged save":
         of_coordinator["keeping the manifest"] = Seam(
-            "bytecheckpoint.storage.local_stage.StagedFolder.keep_manifest", is_coordinators=True
+            "bytecheckpoint.storage.stage_folder.StagedFolder.keep_manifest", is_coordinators=True
         )
     telling = {"telling": Seam(COMMIT, is_before=False, is_coordinators=True)}
     return {phase: Seam(function) for phase, function in of_all.items()} | of_coordinator | telling | leaving

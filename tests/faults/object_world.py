@@ -13,9 +13,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageError
+from bytecheckpoint.storage.backends.posix_errors import already_exists, missing_file, truncated
 from bytecheckpoint.storage.inventory import StoredObject
-from bytecheckpoint.storage.names import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.os_errors import already_exists, missing_file, truncated
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
 from bytecheckpoint.storage.store import Access, Block, OnFilled
 
 SCHEME = "world://"

@@ -12,7 +12,7 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-from bytecheckpoint.storage.local_files import sync_folder
+from bytecheckpoint.storage.backends.posix_files import sync_folder
 from faults.campaigns import Asked, Broken, Campaign, Outcome
 from faults.kill_times import FIRST_GUESS_S, PROGRAM
 from faults.launcher import Launcher, shared_launcher

@@ -21,45 +21,45 @@ import bytecheckpoint as bcp
 
 SAVE_PHASES = {
     "opening": "bytecheckpoint.api.open_store",
-    "planning": "bytecheckpoint.draft.agree",
-    "staging": "bytecheckpoint.draft.take_snapshot",
-    "writing": "bytecheckpoint.writing.write_image",
-    "reporting": "bytecheckpoint.writing.encode_report",
+    "planning": "bytecheckpoint.saving.prepare.agree",
+    "staging": "bytecheckpoint.saving.prepare.take_snapshot",
+    "writing": "bytecheckpoint.saving.write.write_image",
+    "reporting": "bytecheckpoint.saving.write.encode_report",
 }
 COORDINATOR_PHASES = {
     "looking": "bytecheckpoint.api.refuse_existing",
-    "merging": "bytecheckpoint.agreement.merge_plain",
-    "building": "bytecheckpoint.writing.build_manifest",
+    "merging": "bytecheckpoint.saving.global_plan.merge_plain",
+    "building": "bytecheckpoint.saving.write.build_manifest",
     "committing": "bytecheckpoint.storage.layout.commit",
 }
 LOAD_PHASES = {
-    "opening": "bytecheckpoint.sources.open_above",
-    "matching": "bytecheckpoint.naming.match_state",
-    "planning": "bytecheckpoint.reading.Source.plan",
-    "reading": "bytecheckpoint.reading.Source.read",
+    "opening": "bytecheckpoint.loading.open_checkpoint.open_above",
+    "matching": "bytecheckpoint.loading.name_scope.match_state",
+    "planning": "bytecheckpoint.loading.read.Source.plan",
+    "reading": "bytecheckpoint.loading.read.Source.read",
 }
 
 
 EXCHANGE_PHASES = {
-    "finding": "bytecheckpoint.sources.open_above",
-    "matching": "bytecheckpoint.naming.match_state",
-    "planning what to exchange": "bytecheckpoint.exchange.wanted_runs",
-    "dividing the work": "bytecheckpoint.exchange.divide_work",
-    "connecting": "bytecheckpoint.exchange.connect",
-    "letting in": "bytecheckpoint.greetings._Hall.arrivals",
-    "reading": "bytecheckpoint.reading.Source.run",
-    "passing on": "bytecheckpoint.exchange.sealed",
-    "taking in": "bytecheckpoint.arrivals.check_digest",
+    "finding": "bytecheckpoint.loading.open_checkpoint.open_above",
+    "matching": "bytecheckpoint.loading.name_scope.match_state",
+    "planning what to exchange": "bytecheckpoint.loading.exchange.wanted_runs",
+    "dividing the work": "bytecheckpoint.loading.exchange.divide_work",
+    "connecting": "bytecheckpoint.loading.exchange.connect",
+    "letting in": "bytecheckpoint.distributed.rendezvous._Hall.arrivals",
+    "reading": "bytecheckpoint.loading.read.Source.run",
+    "passing on": "bytecheckpoint.loading.exchange.sealed",
+    "taking in": "bytecheckpoint.loading.receive.check_digest",
     "finishing": "bytecheckpoint.adapters.containers.PlainEntry.finish",
 }
 """Of a load whose ranks exchange what they read."""
 STAGED_PHASES = {
     "opening": "bytecheckpoint.api.open_store",
-    "planning": "bytecheckpoint.draft.agree",
-    "staging": "bytecheckpoint.draft.take_snapshot",
-    "writing to the disk": "bytecheckpoint.tier.write_image",
-    "reporting": "bytecheckpoint.uploading.encode_report",
-    "uploading": "bytecheckpoint.tier.copy_file",
+    "planning": "bytecheckpoint.saving.prepare.agree",
+    "staging": "bytecheckpoint.saving.prepare.take_snapshot",
+    "writing to the disk": "bytecheckpoint.saving.local_stage.write_image",
+    "reporting": "bytecheckpoint.saving.upload.encode_report",
+    "uploading": "bytecheckpoint.saving.local_stage.copy_file",
 }
 """Of a save through a local stage."""
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import bytecheckpoint as bcp
-from bytecheckpoint.storage.leftovers import find_leftovers, remove
-from bytecheckpoint.storage.opening import open_store
+from bytecheckpoint.storage.garbage import find_leftovers, remove
+from bytecheckpoint.storage.open_store import open_store
 from faults.savers import OWN, Saver, Training
 from faults.seams import files_under
 

@@ -20,11 +20,11 @@ SLOW_SAVE = """
 import os, sys, time
 import torch
 import torch.distributed as dist
-from bytecheckpoint import writing
+from bytecheckpoint.saving import write
 from faults.seams import state_of
 
 path = sys.argv[1]
-write_image = writing.write_image
+write_image = write.write_image
 
 def write_late(*arguments):
     # Not before the program has come to its end.
@@ -33,7 +33,7 @@ def write_late(*arguments):
         time.sleep(0.05)
     return write_image(*arguments)
 
-writing.write_image = write_late
+write.write_image = write_late
 """
 
 FAILING_SAVE = (
@@ -43,7 +43,7 @@ def fail(*arguments):
     time.sleep(0.3)
     raise OSError(5, "the disk fell off")
 
-writing.write_image = fail
+write.write_image = fail
 """
 )
 
@@ -92,7 +92,7 @@ def test_a_save_that_fails_at_the_end_is_not_silent(launcher: Launcher, tmp_path
 
 
 def test_a_failure_that_was_seen_is_not_reported_again(launcher: Launcher, tmp_path: Path) -> None:
-    ended = launcher.run(FAILING_SAVE + START + "assert handle.exception() is not None", tmp_path / "ckpt")
+    ended = launcher.run(FAILING_SAVE + START + "assert in_flight.exception() is not None", tmp_path / "ckpt")
     assert ended == (0, "")
 
 
@@ -106,9 +106,10 @@ def test_other_exit_functions_run_and_output_is_flushed_when_a_save_failed(launc
 
 NOTHING_SAVED_YET = """
 import atexit, threading
-from bytecheckpoint import api, handle
-api.IN_FLIGHT = handle.InFlight()  # as in a process that has not saved before
-writing.write_image = write_image
+from bytecheckpoint import api
+from bytecheckpoint.saving import in_flight
+api.IN_FLIGHT = in_flight.InFlight()  # as in a process that has not saved before
+write.write_image = write_image
 
 def save():
     for name in ("first", "second"):
@@ -177,7 +178,7 @@ def test_two_ranks_end_with_or_without_their_group(launcher: Launcher, tmp_path:
 
 def test_a_rank_that_fails_at_the_end_fails_both(launcher: Launcher, tmp_path: Path) -> None:
     failing_on_one = SLOW_SAVE + FAILING_SAVE[len(SLOW_SAVE) :].replace(
-        "writing.write_image = fail", "if sys.argv[3] == '1':\n    writing.write_image = fail"
+        "writing.write_image = fail", "if sys.argv[3] == '1':\n    write.write_image = fail"
     )
     for exit_code, output in run_two(launcher, failing_on_one + GROUP, tmp_path / "ckpt"):
         assert exit_code == 1, output
@@ -191,7 +192,7 @@ def test_a_rank_whose_program_ends_with_its_error_tells_the_other_first(
 ) -> None:
     """Rank 0 holds the store of the group: when it is gone, nobody can be told anything."""
     code = SLOW_SAVE + GROUP.replace("async_save=True", "async_save=False").replace(
-        "handle =", f"if rank == {failing_rank}:\n    writing.write_image = None\nhandle ="
+        "handle =", f"if rank == {failing_rank}:\n    write.write_image = None\nhandle ="
     )
     for exit_code, output in run_two(launcher, code, tmp_path / "ckpt"):
         assert exit_code == 1, output

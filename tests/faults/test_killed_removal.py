@@ -22,7 +22,8 @@ KILLED = """
 import os, signal, sys
 from itertools import count
 from faults.seams import state_of
-from bytecheckpoint.storage import layout, local_store
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.tools.main import cli
 
 root, last, job = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.storage.process_lock import is_locked
+from bytecheckpoint.storage.backends.file_lock import is_locked
 from faults.launcher import Launcher
 from faults.seams import files_under, loads_as, state_of
 
@@ -44,12 +44,12 @@ with before(function, lambda: os.kill(os.getpid(), signal.SIGKILL)):
 """
 
 DEATHS = {
-    "before anything is written": ("bytecheckpoint.uploading.write_files", "removed"),
-    "before the manifest is kept": ("bytecheckpoint.storage.local_stage.StagedFolder.keep_manifest", "removed"),
-    "between local durability and the upload": ("bytecheckpoint.tier.copy_file", "committed"),
-    "between the upload and the commit": ("bytecheckpoint.uploading.commit_together", "committed"),
+    "before anything is written": ("bytecheckpoint.saving.upload.write_files", "removed"),
+    "before the manifest is kept": ("bytecheckpoint.storage.stage_folder.StagedFolder.keep_manifest", "removed"),
+    "between local durability and the upload": ("bytecheckpoint.saving.local_stage.copy_file", "committed"),
+    "between the upload and the commit": ("bytecheckpoint.saving.upload.commit_together", "committed"),
     "in the commit": ("bytecheckpoint.storage.layout.commit", "committed"),
-    "after the commit": ("bytecheckpoint.tier.Tier.remove", "removed"),
+    "after the commit": ("bytecheckpoint.saving.local_stage.Tier.remove", "removed"),
 }
 
 
@@ -82,7 +82,7 @@ def wait():
     print("uploading", flush=True)
     open(gate).read()
 
-with before("bytecheckpoint.tier.copy_file", wait):
+with before("bytecheckpoint.saving.local_stage.copy_file", wait):
     bcp.save(root, state_of(0, 1.0), step=1, options=options)
 """
 
@@ -107,7 +107,7 @@ def test_a_program_that_ends_finishes_the_upload(launcher: Launcher, tmp_path: P
 import sys, time
 import bytecheckpoint as bcp
 from faults.seams import before, state_of
-import bytecheckpoint.tier as tier
+import bytecheckpoint.saving.local_stage as tier
 
 copy_file = tier.copy_file
 tier.copy_file = lambda *arguments: (time.sleep(0.3), copy_file(*arguments))
@@ -123,7 +123,7 @@ for step in (1, 2):
 
 FORKING = """
 import os, signal, sys
-from bytecheckpoint.storage.process_lock import ProcessLock, is_locked
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
 
 path, gate = sys.argv[1:]
 lock = ProcessLock(path)

@@ -15,11 +15,11 @@ from faults.seams import loads_as
 HANDLER = """
 import os, signal, sys, threading
 import torch
-from bytecheckpoint import writing
+from bytecheckpoint.saving import write
 from faults.seams import before, state_of
 
 path = sys.argv[1]
-GATHER = "bytecheckpoint.staging.LiveFile.gather"
+GATHER = "bytecheckpoint.staging.file_image.LiveFile.gather"
 signals = [signal.SIGUSR1]
 begun, go = threading.Event(), threading.Event()
 
@@ -45,7 +45,7 @@ bcp.save(f"{path}/next", state_of(0, 3.0), async_save=True).result(20)
 STAGE, PLAN, HAND_OVER = (
     "GATHER",
     "'bytecheckpoint.api.collect_all'",
-    "'bytecheckpoint.spare_threads.SpareThreads.begin'",
+    "'bytecheckpoint.runtime.threads.SpareThreads.begin'",
 )
 
 
@@ -104,7 +104,7 @@ def test_a_handler_that_waits_for_a_save_which_its_thread_stages_is_refused(
 
 ALLOWED = {
     "a synchronous save": """
-with before("bytecheckpoint.writing.write_image", interrupt):
+with before("bytecheckpoint.saving.write.write_image", interrupt):
     bcp.save(f"{path}/interrupted", state_of(0, 1.0))
 """,
     "a save that waits for its turn": """
@@ -116,7 +116,7 @@ def handle_signal():
     go.set()
     bcp.save(f"{path}/handler", state_of(0, 2.0))
 
-with before("bytecheckpoint.writing.write_image", held):
+with before("bytecheckpoint.saving.write.write_image", held):
     bcp.save(f"{path}/first", state_of(0, 1.0), async_save=True)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     bcp.save(f"{path}/interrupted", state_of(0, 1.0), async_save=True).result(20)

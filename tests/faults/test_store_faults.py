@@ -37,7 +37,7 @@ def faulty(fail_at: int, fault: Fault, *, on_and_on: bool) -> Iterator[list[Faul
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bytecheckpoint.api.open_store", open_faulty)
-        patch.setattr("bytecheckpoint.storage.finding.open_store", open_faulty)
+        patch.setattr("bytecheckpoint.formats.find_checkpoint.open_store", open_faulty)
         yield opened
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign.accounting import lost
-from foreign.foreign_files import convert
+from formats.accounting import lost
+from formats.foreign_files import convert
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool

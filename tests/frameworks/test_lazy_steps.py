@@ -32,7 +32,7 @@ def save_and_step(path: str, state: dict[str, Any], step: Callable[[], object]) 
     def wait() -> None:
         assert go.wait(60)
 
-    with before("bytecheckpoint.staging.LiveFile.gather", wait):
+    with before("bytecheckpoint.staging.file_image.LiveFile.gather", wait):
         handle = bcp.save(path, state, async_save=True, options=LAZY)
         timer = threading.Timer(0.3, go.set)
         timer.start()

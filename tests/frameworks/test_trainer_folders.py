@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from foreign.accounting import lost
-from foreign.foreign_files import assert_same, convert
+from formats.accounting import lost
+from formats.foreign_files import assert_same, convert
 
 import bytecheckpoint as bcp
 

@@ -16,8 +16,8 @@ import msgspec
 from click.testing import CliRunner
 
 from bytecheckpoint.errors import CheckpointError, UnsafeCheckpointError
-from bytecheckpoint.manifest_envelope import seal, unseal
-from bytecheckpoint.storage.names import check_name
+from bytecheckpoint.manifest.envelope import seal, unseal
+from bytecheckpoint.storage.paths import check_name
 from bytecheckpoint.tools.main import cli
 from fuzz.memory_store import Files
 from fuzz.mutations import DTYPES, NUMBERS, TEXTS, mutate_bytes, mutate_header, mutate_msgpack

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
-from bytecheckpoint.storage.names import check_name
+from bytecheckpoint.storage.paths import check_name
 from bytecheckpoint.storage.store import Access, Block
 
 Files = dict[str, bytes]

@@ -39,12 +39,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain_data import encode_plain, keep_in_tree
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample, encode_manifest, tensor_record
-from bytecheckpoint.manifest_envelope import unseal
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, Sample, encode_manifest, tensor_record
+from bytecheckpoint.manifest.envelope import unseal
 from bytecheckpoint.region import Region, whole
-from bytecheckpoint.storage.codecs import FrameEncoder
-from bytecheckpoint.storage.data_file import chunk_entry, encode_header
+from bytecheckpoint.storage.compression import FrameEncoder
+from bytecheckpoint.storage.safetensors_header import chunk_entry, encode_header
 from fuzz.commands import FOLDER, Asked
 from fuzz.memory_store import Files, pack
 from fuzz.targets import CORPUS

@@ -23,26 +23,31 @@ if __name__ == "__main__":
 
 import xxhash
 
-from bytecheckpoint.adapters.plain_data import decode_plain, leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.frames import CODECS
-from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest, open_manifest
-from bytecheckpoint.manifest_check import MAX_SAMPLE_BYTES
-from bytecheckpoint.manifest_envelope import seal
+from bytecheckpoint.formats.detect import find_file, find_folder
+from bytecheckpoint.formats.find_checkpoint import Found, manifest_bytes
+from bytecheckpoint.formats.frameworks.dcp_metadata import read_metadata
+from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.torch_save.file import chunks_of, unpickle
+from bytecheckpoint.formats.torch_save.files import translated
+from bytecheckpoint.formats.torch_save.sharded_tensors import (
+    ShardedReader,
+    find_sharded_value,
+    is_sharded,
+    refuse_others,
+)
+from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find_value
+from bytecheckpoint.manifest.encoding import Manifest, decode_manifest, encode_manifest, open_manifest
+from bytecheckpoint.manifest.envelope import seal
+from bytecheckpoint.manifest.frames import CODECS
+from bytecheckpoint.manifest.validation import MAX_SAMPLE_BYTES
 from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.region import whole
-from bytecheckpoint.storage.codecs import decode_frame
-from bytecheckpoint.storage.data_file import decode_header
-from bytecheckpoint.storage.finding import Found, manifest_bytes
-from bytecheckpoint.storage.foreign.distcp_metadata import read_metadata
-from bytecheckpoint.storage.foreign.formats import find_file, find_folder
-from bytecheckpoint.storage.foreign.parts import Parts
-from bytecheckpoint.storage.foreign.pickled_values import StoredView, find_value
-from bytecheckpoint.storage.foreign.saved_files import translated
-from bytecheckpoint.storage.foreign.sharded_values import ShardedReader, find_sharded_value, is_sharded, refuse_others
-from bytecheckpoint.storage.foreign.torch_file import chunks_of, unpickle
-from bytecheckpoint.storage.names import check_name
+from bytecheckpoint.storage.compression import decode_frame
+from bytecheckpoint.storage.paths import check_name
+from bytecheckpoint.storage.safetensors_header import decode_header
 from fuzz.commands import mutate_command, read_command
 from fuzz.memory_store import MemoryStore, unpack
 from fuzz.mutations import (

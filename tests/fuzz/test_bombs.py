@@ -18,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 from msgspec.msgpack import Ext, encode
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
-from bytecheckpoint.storage.foreign import distcp_folder, parts, pickle_machine
+from bytecheckpoint.formats import manifest_builder
+from bytecheckpoint.formats.frameworks import dcp_folder
+from bytecheckpoint.formats.torch_save import unpickler
 from fuzz.memory_store import pack
 from fuzz.seeds import deepspeed_folders, folder_files, torch_file
 from fuzz.targets import read_distcp_metadata, read_folder, read_header, read_pickle, read_plain_data, read_torch_file
@@ -50,7 +52,7 @@ def test_a_shape_is_bounded_before_its_lengths_are_multiplied(shape: bytes) -> N
 
 
 def test_views_of_few_bytes_that_lie_in_millions_of_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "MAX_PIECES", 1000)
+    monkeypatch.setattr(manifest_builder, "MAX_PIECES", 1000)
     base = torch.zeros(300, dtype=torch.uint8)
     views = {f"t{start}": base[start:].as_strided((100,), (2,)) for start in range(12)}
     read_torch_file(torch_file(dict(list(views.items())[:10])))
@@ -65,13 +67,13 @@ def test_a_stacked_tensor_of_too_many_pieces_is_refused_before_they_are_made(
     def made(*_: object) -> Any:
         raise AssertionError("pieces are made")
 
-    stored = torch.zeros(distcp_folder.strides.MAX_CHUNKS + 1, 1, 1, dtype=torch.uint8)
+    stored = torch.zeros(dcp_folder.strides.MAX_CHUNKS + 1, 1, 1, dtype=torch.uint8)
     with pytest.warns(UserWarning, match="disabled"):
         dcp.save({"flat": stored}, checkpoint_id=tmp_path, no_dist=True)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.mcore_data = {"flat": {"nd_reformulated_orig_global_shape": tuple(stored.shape[:2])}}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    monkeypatch.setattr(distcp_folder, "unstacked", made)
+    monkeypatch.setattr(dcp_folder, "unstacked", made)
     error = refused(read_folder, pack(folder_files(tmp_path)))
     assert (error.kind, "65537 pieces" in error.message) == ("unsupported_version", True)
 
@@ -107,8 +109,8 @@ CRAFTED = {"numbers": numbers(MANY), "complex numbers": complex_numbers(MANY), "
 @pytest.fixture
 def _low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A 128th and an 8th of the real ones, which such keys reach in half a second."""
-    monkeypatch.setattr(pickle_machine, "MAX_PICKLE_BYTES", pickle_machine.MAX_PICKLE_BYTES >> 7)
-    monkeypatch.setattr(pickle_machine, "_MAX_CRAFTED_KEYS", pickle_machine._MAX_CRAFTED_KEYS >> 3)
+    monkeypatch.setattr(unpickler, "MAX_PICKLE_BYTES", unpickler.MAX_PICKLE_BYTES >> 7)
+    monkeypatch.setattr(unpickler, "_MAX_CRAFTED_KEYS", unpickler._MAX_CRAFTED_KEYS >> 3)
 
 
 @pytest.mark.usefixtures("_low_limits")

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.planner import holders, save_plan
-from bytecheckpoint.planner.file_plan import EXTENT_BYTES, LARGE_CHUNK_BYTES, PlacedChunk, cut_extents, lay_out_files
-from bytecheckpoint.planner.holders import collect_offered
-from bytecheckpoint.planner.offers import Offer, Write, pack_offers, unpack_offers
-from bytecheckpoint.planner.replicas import MIN_SPLIT_BYTES
+from bytecheckpoint.planner import save_plan, shard_owners
+from bytecheckpoint.planner.deduplicate import MIN_SPLIT_BYTES
+from bytecheckpoint.planner.file_layout import EXTENT_BYTES, LARGE_CHUNK_BYTES, PlacedChunk, cut_extents, lay_out_files
+from bytecheckpoint.planner.grid_shards import Splits, find_splits
 from bytecheckpoint.planner.save_plan import PlannedTensor, SavePlan, plan_save
-from bytecheckpoint.planner.splits import Splits, find_splits
+from bytecheckpoint.planner.shard_owners import collect_offered
+from bytecheckpoint.planner.write_items import Offer, Write, pack_offers, unpack_offers
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, intersect, split_flat_range, whole
 
 MiB = 1 << 20
@@ -504,7 +504,7 @@ def test_at_once_or_region_by_region_the_plan_is_the_same(offers: list[list[Offe
     outcomes = []
     for least, takes_splits in ((1, False), (1000, False), (1000, True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(holders, "MIN_ARRAY_OFFERS", least)
+            patch.setattr(shard_owners, "MIN_ARRAY_OFFERS", least)
             if not takes_splits:
                 patch.setattr(save_plan, "find_splits", no_splits)
             try:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import botocore.session
 
-from bytecheckpoint.storage.s3_store import S3Store
+from bytecheckpoint.storage.backends.s3_store import S3Store
 
 
 class Refuse(NamedTuple):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.backends.local_store import LocalStore
 
 from .faulty_store import Fault, FaultyStore
 from .store_contract import StoreContract, blocks_of, get, put

@@ -20,8 +20,8 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     StorageError,
 )
-from bytecheckpoint.storage import fsspec_upload
-from bytecheckpoint.storage.fsspec_store import FsspecStore
+from bytecheckpoint.storage.backends import fsspec_upload
+from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.store import GivesBytes
 
 from .s3_server import running_s3

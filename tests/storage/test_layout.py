@@ -14,10 +14,11 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.manifest import DataFile, Manifest, encode_manifest
+from bytecheckpoint.manifest.encoding import DataFile, Manifest, encode_manifest
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.deletion import discard, files_of_checkpoint
-from bytecheckpoint.storage.fsspec_store import FsspecStore
 from bytecheckpoint.storage.layout import (
     check_files,
     commit,
@@ -31,7 +32,6 @@ from bytecheckpoint.storage.layout import (
     read_manifest_bytes,
     step_folder,
 )
-from bytecheckpoint.storage.local_store import LocalStore
 
 from .faulty_store import Fault, FaultyStore, unavailable
 from .store_contract import put

@@ -21,8 +21,8 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.storage import local_files
-from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.backends import posix_files
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.store import Block
 
 from .store_contract import StoreContract, blocks_of, get, pattern, put
@@ -244,7 +244,7 @@ def test_short_reads_and_writes_go_on(store, monkeypatch):
 
 
 def test_calls_are_kept_below_what_the_kernel_takes(store, monkeypatch):
-    monkeypatch.setattr(local_files, "_MAX_CALL_BYTES", 100)
+    monkeypatch.setattr(posix_files, "_MAX_CALL_BYTES", 100)
     sizes = []
     real = os.pwritev
     monkeypatch.setattr(
@@ -388,7 +388,7 @@ def test_a_folder_that_a_delete_takes_in_between_is_made_again(store, monkeypatc
 def test_without_hard_links_a_taken_name_is_still_refused(tmp_path, monkeypatch, renameat2):
     monkeypatch.setattr(os, "link", _raising(errno.EPERM))
     if not renameat2:
-        monkeypatch.setattr(local_files, "_renameat2", lambda *_: False)
+        monkeypatch.setattr(posix_files, "_renameat2", lambda *_: False)
     store = LocalStore(str(tmp_path), writer_threads=1)
 
     def late() -> AbstractContextManager[memoryview]:
@@ -470,7 +470,7 @@ from contextlib import nullcontext
 # Storage needs no torch, which takes seconds to import: a bare package stands in for the one that imports it.
 sys.modules["bytecheckpoint"] = types.ModuleType("bytecheckpoint")
 sys.modules["bytecheckpoint"].__path__ = [sys.argv[2]]
-from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.store import Block
 store = LocalStore(sys.argv[1], writer_threads=2)
 data = memoryview(bytes(range(256)) * 256)
@@ -618,8 +618,8 @@ def test_a_file_system_without_inodes_is_told_from_one_without_space(tmp_path, m
         fields[7] = 0  # f_favail
         return os.statvfs_result(fields)
 
-    monkeypatch.setattr("bytecheckpoint.storage.local_store.os.open", open_nothing)
-    monkeypatch.setattr("bytecheckpoint.storage.local_store.os.statvfs", without_inodes)
+    monkeypatch.setattr("bytecheckpoint.storage.backends.local_store.os.open", open_nothing)
+    monkeypatch.setattr("bytecheckpoint.storage.backends.local_store.os.statvfs", without_inodes)
     with pytest.raises(CheckpointSaveError, match="no inodes left") as caught:
         put(store, "x", b"1")
     assert caught.value.kind == "no_space"
@@ -632,9 +632,11 @@ def test_files_and_folders_are_synced_to_the_disk_where_fsync_does_not_do_that(t
     def fcntl_call(fd, command):
         synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), command))
 
-    monkeypatch.setattr("bytecheckpoint.storage.local_files.fcntl.F_FULLFSYNC", full_sync, raising=False)
-    monkeypatch.setattr("bytecheckpoint.storage.local_files.fcntl.fcntl", fcntl_call)
-    monkeypatch.setattr("bytecheckpoint.storage.local_files.os.fsync", lambda _: pytest.fail("that is not enough"))
+    monkeypatch.setattr("bytecheckpoint.storage.backends.posix_files.fcntl.F_FULLFSYNC", full_sync, raising=False)
+    monkeypatch.setattr("bytecheckpoint.storage.backends.posix_files.fcntl.fcntl", fcntl_call)
+    monkeypatch.setattr(
+        "bytecheckpoint.storage.backends.posix_files.os.fsync", lambda _: pytest.fail("that is not enough")
+    )
     put(LocalStore(str(tmp_path), writer_threads=1), "x", b"1")
     assert (False, full_sync) in synced
     assert (True, full_sync) in synced

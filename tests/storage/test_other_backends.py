@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 import pytest
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError
-from bytecheckpoint.storage.fsspec_store import FsspecStore
+from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 
 from .store_contract import StoreContract, get, pattern, put
 

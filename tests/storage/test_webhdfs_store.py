@@ -11,7 +11,7 @@ from faults.seams import before, raising
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
-from bytecheckpoint.storage.fsspec_store import FsspecStore
+from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 
 from .store_contract import StoreContract, blocks_of, get, put
 from .webhdfs_server import running_webhdfs
@@ -97,7 +97,7 @@ def test_a_server_that_cannot_replace_keeps_what_stands_and_the_save_says_so(url
 def test_overwriting_is_refused_by_name_where_a_store_cannot_replace_in_one_step(url, monkeypatch, protocol):
     bcp.save(url, _state(1.0))
     monkeypatch.setattr("fsspec.implementations.webhdfs.WebHDFS.protocol", (protocol,))
-    monkeypatch.setattr("bytecheckpoint.staging.LiveFile.gather", lambda *_: pytest.fail("it was staged"))
+    monkeypatch.setattr("bytecheckpoint.staging.file_image.LiveFile.gather", lambda *_: pytest.fail("it was staged"))
     with pytest.raises(StorageError, match=protocol) as raised:
         bcp.save(url, _state(2.0), options=OVERWRITING)
     assert raised.value.kind == "unsupported"
@@ -109,9 +109,9 @@ def test_a_recovery_that_failed_is_done_again_where_a_store_cannot_replace(url, 
     monkeypatch.setattr("fsspec.implementations.webhdfs.WebHDFS.protocol", ("hdfs",))
     options = bcp.SaveOptions(local_stage=tmp_path)
     gone = raising(StorageError("gone", kind="unavailable"))
-    with before("bytecheckpoint.tier.upload_files", gone), pytest.raises(StorageError):
+    with before("bytecheckpoint.saving.local_stage.upload_files", gone), pytest.raises(StorageError):
         bcp.save(url, _state(1.0), options=options)
-    with before("bytecheckpoint.recovering.upload_files", gone), pytest.raises(StorageError, match="gone"):
+    with before("bytecheckpoint.saving.recover.upload_files", gone), pytest.raises(StorageError, match="gone"):
         bcp.recover(url, options=options)
     (save,) = bcp.recover(url, options=options)
     assert save.outcome == "committed"

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch.distributed.checkpoint  # noqa: F401  a child that is forked does not import it again
 
-from bytecheckpoint.conversion import convert as _convert  # noqa: F401
-from bytecheckpoint.storage import direct_file, local_files, local_store
+from bytecheckpoint.storage.backends import direct_io, local_store, posix_files
 from bytecheckpoint.tools.main import cli
 
 STEPS = [
-    (direct_file, "write_fully"),
-    (direct_file, "write_some"),
-    (local_files, "sync_folder"),
+    (direct_io, "write_fully"),
+    (direct_io, "write_some"),
+    (posix_files, "sync_folder"),
     (local_store, "sync_folder"),
     (local_store, "publish"),
     (local_store, "make_folders"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign.foreign_files import assert_same
+from formats.foreign_files import assert_same
 from safetensors.torch import load_file, save_file
 from two_llamas import (
     GROUPS,

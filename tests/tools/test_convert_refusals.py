@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign.foreign_files import assert_same
+from formats.foreign_files import assert_same
 from safetensors.torch import load_file, save_file
 
 import bytecheckpoint as bcp

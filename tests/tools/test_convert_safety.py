@@ -17,7 +17,7 @@ from checkpoint_files import flip
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.storage import direct_file, local_store
+from bytecheckpoint.storage.backends import direct_io, local_store
 from distributed.workers import WorkerPool
 
 TARGETS = ("bcp", "hf", "dcp", "torch")
@@ -113,9 +113,9 @@ def test_a_disk_that_gets_full_leaves_nothing(call, source, tmp_path, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         return kept(*args)
 
-    kept = direct_file.write_some
-    monkeypatch.setattr(direct_file, "write_some", write_some)
-    monkeypatch.setattr(direct_file, "write_fully", lambda fd, content, at: write_all(fd, content, at, write_some))
+    kept = direct_io.write_some
+    monkeypatch.setattr(direct_io, "write_some", write_some)
+    monkeypatch.setattr(direct_io, "write_fully", lambda fd, content, at: write_all(fd, content, at, write_some))
     ended = call("convert", source, tmp_path / "target", *options_of(to), "--json")
     assert (ended.code, ended.json["error"]["kind"]) == (4, "no_space")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -209,9 +209,9 @@ def test_a_source_that_is_none_is_one_line(call, tmp_path, path) -> None:
 def convert_together(rank: int, world_size: int, arguments: list[str]) -> int:
     """On each rank, as the command does it under torchrun."""
     from bytecheckpoint.conversion.convert import Limits, Request, convert
-    from bytecheckpoint.conversion.selecting import Wish
-    from bytecheckpoint.ranks import Subject, join_ranks
-    from bytecheckpoint.sources import Asked
+    from bytecheckpoint.distributed.ranks import Subject, join_ranks
+    from bytecheckpoint.loading.open_checkpoint import Asked
+    from bytecheckpoint.loading.select import Wish
 
     source, target, to, *dtype = arguments
     ranks = join_ranks(None, 60, about=Subject(target, None, is_save=True))

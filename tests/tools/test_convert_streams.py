@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from bytecheckpoint.conversion.streams import Budget, ReadAhead, Stream
-from bytecheckpoint.storage.blocks import take_blocks
-from bytecheckpoint.storage.scratch import Scratch
+from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream
+from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.storage.object_io import take_blocks
 from bytecheckpoint.storage.store import Block
 
 MiB = 1 << 20

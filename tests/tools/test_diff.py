@@ -13,8 +13,8 @@ from packed_checkpoints import compress_checkpoint, contents_of, write_checkpoin
 
 import bytecheckpoint as bcp
 from bytecheckpoint.region import Region, grid_regions, whole
-from bytecheckpoint.storage.local_store import LocalStore
-from bytecheckpoint.tools import tensor_diff
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.analysis import tensor_diff
 
 
 def save(path, state, **kwargs):

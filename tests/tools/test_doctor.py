@@ -14,12 +14,12 @@ import pytest
 from faults.seams import before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
 
+from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_promises
+from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.storage.local_store import LocalStore
-from bytecheckpoint.storage.probe_promises import ProbeStore, check_promises
-from bytecheckpoint.storage.probe_speed import Latency, Speed
-from bytecheckpoint.tools.advice import Compression, advise
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.recommend import Compression, advise
 
 QUICK = ("--seconds", 0, "--max-mib", 1)
 
@@ -72,7 +72,9 @@ def test_a_storage_that_refuses_is_an_error(call, tmp_path) -> None:
     ended = call("doctor", tmp_path / "file" / "run", *QUICK)
     assert ended.code in {3, 4}
     assert ended.err.startswith("error: ")
-    with before("bytecheckpoint.storage.local_store.LocalStore.write", raising(StorageError("no", kind="permission"))):
+    with before(
+        "bytecheckpoint.storage.backends.local_store.LocalStore.write", raising(StorageError("no", kind="permission"))
+    ):
         assert call("doctor", tmp_path / "run", *QUICK).code == 4
 
 
@@ -166,7 +168,7 @@ def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
 
 def test_a_broken_promise_ends_with_1(call, tmp_path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.opening.LocalStore", ForgetfulStore)
+        patch.setattr("bytecheckpoint.storage.open_store.LocalStore", ForgetfulStore)
         ended = call("doctor", tmp_path, *QUICK)
     assert ended.code == 1
     assert "NOT SAFE" in ended.out

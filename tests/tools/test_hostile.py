@@ -14,9 +14,9 @@ from command_lines import paths_of
 from msgspec.msgpack import Ext, encode
 
 import bytecheckpoint as bcp
-from bytecheckpoint import manifest as manifest_module
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
-from bytecheckpoint.manifest_envelope import seal, unseal
+from bytecheckpoint.manifest import encoding as manifest_module
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest.envelope import seal, unseal
 from bytecheckpoint.region import Region, whole
 
 OF_ONE = ["diff", "show", "timeline", "verify"]

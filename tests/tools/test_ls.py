@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage.local_store import LocalStore
-from bytecheckpoint.tools import checkpoint_list
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.analysis import checkpoint_list
 
 
 def test_it_lists_steps_in_order(call, saved_root) -> None:

@@ -167,7 +167,7 @@ def test_interrupting_is_exit_code_130(call, saved_root, monkeypatch, command) -
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytecheckpoint.storage.local_store.LocalStore.list", interrupt)
+    monkeypatch.setattr("bytecheckpoint.storage.backends.local_store.LocalStore.list", interrupt)
     ended = call(command, *paths_of(command, saved_root))
     assert (ended.code, ended.out) == (130, "")
     assert ended.err == "error: interrupted; no committed checkpoint was changed\n"

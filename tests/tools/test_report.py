@@ -17,12 +17,12 @@ from packed_checkpoints import contents_of, write_checkpoint
 from told_saves import ordinary, record, told_checkpoint
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region, grid_regions
-from bytecheckpoint.tools.chunk_map import map_chunks
-from bytecheckpoint.tools.contents import Tensor
-from bytecheckpoint.tools.module_tree import build_tree
-from bytecheckpoint.tools.treemap import Box, lay_out, squarify
+from bytecheckpoint.tools.analysis.module_tree import build_tree
+from bytecheckpoint.tools.analysis.summary import Tensor
+from bytecheckpoint.tools.render.chunk_map import map_chunks
+from bytecheckpoint.tools.render.treemap import Box, lay_out, squarify
 
 SVG_WIDTH = 960
 

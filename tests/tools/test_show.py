@@ -11,16 +11,16 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region
-from bytecheckpoint.tools.chunk_map import MAX_COLUMNS, MAX_ROWS, lines_of, map_chunks
-from bytecheckpoint.tools.column_widths import Column
-from bytecheckpoint.tools.contents import Tensor
-from bytecheckpoint.tools.element_values import decode_values, has_values
-from bytecheckpoint.tools.module_tree import build_tree
-from bytecheckpoint.tools.screen import Screen, Styled, to_json
-from bytecheckpoint.tools.tensor_stats import Stats
-from bytecheckpoint.tools.wording import ranges_text, size_text
+from bytecheckpoint.tools.analysis.element_values import decode_values, has_values
+from bytecheckpoint.tools.analysis.module_tree import build_tree
+from bytecheckpoint.tools.analysis.summary import Tensor
+from bytecheckpoint.tools.analysis.tensor_stats import Stats
+from bytecheckpoint.tools.render.chunk_map import MAX_COLUMNS, MAX_ROWS, lines_of, map_chunks
+from bytecheckpoint.tools.render.column_widths import Column
+from bytecheckpoint.tools.render.number_format import ranges_text, size_text
+from bytecheckpoint.tools.render.terminal import Screen, Styled, to_json
 
 
 def test_the_summary_comes_first(call, saved_root) -> None:

@@ -10,8 +10,8 @@ import pytest
 from told_saves import SAVE_ID, ordinary, record, told_checkpoint
 
 import bytecheckpoint as bcp
-from bytecheckpoint.tools.chrome_trace import chrome_trace, in_lanes
-from bytecheckpoint.tools.save_records import RankRecord, Span
+from bytecheckpoint.diagnostics.telemetry_records import RankRecord, Span
+from bytecheckpoint.tools.render.chrome_trace import chrome_trace, in_lanes
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from packed_checkpoints import tensor_bytes
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
-from bytecheckpoint.tools.differences import flat_position, index_of
-from bytecheckpoint.tools.element_values import has_values
-from bytecheckpoint.tools.value_difference import Side, Tolerance, can_compare, find_difference, same_bytes
+from bytecheckpoint.tools.analysis.differences import flat_position, index_of
+from bytecheckpoint.tools.analysis.element_values import has_values
+from bytecheckpoint.tools.analysis.value_difference import Side, Tolerance, can_compare, find_difference, same_bytes
 
 
 def side(tensor: torch.Tensor) -> Side:

@@ -11,9 +11,9 @@ from packed_checkpoints import codecs_in, contents_of, write_checkpoint
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region, whole
-from bytecheckpoint.storage.local_store import LocalStore
+from bytecheckpoint.storage.backends.local_store import LocalStore
 
 
 def test_a_sound_checkpoint_is_fine(call, saved_root) -> None:
@@ -110,7 +110,7 @@ def test_a_file_where_the_data_folder_should_be(call, root) -> None:
 
 def handmade(folder, *, chunks, header: bytes | None = None, step=None):
     """A checkpoint of a float32 tensor `w` of 4 x 2 in one file without checksums."""
-    from bytecheckpoint.storage.data_file import HeaderEntry, chunk_name, encode_header
+    from bytecheckpoint.storage.safetensors_header import HeaderEntry, chunk_name, encode_header
 
     names = [
         HeaderEntry(chunk_name("w", (4, 2), region), "float32", region.lengths, 4 * region.numel) for region in chunks
@@ -153,7 +153,7 @@ def test_chunks_that_do_not_tile_their_tensor(call, tmp_path) -> None:
 
 
 def test_a_header_that_disagrees_with_the_manifest(call, tmp_path) -> None:
-    from bytecheckpoint.storage.data_file import HeaderEntry, encode_header
+    from bytecheckpoint.storage.safetensors_header import HeaderEntry, encode_header
 
     swapped = encode_header(
         [HeaderEntry("w[2:4,0:2]", "float32", (2, 2), 16), HeaderEntry("w[0:2,0:2]", "float32", (2, 2), 16)], {}
@@ -218,7 +218,7 @@ def test_a_header_that_calls_a_compressed_chunk_a_tensor(call, tmp_path) -> None
     """Other readers would take its bytes for numbers."""
     import torch
 
-    from bytecheckpoint.storage.data_file import HeaderEntry, encode_header
+    from bytecheckpoint.storage.safetensors_header import HeaderEntry, encode_header
 
     manifest = write_checkpoint(tmp_path / "c", [contents_of("a", torch.ones(90, 90), [whole((90, 90))], "zstd")])
     file, (chunk,) = manifest.files[0], manifest.tensors["a"].chunks

@@ -1,0 +1,374 @@
+"""What a checkpoint holds, seen under the names that the state uses: filtered by include and exclude, renamed by
+key_map, plain data decoded for one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.expectation import RankMissing
+from bytecheckpoint.adapters.key_map import Globs, KeyMap, renamed_alike, renamer
+from bytecheckpoint.adapters.plain.plain_data import (
+    TensorRef,
+    decode_plain,
+    encode_plain,
+    is_content_fqn,
+    keep_in_tree,
+    leaves,
+)
+from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
+from bytecheckpoint.manifest.encoding import Manifest
+
+PER_RANK_NAME = "extra_state"
+"""The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
+
+
+Reshape = Callable[[Any, str, Callable[[str], str], Sequence[str]], Any]
+"""Takes a tree, its checkpoint FQN, the renaming of checkpoint FQNs to state FQNs, and those of all tensors; gives the
+tree to load from."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    fqn: str
+    """Under which its chunks are stored; another than the user's where it is an alias or renamed."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StoredTree(NamedTuple):
+    """The plain data of one entry, as it was saved."""
+
+    fqn: str
+    """In the checkpoint."""
+    tree: Any
+    is_taken: bool
+    """Include and exclude leave something of it."""
+
+
+class UnusedRule(NamedTuple):
+    """A glob or a rule that matches nothing."""
+
+    option: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.rule if self.option == 'key_map' else repr(self.rule)}"
+
+
+class Stored:
+    """A checkpoint as the state's entries see it."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        rank: int,
+        key_map: KeyMap | None,
+        include: Sequence[str] | None,
+        exclude: Sequence[str] | None,
+        below: str = "",
+        beside: Collection[str] = (),
+        plain_names: Mapping[str, str] | None = None,
+        reshape: Reshape | None = None,
+    ) -> None:
+        """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too, but for those at
+        and below the state FQNs `beside` it. `plain_names` are state FQNs by the names under which the state shows the
+        same, which earlier versions and other programs have saved. `reshape` puts plain data that ranks share into the
+        form that the state has.
+        """
+        self._manifest = manifest
+        self._reshape = reshape
+        self._rank = rank
+        self._include = None if include is None else Globs(include)
+        self._exclude = Globs(exclude or ())
+        self.takes_all = include is None and not exclude
+        """Whether neither keeps anything from being loaded."""
+        self._below = f"{below}." if below else ""
+        self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
+        self._is_as_saved = self.takes_all and not self._is_renamed
+        self.rename = renamer(key_map, below, beside, plain_names)
+        """Checkpoint FQN -> state FQN."""
+        self.saved = self._saved_tensors()
+        """By checkpoint FQN, whatever include and exclude say."""
+        self.tensors = self._select_tensors()
+        """By state FQN."""
+
+    def _saved_tensors(self) -> dict[str, StoredTensor]:
+        """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
+        manifest = self._manifest
+        described = manifest.describe_all().items()
+        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, dtype, shape)) for fqn, (dtype, shape) in described}
+        records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
+        by_content = _named_by_content(manifest)
+        if not by_content:
+            return records
+        saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
+        refs = {fqn: leaf.fqn for fqn, leaf in self._tree_leaves.items() if isinstance(leaf, TensorRef)}
+        return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
+
+    def _select_tensors(self) -> dict[str, StoredTensor]:
+        if self._is_as_saved:
+            return self.saved
+        selected: dict[str, StoredTensor] = {}
+        for fqn, tensor in self.saved.items():
+            if not self.takes(fqn):
+                continue
+            name = self.rename(fqn)
+            if name in selected:
+                raise renamed_alike(name, selected[name].fqn, fqn)
+            selected[name] = tensor
+        return selected
+
+    def takes(self, fqn: str) -> bool:
+        """Whether include and exclude let this checkpoint FQN through."""
+        if self.takes_all:
+            return True
+        is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
+        return (self._include is None or self._include.match(fqn)) and not is_excluded
+
+    def why_left_out(self, fqn: str) -> str | None:
+        """Why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
+        left_out = self._manifest.map_notes.left_out
+        return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
+
+    def excludes(self, fqn: str) -> bool:
+        """Whether exclude names this checkpoint FQN."""
+        return self._exclude.match(fqn)
+
+    def globbed_name(self, fqn: str) -> str:
+        """What include and exclude know by this state FQN that the checkpoint has not."""
+        return fqn.removeprefix(self._below)
+
+    @cached_property
+    def trees(self) -> dict[str, Any]:
+        """Plain data as it was saved, by the checkpoint FQN of its entry."""
+        trees = {fqn: decode_plain(data) for fqn, data in self._manifest.objects.items()}
+        if self._reshape is not None:
+            names = [*self._manifest.tensors, *self._manifest.aliases]
+            trees = {fqn: self._reshape(tree, fqn, self.rename, names) for fqn, tree in trees.items()}
+        for fqn, by_rank in self._manifest.rank_objects.items():
+            if self._rank in by_rank:
+                trees[fqn] = decode_plain(by_rank[self._rank])
+            elif fqn.split(".")[0] == PER_RANK_NAME:
+                trees[fqn] = _common_tree([decode_plain(data) for _, data in sorted(by_rank.items())])
+            else:
+                trees[fqn] = RankMissing(len(by_rank))
+        return trees
+
+    @cached_property
+    def plain(self) -> dict[str, Any]:
+        """The leaves of all plain data by state FQN. Those that differ between ranks and were saved by no rank of
+        this number are `RankMissing`.
+        """
+        if self._is_as_saved:
+            return self._tree_leaves
+        sources: dict[str, str] = {}
+        for fqn in filter(self.takes, self._tree_leaves):
+            name = self.rename(fqn)
+            if sources.setdefault(name, fqn) != fqn:
+                raise renamed_alike(name, sources[name], fqn)
+        return {name: self._tree_leaves[fqn] for name, fqn in sources.items()}
+
+    def entry_tree(self, fqn: str) -> StoredTree | None:
+        """What the entry of this state FQN was saved as, where the checkpoint has it."""
+        source = self._tree_names.get(fqn)
+        if source is None:
+            return None
+        tree = self.trees[source]
+        return StoredTree(source, tree, any(map(self.takes, leaves(tree, source))))
+
+    def object_tree(self, fqn: str) -> StoredTree | None:
+        """The tree that the object of this state FQN was saved as: an entry, the only one of a list of objects, or all
+        of a checkpoint that stands below this FQN.
+        """
+        found = self.entry_tree(fqn)
+        if found is None and f"{fqn}.1" not in self._tree_names:
+            found = self.entry_tree(f"{fqn}.0")
+        return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
+
+    def _tree_of_all(self) -> StoredTree | None:
+        """All plain data and tensors of the checkpoint, but for entries of other names, as one tree."""
+        below = {fqn: tree for fqn, tree in self.trees.items() if fqn and self.rename(fqn).startswith(self._below)}
+        roots = set(below)
+        alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
+        below |= {fqn: TensorRef(fqn) for fqn in alone if self.rename(fqn).startswith(self._below)}
+        return StoredTree("", below, any(map(self.takes, leaves(below, "")))) if roots else None
+
+    @cached_property
+    def _tree_names(self) -> dict[str, str]:
+        return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, leaves(self.trees[fqn], fqn))))
+
+    def subtree(self, fqn: str) -> tuple[str, Any] | None:
+        """The part of the plain data whose leaves are at or below this state FQN: its checkpoint FQN, and the tree."""
+        source = self._sources.get(fqn)
+        if source is None:
+            below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(f"{fqn}."))
+            source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
+        tree = None if source is None else self._tree_at(source)
+        return None if source is None or tree is None else (source, tree)
+
+    @cached_property
+    def _sources(self) -> dict[str, str]:
+        """State FQN -> checkpoint FQN of every leaf of plain data."""
+        return self._by_new_name(self._tree_leaves, self.takes)
+
+    def _by_new_name(self, fqns: Iterable[str], is_taken: Callable[[str], bool]) -> dict[str, str]:
+        """Checkpoint FQNs by state FQN. Where two come to one name, exclude has left one of them out: not that one."""
+        by_name = {self.rename(fqn): fqn for fqn in (fqns if self._is_as_saved else sorted(fqns, key=is_taken))}
+        # A rule that puts a name and a dot before all names makes of the root that name alone.
+        return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
+
+    def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
+        """What this rank has no value for, where it is the value of this state FQN or one around it."""
+        if not self._is_any_missing:
+            return None
+        parts = fqn.split(".")
+        names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+        found = ((name, self.plain.get(name)) for name in names)
+        return next(((name, value) for name, value in found if isinstance(value, RankMissing)), None)
+
+    @cached_property
+    def _is_any_missing(self) -> bool:
+        return any(isinstance(value, RankMissing) for value in self.plain.values())
+
+    def _tree_at(self, fqn: str) -> Any:
+        """The part of the plain data at this checkpoint FQN, or None."""
+        if fqn in self.trees:
+            return self.trees[fqn]
+        parts = fqn.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            name = ".".join(parts[:count])
+            found = _descend(self.trees[name], fqn[len(name) + 1 :]) if name in self.trees else None
+            if found is not None:
+                return found
+        return None
+
+    def skips(self, fqn: str) -> bool:
+        """Whether include or exclude keep this state FQN from being loaded."""
+        if self.takes_all or fqn in self.skipped or fqn in self._known:
+            return not self.takes_all and fqn in self.skipped
+        # What is renamed into a container that they name themselves is loaded.
+        return not self.takes(self.globbed_name(fqn)) and (not self._is_renamed or fqn not in self._known_roots)
+
+    @cached_property
+    def skipped(self) -> set[str]:
+        """State FQNs of all that include and exclude leave out, and nothing else is renamed to."""
+        if self.takes_all:
+            return set()
+        left_out = {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
+        return left_out - self._known
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return {*self.tensors, *self.plain}
+
+    @cached_property
+    def _known_roots(self) -> set[str]:
+        """What stands above anything known."""
+        parts = (fqn.split(".") for fqn in self._known)
+        return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
+
+    def below(self, fqn: str) -> list[str]:
+        """State FQNs of the tensors below this one."""
+        return [name for name in self.tensors if name.startswith(f"{fqn}.")]
+
+    @cached_property
+    def own_names(self) -> list[str]:
+        """State FQNs, sorted, of what other ranks may see otherwise: it lies in values that differed between ranks."""
+        roots = set(self._manifest.rank_objects)
+        names = [*self.saved, *self._tree_leaves] if roots else []
+        return sorted({self.rename(fqn) for fqn in names if is_at_or_below(fqn, roots) and self.takes(fqn)})
+
+    @cached_property
+    def common_names(self) -> list[str]:
+        """State FQNs, sorted, of what every rank sees alike."""
+        return sorted(self._known.difference(self.own_names))
+
+    @property
+    def unused_rules(self) -> list[UnusedRule]:
+        """The rules of include, exclude and key_map that match nothing in the checkpoint, and nothing that the state
+        has asked for so far.
+        """
+        if self._has_unused:
+            for fqn in self.names_of_all_ranks:
+                self.takes(fqn)
+                self.rename(fqn)
+        found = [UnusedRule("include", glob) for glob in (self._include.unused if self._include else ())]
+        found += [UnusedRule("exclude", glob) for glob in self._exclude.unused]
+        return found + [UnusedRule("key_map", repr(rule)) for rule in self.rename.unused]
+
+    @property
+    def _has_unused(self) -> bool:
+        return bool((self._include and self._include.unused) or self._exclude.unused or self.rename.unused)
+
+    @property
+    def names_of_all_ranks(self) -> set[str]:
+        """The checkpoint FQNs of tensors and plain data, of every rank that saved it."""
+        manifest = self._manifest
+        trees = [*manifest.objects.items()]
+        trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
+        names = {leaf for fqn, data in trees for leaf in (fqn, *leaves(decode_plain(data), fqn))}
+        return names.union(manifest.tensors, manifest.aliases)
+
+    def all_names(self) -> list[str]:
+        """State FQNs of everything that include and exclude leave."""
+        return [*self.common_names, *self.own_names]
+
+    @cached_property
+    def _tree_leaves(self) -> dict[str, Any]:
+        return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
+
+
+def is_at_or_below(fqn: str, roots: set[str]) -> bool:
+    """Whether an FQN is one of these or starts with one of them and a dot."""
+    parts = fqn.split(".")
+    return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
+
+
+def _named_by_content(manifest: Manifest) -> set[str]:
+    """The tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
+    candidates = set(filter(is_content_fqn, manifest.tensors))
+    if not candidates:
+        return candidates
+    trees = [*manifest.objects.items()]
+    trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
+    found = (item for fqn, data in trees for item in leaves(decode_plain(data), fqn).items())
+    return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
+
+
+def _common_tree(trees: Sequence[Any]) -> Any:
+    """The first tree, with what is not the same in all of them, or not in all, marked as missing."""
+    if all(isinstance(tree, dict) for tree in trees):
+        by_key: dict[Any, list[Any]] = {}
+        for key, value in (item for tree in trees for item in tree.items()):
+            by_key.setdefault(key, []).append(value)
+        return {
+            key: _common_tree(values) if len(values) == len(trees) else RankMissing(len(values))
+            for key, values in by_key.items()
+        }
+    # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
+    is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
+    return trees[0] if is_same else RankMissing(len(trees))
+
+
+def _descend(tree: Any, path: str) -> Any:
+    """What lies below a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
+    for key, value in items:
+        if path == str(key):
+            return value
+        found = _descend(value, path[len(str(key)) + 1 :]) if path.startswith(f"{key}.") else None
+        if found is not None:
+            return found
+    return None
+
+
+def placeholder(stored: StoredTensor) -> torch.Tensor:
+    """A tensor on the meta device that stands for one that a load will create."""
+    return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")

@@ -1,0 +1,1 @@
+"""FSDP1, DeepSpeed and Megatron."""

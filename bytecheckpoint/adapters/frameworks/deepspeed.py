@@ -1,0 +1,319 @@
+"""DeepSpeed: engines, and the optimizers in them, as they are in a training that runs. No gather, no padding stored.
+
+Takes, by the attributes that they have and without DeepSpeed:
+
+- an engine, which is its `module` here, under the names that parameters have in it;
+- `engine.optimizer`, of every ZeRO stage, BF16_Optimizer and FP16 ones (`zero_partitions.py` says how each keeps what),
+  which is the torch optimizer in it: its parameters are the flat masters. With stage 0 it may be a torch optimizer;
+- `engine.module` beside `engine.optimizer`, and modules of ZeRO 3 without any.
+
+A parameter that is kept in two precisions is stored once, by its master. A load fills the masters; low precision comes
+from them for what lies on this rank, and from the checkpoint for the rest. Parameters that are not optimised are the
+module's own, or in ZeRO 3 the partition `ds_tensor`; what is gathered at the moment is not read, but filled by a load.
+What else a resumed training needs is kept with the optimizer: counters of the engine, its scheduler, the loss scaler.
+
+What a resumed training with DeepSpeed needs besides tensors: its engine's counters, its scheduler, loss scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from bytecheckpoint.adapters.frameworks.flat_parameters import (
+    FlatModule,
+    FlatOptimizer,
+    HeldPart,
+    NamedParameters,
+    NamedPart,
+    merged,
+    part_of_whole,
+)
+from bytecheckpoint.adapters.frameworks.zero_partitions import MasterPart, is_wrapper, masters_of, part_of_partitioned
+from bytecheckpoint.adapters.native.module_walk import ModuleTree
+from bytecheckpoint.adapters.shards import unsupported
+
+_PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
+"""Attributes of parameters: their part in ZeRO 3; where their master is, which those with several precisions have; and
+their optimizer."""
+
+
+def is_engine(value: Any) -> bool:
+    """Whether a module is an engine, which is `engine.module` with an optimizer and counters."""
+    attributes = vars(value) if isinstance(value, torch.nn.Module) else {}
+    return {"optimizer", *COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
+
+
+def unwrapped(engine: Any) -> Any:
+    return getattr(engine, "module", None)
+
+
+def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
+    """An engine's optimizer, or one that DeepSpeed has wrapped, of which no engine need be known; None for others.
+
+    The torch optimizer that an engine was made with is the same as the engine's own. Raises CheckpointSaveError
+    (unsupported_value), naming `fqn`, where not all of its state can be read.
+    """
+    engine = next((engine for engine in engines if any(each is value for each in _optimizers_in(engine))), None)
+    wrapper = value if engine is None else engine.optimizer
+    if not is_wrapper(wrapper):
+        if isinstance(value, torch.optim.Optimizer):
+            _refuse_emptied(fqn, value)
+        if engine is None or not isinstance(value, torch.optim.Optimizer):
+            return None
+        groups = [group["params"] for group in value.param_groups]
+        return FlatOptimizer(
+            value, groups, lambda _: None, partial(facts_of, value, engine), partial(take_facts, value, engine)
+        )
+    _refuse_unreadable(fqn, wrapper)
+    if not isinstance(wrapper.optimizer, torch.optim.Optimizer):
+        raise unsupported(fqn, "a DeepSpeed optimizer without an optimizer in it", "save the engine as the model only")
+    return FlatOptimizer(
+        wrapper.optimizer,
+        _groups_of(wrapper),
+        lambda named: flat_module(fqn, named, wrapper),
+        partial(facts_of, wrapper, engine),
+        partial(take_facts, wrapper, engine),
+    )
+
+
+def _optimizers_in(engine: Any) -> Iterator[Any]:
+    """Its optimizer, the one in that, and so on."""
+    optimizer, seen = engine.optimizer, set[int]()
+    while optimizer is not None and id(optimizer) not in seen:
+        yield optimizer
+        seen.add(id(optimizer))
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _refuse_emptied(fqn: str, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer from which ZeRO 3 has taken the parameters: none of its state would be saved, nor any loaded."""
+    if optimizer.state and not any(group["params"] for group in optimizer.param_groups):
+        what = f"a {type(optimizer).__name__} that has state and no parameters, as inside ZeRO 3 between steps"
+        raise unsupported(fqn, what, "pass engine.optimizer, or the engine itself beside it")
+
+
+def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
+    """ZeRO 3 gives its optimizer parameters only while it steps, and lists of none at other times."""
+    groups: list[Sequence[torch.Tensor]] = [group["params"] for group in wrapper.optimizer.param_groups]
+    if "sub_group_to_group_id" not in vars(wrapper) or any(groups):
+        return groups
+    masters = wrapper.fp32_partitioned_groups_flat
+    group_ids = wrapper.sub_group_to_group_id
+    return [[each for index, each in enumerate(masters) if group_ids[index] == group] for group in range(len(groups))]
+
+
+def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatModule | None:
+    """How the parameters of a module lie: in a wrapped optimizer, in partitions of ZeRO 3, or else None.
+
+    `wrapper` is an optimizer that may have them: None comes back for parameters of which it has none, because those may
+    be another's. Raises CheckpointSaveError (unsupported_value) where it has others as well.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in named:
+        names.setdefault(id(parameter), []).append(name)
+    by_id = {id(parameter): parameter for _, parameter in named}
+    masters: list[MasterPart] = []
+    if is_wrapper(wrapper):
+        _refuse_unreadable(fqn, wrapper)
+        masters = masters_of(fqn, wrapper)
+    of_module = [each for each in masters if id(each.parameter) in names]
+    if of_module and len(of_module) < len(masters):
+        what = f"a module with {len(of_module)} of the {len(masters)} parameters of its DeepSpeed optimizer"
+        raise unsupported(fqn, what, "pass the engine, or the whole of engine.module")
+    # What stays in partitions is left to the call without a wrapper: these may have another's masters.
+    is_alone = not is_wrapper(wrapper)
+    alone = [each for each in by_id.values() if is_alone and hasattr(each, _PARTITION)]
+    if not of_module and not alone:
+        return None
+    held = [HeldPart(names[id(each.parameter)][0], each.part, _flat(each.master)) for each in of_module]
+    held += [HeldPart(names[id(each)][0], *_partition(fqn, each)) for each in alone]
+    parameters = [*(each.parameter for each in of_module), *alone]
+    return FlatModule(
+        held,
+        replaced={id(parameter) for parameter in parameters},
+        aliases={alias: of_one[0] for each in parameters for of_one in [names[id(each)]] for alias in of_one[1:]},
+        in_optimizer=_in_optimizer(of_module, names),
+        copies=[copy for each in of_module for copy in _copies(fqn, names[id(each.parameter)][0], each)]
+        + [copy for each in alone for copy in _gathered(fqn, names[id(each)][0], each)],
+        finish=partial(_finish, of_module, alone),
+    )
+
+
+def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:
+    """How the parameters lie of an engine, or of a module of ZeRO 3, that no optimizer in the state has.
+
+    Parameters of ZeRO 3 know their optimizer; partitions of those that it does not train have no masters.
+    """
+    known = [] if engine is None else [engine.optimizer]
+    known += [vars(each)[_OWNER] for _, each in named if hasattr(each, _OWNER)]
+    wrappers = {id(each): each for each in known if is_wrapper(each)}
+    flat = [found for each in wrappers.values() if (found := flat_module(fqn, named, each)) is not None]
+    partitions = flat_module(fqn, not_in(named, flat), None)
+    return merged(flat if partitions is None else [*flat, partitions])
+
+
+def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameters:
+    """The parameters that are kept flat by none of these."""
+    replaced = {tensor_id for each in flat for tensor_id in each.replaced}
+    return [(name, parameter) for name, parameter in named if id(parameter) not in replaced]
+
+
+def has_traces(tree: ModuleTree) -> bool:
+    """Whether DeepSpeed has had the module in its hands: told by any parameter, because it marks what it optimises."""
+    found = (each for _, module in tree.submodules for each in module._parameters.values())
+    return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
+
+
+def refuse_unknown(fqn: str, named: NamedParameters, flat: Iterable[FlatModule]) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for parameters with masters that nobody has found: a load would
+    be undone by the next step, and a save would store what is rounded.
+    """
+    unknown = [name for name, parameter in not_in(named, flat) if hasattr(parameter, _MASTER)]
+    if unknown:
+        what = f"a module with parameters that DeepSpeed keeps in full precision elsewhere, as {unknown[0]}"
+        raise unsupported(fqn, what, "pass the engine as the model, or its engine.optimizer beside the module")
+
+
+def _in_optimizer(masters: Sequence[MasterPart], names: Mapping[int, Sequence[str]]) -> dict[int, list[NamedPart]]:
+    found: dict[int, list[NamedPart]] = {}
+    for parameter, part, master in masters:
+        found.setdefault(id(master), []).append(NamedPart(names[id(parameter)][0], part))
+    return found
+
+
+def _flat(master: torch.Tensor) -> torch.Tensor:
+    return master.detach().view(-1)
+
+
+def _partition(fqn: str, parameter: Any) -> tuple[Any, torch.Tensor]:
+    """Of a parameter of ZeRO 3 that no optimizer has."""
+    _refuse_swapped(fqn, parameter)
+    return part_of_partitioned(fqn, parameter, 0), _flat(parameter.ds_tensor)
+
+
+def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[HeldPart]:
+    """Low precision that has no master on this rank."""
+    parameter: Any = held.parameter
+    if hasattr(parameter, _PARTITION):
+        _refuse_swapped(fqn, parameter)
+        yield from _gathered(fqn, name, parameter)
+        return
+    memory = parameter.detach().view(-1)
+    end = held.part.start + held.part.numel
+    for start, stop in ((0, held.part.start), (end, parameter.numel())):
+        if start < stop:
+            yield HeldPart(name, part_of_whole(parameter.shape, start, stop - start, start), memory)
+
+
+def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[HeldPart]:
+    """All of a parameter of ZeRO 3, where it is there: a small one always, any other between forward and backward."""
+    if parameter.ds_status.name == "INFLIGHT":
+        raise unsupported(fqn, "a module whose parameters are being gathered", "save and load between steps")
+    if parameter.ds_status.name == "AVAILABLE":
+        whole = part_of_whole(tuple(parameter.ds_shape), 0, parameter.ds_numel, 0)
+        yield HeldPart(name, whole, parameter.detach().view(-1))
+
+
+def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
+    """As DeepSpeed does after a step, without its gather: what other ranks have masters of was read."""
+    for partitioned in alone:
+        partitioned.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
+    for held in masters:
+        parameter: Any = held.parameter
+        start, numel, position = held.part.start, held.part.numel, held.part.position
+        if hasattr(parameter, _PARTITION):
+            low, start = parameter.ds_tensor, 0
+            parameter.ds_secondary_tensor = None
+        else:
+            low = parameter
+        low.detach().view(-1)[start : start + numel].copy_(_flat(held.master)[position : position + numel])
+
+
+_UNREADABLE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "with optimizer state on NVMe": (lambda wrapper: getattr(wrapper, "swap_optimizer", False), "offload to the CPU"),
+    "with parameters on NVMe": (
+        lambda wrapper: getattr(wrapper, "params_in_nvme_and_cpu", False),
+        "offload to the CPU",
+    ),
+    "whose states are offloaded": (
+        lambda wrapper: getattr(wrapper, "offloaded_states", False),
+        "call engine.reload_states() first",
+    ),
+    "with ZenFlow": (lambda wrapper: getattr(wrapper, "zenflow", False), "turn zenflow off"),
+    "with SuperOffload": (lambda wrapper: hasattr(wrapper, "superoffload_cpu_optimizer"), "turn super_offload off"),
+    "offloaded in part": (lambda wrapper: hasattr(wrapper, "backup_optimizer"), "set the ratio of the offload to 1.0"),
+    "with model parallelism": (lambda wrapper: _num_model_ranks(wrapper) > 1, "shard with DTensor, or use Megatron"),
+}
+"""What keeps state in other places, or other parameters under the same names on other ranks; how to tell."""
+
+
+def _refuse_unreadable(fqn: str, wrapper: Any) -> None:
+    for what, (is_so, advice) in _UNREADABLE.items():
+        if is_so(wrapper):
+            raise unsupported(fqn, f"a DeepSpeed optimizer {what}", advice)
+
+
+def _num_model_ranks(wrapper: Any) -> int:
+    group, mpu = getattr(wrapper, "model_parallel_group", None), getattr(wrapper, "mpu", None)
+    if group is not None:
+        return dist.get_world_size(group)
+    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+
+
+def _refuse_swapped(fqn: str, parameter: Any) -> None:
+    if parameter.ds_tensor.status.name != "AVAILABLE" or parameter.ds_tensor.final_location == "nvme":
+        raise unsupported(fqn, "a module with parameters on NVMe", "offload to the CPU")
+    if hasattr(parameter.ds_tensor, "ds_quant_scale"):
+        raise unsupported(fqn, "a module with quantised partitions", "turn zero_quantized_nontrainable_weights off")
+
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What changes in a loss scaler; the rest is configuration, which the one who loads has chosen anew."""
+
+
+def facts_of(wrapper: Any, engine: Any | None) -> dict[str, Any]:
+    """What a resumed training needs besides parameters and their state."""
+    facts: dict[str, Any] = {}
+    scaler = _dynamic_scaler(wrapper)
+    if scaler is not None:
+        facts["loss_scaler"] = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
+    autocast = getattr(wrapper, "torch_autocast_gradscaler", None)
+    if autocast is not None:
+        facts["grad_scaler"] = autocast.state_dict()
+    if engine is not None:
+        facts["engine"] = {name: getattr(engine, name) for name in COUNTERS}
+        if getattr(engine, "lr_scheduler", None) is not None:
+            facts["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    return facts
+
+
+def take_facts(wrapper: Any, engine: Any | None, facts: Mapping[str, Any]) -> None:
+    scaler = _dynamic_scaler(wrapper)
+    for name, value in facts.get("loss_scaler", {}).items():
+        if scaler is not None and hasattr(scaler, name):
+            setattr(scaler, name, value)
+    autocast = getattr(wrapper, "torch_autocast_gradscaler", None)
+    if autocast is not None and facts.get("grad_scaler"):
+        autocast.load_state_dict(facts["grad_scaler"])
+    if engine is None:
+        return
+    for name, value in facts.get("engine", {}).items():
+        # Gradients of micro steps after the last step are in no checkpoint, so their accumulation starts anew.
+        begun = value % engine.gradient_accumulation_steps() if name == "micro_steps" else 0
+        setattr(engine, name, value - begun)
+    if "lr_scheduler" in facts and getattr(engine, "lr_scheduler", None) is not None:
+        engine.lr_scheduler.load_state_dict(facts["lr_scheduler"])
+
+
+def _dynamic_scaler(wrapper: Any) -> Any | None:
+    """What adapts the loss scale; None where that is fixed, as without fp16."""
+    of_zero, of_fp16 = getattr(wrapper, "loss_scaler", None), getattr(wrapper, "loss_scale_config", None)
+    if getattr(of_zero, "dynamic", False):
+        return of_zero
+    return of_fp16 if getattr(of_fp16, "dynamic_loss_scale", False) else None

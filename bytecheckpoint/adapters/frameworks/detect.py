@@ -1,0 +1,108 @@
+"""The frameworks that a call may name, and whether anything in a state is of the one that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, Literal, get_args
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.distributed.tensor import DTensor
+
+from bytecheckpoint.adapters.native.pipelines import stages_of
+from bytecheckpoint.adapters.stateful import RankLocal, is_stateful
+from bytecheckpoint.errors import CheckpointMismatchError
+
+Framework = Literal["auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale"]
+"""What `framework` may be. Those without adapters of their own are read by those of torch's modules and optimizers."""
+
+FRAMEWORKS: tuple[str, ...] = get_args(Framework)
+_DDP = "DistributedDataParallel"
+
+
+def check_known(framework: object) -> None:
+    """Raises CheckpointMismatchError (conflict) for a framework that is none of FRAMEWORKS."""
+    if framework not in FRAMEWORKS:
+        raise CheckpointMismatchError(
+            f"framework={framework!r} is none that this release knows; nothing was changed: pass one of "
+            f"{', '.join(FRAMEWORKS)}",
+            kind="conflict",
+        )
+
+
+def refuse_absent(framework: str, state: Mapping[str, Any], *, has_own: bool) -> None:
+    """Raises CheckpointMismatchError (conflict) where nothing in the state is of the framework. `has_own` says whether
+    adapters of its own found anything.
+    """
+    if framework == "auto" or has_own or _is_there(framework, state):
+        return
+    found = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"
+    raise CheckpointMismatchError(
+        f"framework={framework!r} was given, and nothing in the state is of it; found were {found}. Nothing was "
+        f'changed: pass framework="auto", which finds what there is, or what {framework} has made of the model; '
+        "docs/frameworks.md says what counts",
+        kind="conflict",
+    )
+
+
+def _is_there(framework: str, state: Mapping[str, Any]) -> bool:
+    if framework in {"megatron", "deepspeed"}:
+        return False
+    values = list(_values(state))
+    if _is_among(framework, values):
+        return True
+    # Their state_dict may cost memory: they are asked where nothing else has told.
+    wrappers = (value for value in values if is_stateful(value) and not stages_of(value))
+    return any(_is_among(framework, list(_values(value.state_dict()))) for value in wrappers)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """What is in the containers of a state."""
+    if isinstance(value, RankLocal):
+        value = value.value
+    if isinstance(value, Mapping):
+        yield from chain.from_iterable(map(_values, value.values()))
+    elif isinstance(value, list | tuple) and not stages_of(value):
+        yield from chain.from_iterable(map(_values, value))
+    else:
+        yield value
+
+
+def _is_among(framework: str, values: Iterable[Any]) -> bool:
+    modules: list[torch.nn.Module] = []
+    tensors: list[Iterable[Any]] = []
+    others: list[Any] = []
+    for value in values:
+        roots = [stage.module for stage in stages_of(value)]
+        modules += (module for root in roots for module in torch.nn.Module.modules(root))
+        tensors += ([*root.parameters(), *root.buffers()] for root in roots)
+        if isinstance(value, torch.optim.Optimizer):
+            tensors += (group["params"] for group in value.param_groups)
+        tensors.append([value] if isinstance(value, torch.Tensor | ShardedTensor) else [])
+        others.append(value)
+    held = list(chain.from_iterable(tensors))
+    if framework == "ddp":
+        return any(map(_is_ddp, modules))
+    if framework == "vescale":
+        return any(map(_is_of_vescale, chain(modules, held, others)))
+    if framework == "fsdp":
+        kinds: tuple[type, ...] = (FullyShardedDataParallel, FSDPModule, FlatParameter, DTensor, ShardedTensor)
+    else:
+        kinds = (DTensor,) if framework == "dtensor" else (FSDPModule, DTensor)
+    return any(isinstance(each, kinds) for each in chain(modules, held))
+
+
+def _is_ddp(module: torch.nn.Module) -> bool:
+    """Megatron's modules count: who says so knows that none of their tensors is split."""
+    return any(kind.__name__ == _DDP for kind in type(module).__mro__) or hasattr(type(module), "sharded_state_dict")
+
+
+def _is_of_vescale(value: Any) -> bool:
+    """Its classes, and torch's DTensor with its placements, which are told by what they have."""
+    if any(kind.__module__.partition(".")[0] == "vescale" for kind in type(value).__mro__):
+        return True
+    placements = value.placements if isinstance(value, DTensor) else ()
+    return any(hasattr(placement, "dims") and hasattr(placement, "local_units") for placement in placements)

@@ -1,0 +1,193 @@
+"""Parameters that frameworks flatten: which elements of which tensor a run of a rank's memory is.
+
+FSDP1, Megatron's distributed optimizer and DeepSpeed's ZeRO all keep parts of parameters one after the other in flat
+buffers, with padding between them. All are described by the same parts, so no flat buffer is gathered or copied, and no
+padding is ever stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, unsupported
+from bytecheckpoint.region import Region, split_flat_range
+
+
+class _Cut(NamedTuple):
+    """A region of a part, as it lies in flat memory."""
+
+    region: Region
+    """In global coordinates."""
+    position: int
+    """Of its first element in the flat memory, in elements."""
+    strides: tuple[int, ...]
+    """In elements of the flat memory."""
+
+
+class _Where(NamedTuple):
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Region
+    """What of it is counted by rows: all of it, or what tensor parallelism leaves to this rank."""
+    start: int
+    """The first element of the box that lies here."""
+    numel: int
+    """How many elements lie here; none at all where the rank holds nothing of the box."""
+    position: int
+    """Of the first of them in the flat memory, in elements."""
+    order: tuple[int, ...] | None = None
+    """The dimensions from the outermost in memory to the innermost, where elements are counted so and not by rows."""
+    padded_axis: int | None = None
+    """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
+
+
+class FlatPart(_Where):
+    """Consecutive elements of flat memory that are consecutive elements of a tensor, or of a box of it, by rows."""
+
+    @cached_property
+    def _cuts(self) -> Sequence[_Cut]:
+        """Found once for the parameter and all of its optimizer state: it takes longer than the views."""
+        lengths = self.box.lengths
+        if self.order is None and self.start == 0 and self.numel == prod(lengths) > 0:
+            return (_Cut(self.box, self.position, _row_strides(lengths)),)
+        order = self.order or tuple(range(len(lengths)))
+        back = [order.index(dim) for dim in range(len(order))]
+        cuts, position = [], self.position
+        in_memory = [lengths[dim] for dim in order]
+        for region in split_flat_range(in_memory, self.start, self.numel) or _nothing_of(self.box):
+            offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
+            strides = _row_strides(region.lengths)
+            held = Region(offsets, tuple(region.lengths[at] for at in back))
+            cuts.append(_Cut(held, position, tuple(strides[at] for at in back)))
+            position += region.numel
+        return cuts
+
+    def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
+        """The regions that lie here, as views of the flat memory; one of no elements where there are none, if it has
+        dimensions.
+
+        Memory that has the box's shape is the box itself.
+
+        Raises CheckpointSaveError (unsupported_value) for memory of a dtype that cannot be saved, and for memory that
+        ends before the part does.
+        """
+        dtype = dense_dtype(fqn, memory)
+        num_elements = memory.numel()
+        if memory.requires_grad or memory._is_view():
+            memory = memory.detach()
+        if num_elements == self.numel and memory.shape == self.box.lengths:
+            return [LocalShard(fqn, dtype, self.shape, self.box, memory)]
+        end = self.position + self.numel
+        if self.numel and end > num_elements:
+            what = f"a part of a parameter that ends at element {end} of flat memory, which has {num_elements}"
+            raise unsupported(fqn, what, "save outside of contexts that offload or change parameters")
+        step = 1 if memory.is_contiguous() else memory.view(-1).stride(0)
+        first = memory.storage_offset()
+        shards = []
+        for region, position, strides in self._cuts:
+            places = strides if step == 1 else tuple(step * stride for stride in strides)
+            view = memory.as_strided(region.lengths, places, first + step * position)
+            shards.append(LocalShard(fqn, dtype, self.shape, region, view))
+        return shards
+
+
+def _row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
+    strides = list(accumulate(reversed(lengths[1:]), mul, initial=1)) if lengths else []
+    return tuple(reversed(strides))
+
+
+def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatPart:
+    """A part of a tensor whose elements are counted over all of it."""
+    lengths = tuple(shape)
+    return FlatPart(lengths, Region((0,) * len(lengths), lengths), start, numel, position)
+
+
+def _nothing_of(box: Region) -> list[Region]:
+    """So that every rank knows the FQN; what has no dimensions cannot have no elements."""
+    nothing = (0,) * len(box.lengths)
+    return [Region(nothing, nothing)] if nothing else []
+
+
+class NamedPart(NamedTuple):
+    """A part, and whose."""
+
+    name: str
+    """Of the parameter, in its module, without what wrappers put into names."""
+    part: FlatPart
+
+
+class HeldPart(NamedTuple):
+    """A part of a parameter, and its memory."""
+
+    name: str
+    """As of NamedPart."""
+    part: FlatPart
+    memory: torch.Tensor
+    """One-dimensional and contiguous. What a save writes and a load fills."""
+
+
+def nothing_to_do() -> None:
+    """For modules whose parameters need nothing more once their memory is filled."""
+
+
+class FlatModule(NamedTuple):
+    """A module whose framework keeps parameters flat, as one save or load finds it. Other tensors it has as ever."""
+
+    held: Sequence[HeldPart]
+    """Every parameter that is kept flat, on every rank; of one that this rank has nothing of, an empty part."""
+    replaced: Collection[int] = frozenset()
+    """The ids of tensors that the module shows in place of those parameters, or of their flat memory."""
+    aliases: Mapping[str, str] = {}
+    """Other names of tied parameters -> the name in `held`."""
+    in_optimizer: Mapping[int, Sequence[NamedPart]] = {}
+    """By the id of what an optimizer has in its param_groups: what lies in it, as in tensors of its optimizer state
+    that have its shape."""
+    copies: Sequence[HeldPart] = ()
+    """What the module keeps of the same parameters in lower precision. A load fills it from the same tensors, and
+    converts them whatever `cast` says, because no precision is lost that the module has. A save does not look at it."""
+    finish: Callable[[], None] = nothing_to_do
+    """Called when a load has filled the memory."""
+
+
+def merged(flat: Sequence[FlatModule]) -> FlatModule | None:
+    """What several optimizers keep of one module."""
+    if len(flat) < 2:
+        return next(iter(flat), None)
+
+    def finish() -> None:
+        for each in flat:
+            each.finish()
+
+    return FlatModule(
+        [held for each in flat for held in each.held],
+        {tensor_id for each in flat for tensor_id in each.replaced},
+        {alias: name for each in flat for alias, name in each.aliases.items()},
+        {tensor_id: parts for each in flat for tensor_id, parts in each.in_optimizer.items()},
+        [copy for each in flat for copy in each.copies],
+        finish,
+    )
+
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+"""The parameters of a module, each under all of its names."""
+
+
+class FlatOptimizer(NamedTuple):
+    """A torch optimizer inside one of a framework's own, as one save or load finds it."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[Sequence[torch.Tensor]]
+    """What each of its param_groups has, also while the framework keeps it elsewhere."""
+    module: Callable[[NamedParameters], FlatModule | None]
+    """How the module is kept that has these parameters; None where none is flat."""
+    facts: Callable[[], dict[str, Any]]
+    """What else a resumed training needs, as plain data that is the same on all ranks."""
+    take_facts: Callable[[Mapping[str, Any]], None]
+    """Puts those of a checkpoint in place, which may come from another framework and lack any of them."""

@@ -1,0 +1,294 @@
+"""FullyShardedDataParallel (FSDP1): modules that have it anywhere, with any strategy and with use_orig_params or not.
+
+Each wrapped unit lays its parameters one after the other into a flat parameter, in the order of its modules: with
+use_orig_params each begins at a multiple of 16 bytes, padding before it. The flat parameter is cut into equal chunks,
+one for each rank that shards, zeros after the last. A rank's chunk, its local shard, is in full precision whatever the
+unit computes in, and stays where it is while parameters are gathered; it is what is saved and filled. An optimizer has
+the flat parameters themselves, or with use_orig_params one-dimensional views of the local shard. So nothing here
+communicates, and no method of such a module that does is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, _no_dispatch_record_stream
+from torch.distributed.utils import _free_storage
+
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule, FlatPart, HeldPart, NamedPart, part_of_whole
+from bytecheckpoint.adapters.native.module_walk import ModuleTree
+from bytecheckpoint.adapters.plain.plain_data import join_fqn
+from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.region import whole
+
+WRAPPED = "_fsdp_wrapped_module"
+"""What the wrapper puts into names."""
+_HOOKS = "torch.distributed.fsdp."
+"""Where the hooks come from by which the wrapper gathers parameters for a state_dict."""
+_MIDDLE_OF_BACKWARD = {HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_POST}
+
+# torch has no public way to a unit's flat parameter and local shard; its own state_dict code goes this one.
+
+
+class _Unit(NamedTuple):
+    """A wrapper, and the flat parameter that it has."""
+
+    wrapper: Any
+    handle: Any
+    memory: torch.Tensor
+    """The local shard."""
+
+    @property
+    def flat_parameter(self) -> Any:
+        return self.handle.flat_param
+
+
+_Position = tuple[int, int]
+"""Of a parameter: the number of its unit, and its number there."""
+
+
+def has_units(fqn: str, tree: ModuleTree) -> bool:
+    """Raises CheckpointSaveError (unsupported_value) for modules that a wrapper which is not in the tree keeps flat."""
+    wrappers = [module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)]
+    wrapped = {id(module) for wrapper in wrappers for module in wrapper.modules()}
+    for name, module in tree.submodules:
+        # torch marks modules for its compiler, those of FSDP2 as well.
+        if "_is_fsdp_managed_module" not in module.__dict__ or id(module) in wrapped:
+            continue
+        if not module._fsdp_use_orig_params or any(map(is_flattened, module._parameters.values())):
+            what = "a module of an FSDP1 model without its wrapper, which has its parameters"
+            raise unsupported(join_fqn(fqn, name).removesuffix("."), what, "pass the wrapped model")
+    return bool(wrappers)
+
+
+def is_flattened(parameter: torch.Tensor | None) -> bool:
+    """Whether it is a flat parameter, or one that shows a part of such."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def shows_parameter(parameter: torch.Tensor) -> bool:
+    """Whether it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
+    return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
+
+
+def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
+    """The tree without the methods that gather parameters.
+
+    Raises CheckpointSaveError (unsupported_value) where modules save more than a walk finds, and for tensors on the
+    meta device.
+    """
+    for name, how in tree.own_saving(_HOOKS):
+        advice = "save what it adds to the state_dict through get_extra_state(), or use fully_shard (FSDP2)"
+        where = join_fqn(fqn, name).removesuffix(".")
+        raise unsupported(where, f"a {how} in an FSDP1 model, whose state_dict() would gather", advice)
+    walked = tree.walked()
+    for name, module in tree.submodules:
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_meta:
+                advice = "give it memory first: to_empty(), or param_init_fn of FullyShardedDataParallel"
+                raise unsupported(join_fqn(fqn, join_fqn(name, own)), "on the meta device in an FSDP1 model", advice)
+    return walked
+
+
+def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) -> FlatModule:
+    """What the units of a module have flat. `plain_name` takes wrappers out of a name.
+
+    Raises CheckpointSaveError (unsupported_value) within summon_full_params, and for what the elements of a flat
+    parameter cannot be told of.
+    """
+    wrappers = {id(module): module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)}
+    for wrapper in wrappers.values():
+        _refuse_summoned(fqn, wrapper)
+    units = [_unit(fqn, wrapper) for wrapper in wrappers.values() if wrapper._handle is not None]
+    names = _names(tree, units, plain_name)
+    parts: dict[_Position, NamedPart] = {}
+    for position in _positions(units):
+        if position not in names:
+            path = units[position[0]].flat_parameter._fqns[position[1]]
+            raise unsupported(fqn, f"an FSDP1 model that has lost its parameter {path}", "wrap the model as it is now")
+        name = names[position][0]
+        parts[position] = NamedPart(name, _part(join_fqn(fqn, name), units[position[0]].flat_parameter, position[1]))
+    for unit in units:
+        _take_over(fqn, unit.handle)
+    buffers = _lowered_buffers(tree, wrappers.values(), plain_name)
+    held = [HeldPart(*named, units[number].memory) for (number, _), named in parts.items()]
+    shown = {id(shown) for shown in _shown(tree, units)} | {id(lowered.buffer) for lowered in buffers}
+    return FlatModule(
+        held=held + [lowered.held for lowered in buffers],
+        replaced=shown,
+        aliases={alias: first for first, *others in names.values() for alias in others},
+        in_optimizer=_in_optimizer(units, parts),
+        finish=partial(_finish, units, buffers),
+    )
+
+
+def _refuse_summoned(fqn: str, wrapper: Any) -> None:
+    states = {wrapper.training_state, None if wrapper._handle is None else wrapper._handle._training_state}
+    if states & {TrainingState.SUMMON_FULL_PARAMS, HandleTrainingState.SUMMON_FULL_PARAMS}:
+        advice = "call save and load outside of it: they need no gathered parameters"
+        raise unsupported(fqn, "an FSDP1 model within summon_full_params", advice)
+
+
+def _unit(fqn: str, wrapper: Any) -> _Unit:
+    handle = wrapper._handle
+    flat = handle.flat_param
+    # The first forward pass names the local shard, and may put it into pinned memory; until then there is only one.
+    memory: torch.Tensor = flat.data if wrapper._is_root is None else flat._local_shard
+    if not handle._use_orig_params and flat.shape != memory.shape:
+        if handle._training_state in _MIDDLE_OF_BACKWARD:
+            advice = "call save or load after backward(), or set use_orig_params=True"
+            raise unsupported(fqn, "an FSDP1 model in the middle of a backward pass", advice)
+        handle._use_sharded_flat_param()  # as after each forward pass; autograd needs it whole only in a backward one
+    return _Unit(wrapper, handle, memory)
+
+
+def _take_over(fqn: str, handle: Any) -> None:
+    """Takes over memory that was put in place of a parameter's, as FSDP1 itself does at the next forward pass."""
+    flat = handle.flat_param
+    is_idle = handle._training_state is HandleTrainingState.IDLE
+    if not (handle._use_orig_params and is_idle) or handle._skip_writeback_check or handle._skipped_use_sharded_views:
+        return
+    if handle.uses_sharded_strategy and not handle.is_sharded(flat):
+        return
+    address = flat.untyped_storage().data_ptr()
+    shown = [getattr(info.module, info.param_name, None) for info in flat._param_infos]
+    replaced = [
+        path
+        for path, now, parameter, info in zip(flat._fqns, shown, flat._params, flat._shard_param_infos, strict=True)
+        if now is not None and info.in_shard and (now is not parameter or now.untyped_storage().data_ptr() != address)
+    ]
+    if not replaced:
+        return
+    try:
+        handle._writeback_orig_params()
+    except (RuntimeError, NotImplementedError) as error:
+        advice = "change parameters of an FSDP1 model in place only"
+        raise unsupported(fqn, f"an FSDP1 model with other memory for {replaced}: {error}", advice) from error
+
+
+def _positions(units: Sequence[_Unit]) -> Iterator[_Position]:
+    for number, unit in enumerate(units):
+        yield from ((number, index) for index in range(unit.flat_parameter._num_params))
+
+
+def _places(tree: ModuleTree, units: Sequence[_Unit]) -> Iterator[tuple[_Position, str, torch.Tensor | None]]:
+    """All places in the module where parameters of the units belong: their names, and what is registered there now."""
+    owned: dict[int, dict[str, _Position]] = {}
+    of_object: dict[int, _Position] = {}
+    for number, unit in enumerate(units):
+        flat = unit.flat_parameter
+        for index, info in enumerate(flat._param_infos):
+            owned.setdefault(id(info.module), {})[info.param_name] = number, index
+        for info in flat._shared_param_infos:
+            first = owned[id(info.prim_module)][info.prim_param_name]
+            owned.setdefault(id(info.module), {})[info.param_name] = first
+        of_object |= {id(parameter): (number, index) for index, parameter in enumerate(flat._params or ())}
+    for name, module in tree.submodules:
+        here = {own: of_object[id(each)] for own, each in module._parameters.items() if id(each) in of_object}
+        for own, position in (here | owned.get(id(module), {})).items():
+            yield position, join_fqn(name, own), module._parameters.get(own)
+
+
+def _names(
+    tree: ModuleTree, units: Sequence[_Unit], plain_name: Callable[[str], str]
+) -> Mapping[_Position, Sequence[str]]:
+    """All plain names of each parameter."""
+    names: dict[_Position, dict[str, None]] = {}
+    for position, name, _ in _places(tree, units):
+        names.setdefault(position, {})[plain_name(name)] = None
+    return {position: [*of_one] for position, of_one in names.items()}
+
+
+def _shown(tree: ModuleTree, units: Sequence[_Unit]) -> Iterator[torch.Tensor]:
+    """What stands in the module, or is known to optimizers, for what the units have flat."""
+    for unit in units:
+        flat = unit.flat_parameter
+        yield from (flat, *(flat._params or ()), *(flat._shared_params or ()))
+    yield from (shown for _, _, shown in _places(tree, units) if shown is not None)
+
+
+def _part(fqn: str, flat: Any, index: int) -> FlatPart:
+    if flat._param_extensions[index] is not None:
+        raise unsupported(fqn, "a DTensor in an FSDP1 model", "use fully_shard (FSDP2) with tensor parallelism")
+    shape = tuple(flat._shapes[index])
+    order = None if flat._contiguities[index] else _order(fqn, shape, flat._strides[index])
+    info = flat._shard_param_infos[index]
+    if not info.in_shard:
+        return FlatPart(shape, whole(shape), 0, 0, 0, order)
+    return FlatPart(shape, whole(shape), info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard, order)
+
+
+def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions by falling strides: FSDP1 takes elements as they lay in memory, which may be channels last."""
+    order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim]))
+    stride = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != stride:
+            raise unsupported(fqn, f"a parameter that had strides {list(strides)}", "wrap a model without views")
+        stride *= shape[dim]
+    return tuple(order)
+
+
+def _in_optimizer(units: Sequence[_Unit], parts: Mapping[_Position, NamedPart]) -> Mapping[int, Sequence[NamedPart]]:
+    found: dict[int, list[NamedPart]] = {}
+    for (number, index), (name, part) in parts.items():
+        flat = units[number].flat_parameter
+        if flat._params is None:
+            found.setdefault(id(flat), []).append(NamedPart(name, part))
+        else:
+            found[id(flat._params[index])] = [NamedPart(name, part._replace(position=0))]
+    return found
+
+
+class _Lowered(NamedTuple):
+    """A buffer that mixed precision keeps in another dtype, and its values in its own."""
+
+    buffer: torch.Tensor
+    held: HeldPart
+
+
+def _lowered_buffers(tree: ModuleTree, wrappers: Iterable[Any], plain_name: Callable[[str], str]) -> Sequence[_Lowered]:
+    prefixes = {id(module): plain_name(name) for name, module in reversed(tree.submodules)}
+    own_dtypes: dict[str, tuple[torch.dtype, torch.dtype | None]] = {}
+    for wrapper in wrappers:  # inner ones come last, and theirs is what counts
+        for name, dtype in wrapper._buffer_name_to_orig_dtype.items():
+            full_name = join_fqn(prefixes[id(wrapper)], name)
+            own_dtypes[plain_name(full_name)] = dtype, wrapper.mixed_precision.buffer_dtype
+    lowered = []
+    for name, module in tree.submodules:
+        for own, buffer in module._buffers.items():
+            if buffer is None or own in module._non_persistent_buffers_set:
+                continue
+            full_name = plain_name(join_fqn(name, own))
+            dtype, low = own_dtypes.get(full_name, (buffer.dtype, None))
+            if buffer.dtype == low and low != dtype:
+                memory = buffer.detach().to(dtype).reshape(-1)
+                part = part_of_whole(buffer.shape, 0, buffer.numel(), 0)
+                lowered.append(_Lowered(buffer, HeldPart(full_name, part, memory)))
+    return lowered
+
+
+def _finish(units: Sequence[_Unit], lowered: Sequence[_Lowered]) -> None:
+    """Makes the next forward pass gather the new values."""
+    with torch.no_grad():
+        for unit in units:
+            if unit.wrapper._is_root is not None:
+                _reshard(unit)
+        for buffer, held in lowered:
+            buffer.copy_(held.memory.view(buffer.shape))
+
+
+def _reshard(unit: _Unit) -> None:
+    flat = unit.flat_parameter
+    unit.handle._use_sharded_flat_param()
+    for name in ("_full_param_padded", "_full_prec_full_param_padded"):
+        gathered = getattr(flat, name, None)
+        if gathered is not None:
+            _no_dispatch_record_stream(gathered, unit.handle._device_handle.current_stream())
+            _free_storage(gathered)
+    unit.handle.post_reshard()
+    unit.handle._prefetched = False

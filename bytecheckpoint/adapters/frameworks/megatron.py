@@ -1,0 +1,310 @@
+"""Megatron's models, without Megatron: modules with `sharded_state_dict()`, lists of them (virtual pipeline stages),
+inside DistributedDataParallel and Float16Module or not, and dicts that hold what `sharded_state_dict()` gives.
+
+FQNs are Megatron's keys below the name that the state uses, so layers of one kind are one tensor with an axis for the
+layer (`decoder.layers.mlp.linear_fc1.weight`), or one for each layer where Megatron names them so. Equal regions of
+several ranks are replicas whatever their `replica_id` is. What megatron_shards.py says of the objects holds here.
+
+A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds. One of
+which ranks step a share each is saved by shares: elsewhere it may be as it was before the last step.
+
+Which modules are Megatron's: those with `sharded_state_dict()`, inside wrappers or not. Never calls it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.expectation import Contents, Expectation, Scope, not_stored
+from bytecheckpoint.adapters.frameworks.flat_parameters import HeldPart, NamedPart
+from bytecheckpoint.adapters.frameworks.megatron_sharded import Copied, Piece, bits_of, find_in
+from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
+from bytecheckpoint.adapters.shards import LocalShard, unsupported
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.region import Region
+
+_EXTRA_STATE = "_extra_state"
+_BYTES_IO = "io.BytesIO"
+
+
+class Optimized(NamedTuple):
+    """Elements of a model's parameter, as an optimizer has them."""
+
+    parameter: torch.Tensor
+    """Of the model."""
+    held: torch.Tensor
+    """What the optimizer has in its param_groups: flat or in the parameter's shape, contiguous."""
+    start: int
+    """The first element of the flattened parameter that it is."""
+    kept_as: Literal["itself", "share", "copy"]
+    """The parameter itself; a view of what this rank steps of it, outside of which it may be out of date; or a copy in
+    higher precision."""
+
+
+class MegatronEntry:
+    """The chunks of a model that this rank holds, or the sharded objects in a dict of the state."""
+
+    def __init__(self, fqn: str, chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
+        """`chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
+
+        Raises CheckpointSaveError (unsupported_value) as `megatron_shards.find_in` does.
+        """
+        self.fqn = fqn
+        self._pieces: list[Piece] = []
+        self._objects: list[_Object] = []
+        self._copied: list[Copied] = []
+        self._chunks: list[Any] = [unwrapped(chunk) for chunk in chunks]
+        for chunk in self._chunks:
+            self._add(chunk.sharded_state_dict(), chunk)
+        self._add(tree, None)
+        self._in_optimizer: dict[int, list[NamedPart]] = {}
+        self._masters: dict[object, list[HeldPart]] = {}
+        """By the place of a parameter: what this rank has of its more precise copy."""
+        self._shares: dict[object, list[HeldPart]] = {}
+        """By the place of a parameter: what this rank steps of it."""
+        self._pieces_of: dict[object, list[Piece]] = {}
+        for piece in self._pieces:
+            self._pieces_of.setdefault(_place(piece.source), []).append(piece)
+        # What is no run of its parameter's memory is left out: only an optimizer that has it says so.
+        in_runs = [piece.source for piece in self._pieces if piece.span is not None]
+        self.link(Optimized(source, source, 0, "itself") for source in in_runs)
+        self.link(_whole_masters(self._pieces))
+
+    def _add(self, tree: Any, chunk: torch.nn.Module | None) -> None:
+        found = find_in(self.fqn, tree)
+        self._pieces += found.pieces
+        self._copied += found.copied
+        for path, sharded in found.objects:
+            place = f"{'.'.join(map(str, sharded.global_offset))}_{'.'.join(map(str, sharded.global_shape))}"
+            fqn = join_fqn(self.fqn, f"{sharded.key}/shard_{place}")
+            self._objects.append(_Object(fqn, sharded, chunk, path))
+
+    def link(self, optimized: Iterable[Optimized]) -> None:
+        """Says what an optimizer of the state has of parameters; those of other entries are left to them.
+
+        Raises CheckpointSaveError (unsupported_value) for flat memory of a parameter whose pieces are no runs of it.
+        """
+        for of_parameter in optimized:
+            place = _place(of_parameter.parameter)
+            parts = [self._part(piece, of_parameter) for piece in self._pieces_of.get(place, ())]
+            if parts:
+                self._in_optimizer[id(of_parameter.held)] = parts
+            if parts and of_parameter.kept_as != "itself":
+                of_kind = self._masters if of_parameter.kept_as == "copy" else self._shares
+                of_kind[place] = [HeldPart(name, part, of_parameter.held) for name, part in parts]
+
+    def _part(self, piece: Piece, optimized: Optimized) -> NamedPart:
+        part = piece.part(optimized.start, optimized.held.numel())
+        if part is None:
+            what = "a part that is no run of its parameter's memory, of which an optimizer has flat memory"
+            advice = "use a ShardedTensorFactory whose pieces are contiguous views"
+            raise unsupported(join_fqn(self.fqn, piece.key), what, advice)
+        return NamedPart(piece.key, part)
+
+    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """None: optimizers, torch's too, have all of them as parts of tensors."""
+        return iter(())
+
+    def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
+        """What an optimizer has in its param_groups, by id, and which parts of parameters lie in it."""
+        yield from self._in_optimizer.items()
+
+    def tied_names(self) -> dict[str, str]:
+        """None: tied tensors have one key."""
+        return {}
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        for chunk in self._chunks:
+            yield from torch.nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name
+
+    def collect(self) -> Contents:
+        shards: dict[tuple[str, Region], LocalShard] = {}
+        for shard in self._saved():
+            first = shards.setdefault((shard.fqn, shard.region), shard)
+            if first is not shard and not _holds_same(first, shard):
+                raise _two_of_one_name(shard.fqn, "tensors")
+        plain: dict[str, tuple[Scope, bytes]] = {}
+        names = {fqn for fqn, _ in shards}
+        for item in self._objects:
+            if item.sharded.data is not None and _is_main(item.sharded.replica_id):
+                value = _as_plain(item.sharded.data)
+                encoded = encode_plain(value, item.fqn, keep_in_tree)
+                if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
+                    raise _two_of_one_name(item.fqn, "objects")
+                names.update(leaves(value, item.fqn))
+        return Contents(list(shards.values()), names, plain)
+
+    def _saved(self) -> Iterator[LocalShard]:
+        held = {**self._shares, **self._masters}
+        for piece in self._pieces:
+            if _place(piece.source) not in held:
+                yield piece.shard(join_fqn(self.fqn, piece.key))
+        for name, part, memory in chain.from_iterable(held.values()):
+            yield from part.shards(join_fqn(self.fqn, name), memory)
+
+    def _loaded(self) -> Iterator[tuple[LocalShard, int | None, bool]]:
+        """What a load fills, the axis along which it is padded, and whether a more precise copy exists."""
+        for piece in self._pieces:
+            is_rounded = _place(piece.source) in self._masters
+            yield piece.shard(join_fqn(self.fqn, piece.key)), piece.padded_axis, is_rounded
+        for name, part, memory in chain.from_iterable(self._masters.values()):
+            for shard in part.shards(join_fqn(self.fqn, name), memory):
+                yield shard, part.padded_axis, False
+
+    def expect(self, stored: Stored) -> Expectation:
+        copies: list[LocalShard] = []
+        padding: list[LocalShard] = []
+        expectation = Expectation([], set(), [], copies, padding)
+        for shard, padded_axis, is_rounded in self._loaded():
+            of_these = copies if is_rounded else expectation.shards
+            stored_shape = _stored_shape(shard, stored)
+            of_these.append(as_stored(shard, padded_axis, stored_shape))
+            padding += beyond(shard, padded_axis, stored_shape)
+        for item in self._objects:
+            found = stored.entry_tree(item.fqn)
+            if found is not None:
+                expectation.claims.update(map(stored.rename, leaves(found.tree, found.fqn)))
+            elif item.sharded.data is not None:
+                expectation.problems.append(not_stored(item.fqn))
+        return expectation
+
+    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
+        """Nothing: Megatron's models have their memory."""
+
+    def finish(self, stored: Stored) -> None:
+        with torch.no_grad():
+            for copied in self._copied:
+                copied.data.copy_(copied.merged())
+        for item in self._objects:
+            found = stored.entry_tree(item.fqn)
+            if found is not None and found.is_taken:
+                item.give_back(found.tree)
+
+
+class _Object(NamedTuple):
+    """A ShardedObject."""
+
+    fqn: str
+    sharded: Any
+    chunk: torch.nn.Module | None
+    """The module that it is of."""
+    path: str
+    """What the module calls it."""
+
+    def give_back(self, plain: Any) -> None:
+        value = io.BytesIO(plain[_BYTES_IO]) if type(plain) is dict and plain.keys() == {_BYTES_IO} else plain
+        self.sharded.data = value
+        if self.chunk is not None:
+            owner, _, name = self.path.rpartition(".")
+            if name == _EXTRA_STATE:
+                _submodule(self.chunk, owner).set_extra_state(value)
+            else:
+                self.chunk.load_state_dict({self.path: value}, strict=False)
+
+
+def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """The one of this path, which wrappers that have a sharded_state_dict() of their own may not be in."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        child = module._modules.get("module")
+        if child is None:
+            raise
+        return _submodule(child, path)
+
+
+def _as_plain(value: Any) -> Any:
+    return {_BYTES_IO: value.getvalue()} if isinstance(value, io.BytesIO) else value
+
+
+def _is_main(replica_id: int | Sequence[int]) -> bool:
+    """Whether an object is the one of its replicas that is saved: Megatron's may differ."""
+    return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """What tells a parameter from others, also where it is given as its `data`, another object each time."""
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
+    """Whether two shards of one region are tied, or equal to the bit."""
+    a, b = shard.tensor, other.tensor
+    if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
+        return False
+    is_one_memory = a.is_meta or (a.device, a.data_ptr(), a.stride()) == (b.device, b.data_ptr(), b.stride())
+    return is_one_memory or torch.equal(bits_of(a), bits_of(b).to(a.device))
+
+
+def _two_of_one_name(fqn: str, what: str) -> CheckpointSaveError:
+    return unsupported(fqn, f"the name of two {what}", "give each model a top-level name of its own in the state")
+
+
+def _whole_masters(pieces: Iterable[Piece]) -> Iterator[Optimized]:
+    """Copies that parameters themselves know of and that are not cut into shards."""
+    for source in {id(piece.source): piece.source for piece in pieces}.values():
+        main = getattr(source, "main_param", None)
+        is_sharded = getattr(source, "main_param_sharded", False)
+        if isinstance(main, torch.Tensor) and not is_sharded and main.shape == source.shape:
+            yield Optimized(source, main, 0, "copy")
+
+
+def _stored_shape(shard: LocalShard, stored: Stored) -> tuple[int, ...] | None:
+    tensor = stored.tensors.get(shard.fqn)
+    return None if tensor is None else tensor.shape
+
+
+_BASE_CLASS = "MegatronModule"
+"""Megatron's DistributedDataParallel is derived of it, whatever module it wraps."""
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside wrappers, which have one child, call it `module`, and hold and say nothing of their own."""
+    while module._modules.keys() == {"module"} and not _has_own_state(module):
+        child = module._modules["module"]
+        if child is None or _has_own_method(module, child):
+            break
+        module = child
+    return module
+
+
+def _has_own_state(module: torch.nn.Module) -> bool:
+    # Megatron's DistributedDataParallel has lists called `buffers`, so its methods cannot be asked.
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    return has_extra or any(tensor is not None for tensor in tensors)
+
+
+def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
+    """Whether a wrapper says itself what of it is saved. A method that it has of Megatron's base class, or that the
+    child has inherited too, only adds to the keys that there is a wrapper.
+    """
+    definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)
+    if definer is None or isinstance(child, definer):
+        return False
+    return definer.__name__ != _BASE_CLASS or not is_megatron_module(child)
+
+
+def is_megatron_module(value: object) -> bool:
+    return isinstance(value, torch.nn.Module) and callable(getattr(unwrapped(value), "sharded_state_dict", None))
+
+
+def refuse_inside(fqn: str, module: torch.nn.Module) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of tensors that
+    ranks hold under one name would be taken for replicas.
+    """
+    all_kinds = dict.fromkeys(map(type, torch.nn.Module.modules(module)))
+    kinds = [kind for kind in all_kinds if hasattr(kind, "sharded_state_dict")]
+    if kinds:
+        what = f"a {type(module).__name__} without sharded_state_dict() that holds Megatron's {kinds[0].__name__}"
+        advice = "pass the modules inside, or give it that method; where Megatron splits no tensor, pass framework="
+        raise unsupported(fqn, what, f'{advice}"ddp" (or "deepspeed")')

@@ -1,0 +1,165 @@
+"""Megatron's optimizers, without Megatron: DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and
+ChainedOptimizer around torch optimizers. They say which elements of which parameter the tensors in the inner
+optimizer's param_groups are; the model of the same state says where in which global tensor those lie.
+
+    DistributedOptimizer   `model_float16_groups` beside `shard_fp32_from_float16_groups` (fp32 copies), and
+                           `model_fp32_groups` beside `shard_fp32_groups` (views): a model's parameters, and what this
+                           rank has of each as a flat tensor. `_get_model_param_range_map(parameter)["param"]` are its
+                           `start` and `end` in the flattened parameter. Cut from buckets that data-parallel ranks
+                           share: parameters of which this rank has nothing are in `buffers[i].param_index_map` only.
+    Float16Optimizer...    `float16_groups` beside `fp32_from_float16_groups` (whole fp32 copies).
+    all of them            `optimizer`, the inner one, whose other parameters are the model's; `grad_scaler` or None;
+                           `is_stub_optimizer` where there is nothing to optimize.
+    ChainedOptimizer       `chained_optimizers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+
+from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.expectation import Contents, Expectation
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
+from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, Optimized
+from bytecheckpoint.adapters.native.parameter_names import NamesParameters
+from bytecheckpoint.adapters.optimizers.forms import Form
+from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.shards import unsupported
+
+_SCALER = "megatron_grad_scaler"
+"""Its name among the facts: torch's GradScaler, which DeepSpeed may have, says other things of itself."""
+
+
+def is_megatron_optimizer(value: object) -> bool:
+    """Whether an object is one of Megatron's optimizers, which are none of torch's."""
+    if isinstance(value, type | torch.nn.Module | torch.optim.Optimizer):
+        return False
+    own = getattr(value, "__dict__", {})
+    return hasattr(type(value), "reload_model_params") and ("optimizer" in own or "chained_optimizers" in own)
+
+
+class MegatronOptimizerEntry:
+    """One of Megatron's optimizers, with all that it chains."""
+
+    def __init__(self, fqn: str, optimizer: Any) -> None:
+        """Raises CheckpointSaveError (unsupported_value) for one that keeps its state elsewhere than torch's do."""
+        self.fqn = fqn
+        self._owners = [owner for owner in _chained(optimizer) if not getattr(owner, "is_stub_optimizer", False)]
+        for owner in self._owners:
+            _check_readable(fqn, owner)
+        self.optimizers: list[torch.optim.Optimizer] = [owner.optimizer for owner in self._owners]
+        self._inner = OptimizerEntry(fqn, [_with_scaler(owner) for owner in self._owners])
+
+    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
+        """Takes the names of the parameters, and where they lie, from the models of the state.
+
+        Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has.
+        """
+        optimized = [of_parameter for owner in self._owners for of_parameter in _optimized(owner)]
+        for module in modules:
+            if isinstance(module, MegatronEntry):
+                module.link(optimized)
+        self._inner.name_parameters(modules)
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """As its inner optimizers'."""
+        return self._inner.optimizer_forms()
+
+    def collect(self) -> Contents:
+        return self._inner.collect()
+
+    def expect(self, stored: Stored) -> Expectation:
+        return self._inner.expect(stored)
+
+    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+        self._inner.prepare(stored, refused)
+
+    def finish(self, stored: Stored) -> None:
+        self._inner.finish(stored)
+
+
+def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
+    """The inner optimizer, and what the grad scaler knows as a fact beside it, which a checkpoint of another framework
+    lacks. Scalers of a chain all have one value.
+    """
+    inner: torch.optim.Optimizer = owner.optimizer
+    scaler = getattr(owner, "grad_scaler", None)
+    if scaler is None:
+        return inner
+
+    def facts() -> dict[str, Any]:
+        return {_SCALER: dict(scaler.state_dict())}
+
+    def take_facts(found: Mapping[str, Any]) -> None:
+        if _SCALER in found:
+            scaler.load_state_dict(found[_SCALER])
+
+    return FlatOptimizer(inner, [group["params"] for group in inner.param_groups], lambda _: None, facts, take_facts)
+
+
+def _chained(optimizer: Any) -> Iterator[Any]:
+    """The optimizers inside; ChainedOptimizer's own `optimizer` is only there for a chain of one."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    else:
+        for each in chained:
+            yield from _chained(each)
+
+
+def _check_readable(fqn: str, owner: Any) -> None:
+    kind = type(owner).__name__
+    inner = owner.optimizer
+    if not isinstance(inner, torch.optim.Optimizer) or hasattr(inner, "sub_optimizers"):
+        what = f"a {kind} around a {type(inner).__name__}, which does not keep its state as torch's optimizers do"
+        raise unsupported(fqn, what, "use an optimizer of torch, Apex or Transformer Engine without CPU offload")
+    if getattr(getattr(owner, "ddp_config", None), "use_megatron_fsdp", False):
+        raise unsupported(fqn, f"a {kind} of Megatron-FSDP", "use Megatron's DistributedDataParallel, or fully_shard")
+    if any(copy is None for group in getattr(owner, "shard_fp32_from_float16_groups", ()) for copy in group):
+        what = f"a precision-aware {kind}, whose fp32 copies are inside the inner optimizer"
+        raise unsupported(fqn, what, "turn use_precision_aware_optimizer off")
+
+
+def _optimized(owner: Any) -> Iterator[Optimized]:
+    """What the inner optimizer has, and what it has nothing of on this rank."""
+    told: set[int] = set()
+    for of_parameter in chain(_shards(owner), _copies(owner)):
+        told.add(id(of_parameter.held))
+        yield of_parameter
+    for group in owner.optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in told:
+                yield Optimized(parameter, parameter, 0, "itself")
+
+
+def _shards(owner: Any) -> Iterator[Optimized]:
+    """What a DistributedOptimizer cuts."""
+    if not hasattr(owner, "shard_fp32_from_float16_groups"):
+        return
+    here: set[int] = set()
+    for parameter, copy in _pairs(owner.model_float16_groups, owner.shard_fp32_from_float16_groups):
+        here.add(id(parameter))
+        yield Optimized(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, "copy")
+    for parameter, view in _pairs(owner.model_fp32_groups, owner.shard_fp32_groups):
+        here.add(id(parameter))
+        # With overlap_param_gather the rest of the parameter is one step behind until the next forward pass.
+        yield Optimized(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, "share")
+    # Every rank must know that a parameter is saved as copies or shares, also who has nothing of those.
+    for parameter in (parameter for buffer in owner.buffers for parameter in buffer.param_index_map):
+        if id(parameter) not in here:
+            kept_as: Literal["share", "copy"] = "share" if parameter.dtype is torch.float32 else "copy"
+            yield Optimized(parameter, torch.empty(0, dtype=torch.float32), 0, kept_as)
+
+
+def _copies(owner: Any) -> Iterator[Optimized]:
+    """What a Float16OptimizerWithFloat16Params copies."""
+    for parameter, copy in _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ())):
+        yield Optimized(parameter, copy, 0, "copy")
+
+
+def _pairs(parameters: Sequence[Sequence[Any]], held: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
+    return zip(chain.from_iterable(parameters), chain.from_iterable(held), strict=True)

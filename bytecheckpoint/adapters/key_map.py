@@ -1,0 +1,143 @@
+"""How the names of a checkpoint become those of the state. It knows no checkpoint.
+
+The globs of include and exclude, and which of them have matched nothing. It knows no checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+
+from bytecheckpoint.errors import CheckpointMismatchError
+
+KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
+"""From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
+
+
+def renamer(
+    key_map: KeyMap | None, below: str, beside: Collection[str] = (), plain: Mapping[str, str] | None = None
+) -> Renamer:
+    """From checkpoint FQN to state FQN: a key_map in any of its forms, and the name below which all others stand, but
+    for those at and below the names beside it. `plain` are the state's names of what it shows under others, by these.
+
+    Raises CheckpointMismatchError (conflict) for what is no key_map.
+    """
+    return Renamer(key_map, f"{below}." if below else "", beside, plain or {})
+
+
+class Renamer:
+    """From checkpoint FQN to state FQN, and which rules of the key_map have matched nothing so far."""
+
+    def __init__(self, key_map: KeyMap | None, prefix: str, beside: Collection[str], plain: Mapping[str, str]) -> None:
+        self.unused: dict[str | tuple[str, str], None] = {}
+        """Keys of a dict, or pairs of a list."""
+        self._prefix = prefix
+        self._beside = frozenset(beside)
+        self._beside_prefixes = tuple(f"{name}." for name in beside)
+        self._plain = plain
+        self._rename = self._renaming(key_map)
+
+    def __call__(self, fqn: str) -> str:
+        name = self._rename(fqn)
+        if self._prefix and name not in self._beside and not name.startswith(self._beside_prefixes):
+            name = f"{self._prefix}{name}" if name else self._prefix[:-1]
+        return self._plain.get(name, name)
+
+    def _renaming(self, key_map: KeyMap | None) -> Callable[[str], str]:
+        if key_map is None:
+            return lambda fqn: fqn
+        if callable(key_map):
+            return key_map
+        if isinstance(key_map, Mapping):
+            names = dict(map(_pair, key_map.items()))
+            self.unused = dict.fromkeys(names)
+            return partial(self._by_name, names)
+        pairs = [_pair(rule) for rule in _rules(key_map)]
+        self.unused = dict.fromkeys(pairs)
+        return partial(self._by_patterns, pairs)
+
+    def _by_name(self, names: Mapping[str, str], fqn: str) -> str:
+        if fqn in names:
+            self.unused.pop(fqn, None)
+        return names.get(fqn, fqn)
+
+    def _by_patterns(self, pairs: Sequence[tuple[str, str]], fqn: str) -> str:
+        for pair in pairs:
+            fqn, num_found = _substitute(*pair, fqn)
+            if num_found:
+                self.unused.pop(pair, None)
+        return fqn
+
+
+def _rules(key_map: object) -> Iterable[object]:
+    if isinstance(key_map, str) or not isinstance(key_map, Iterable):
+        raise _no_key_map(f"not {key_map!r}")
+    return key_map
+
+
+def _pair(rule: object) -> tuple[str, str]:
+    if isinstance(rule, tuple | list) and len(rule) == 2:
+        name, new_name = rule
+        if isinstance(name, str) and isinstance(new_name, str):
+            return name, new_name
+    raise _no_key_map(f"not {rule!r}")
+
+
+def _no_key_map(what: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        "key_map takes a dict from checkpoint FQN to state FQN, a list of pairs (pattern, replacement) for re.sub, or "
+        f"a function from FQN to FQN, {what}; nothing was loaded",
+        kind="conflict",
+    )
+
+
+def _substitute(pattern: str, replacement: str, fqn: str) -> tuple[str, int]:
+    try:
+        return re.subn(pattern, replacement, fqn)
+    except (re.error, IndexError) as error:
+        raise CheckpointMismatchError(
+            f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing "
+            "was loaded",
+            kind="conflict",
+        ) from error
+
+
+def renamed_alike(name: str, fqn: str, other: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"key_map gives {name} to both {fqn} and {other}; nothing was loaded. Make the new names differ, or leave one "
+        "out with exclude",
+        kind="conflict",
+    )
+
+
+class Globs:
+    """Some globs, and those of them that no name has matched so far."""
+
+    def __init__(self, globs: Sequence[str]) -> None:
+        self._globs = list(globs)
+        self.unused = dict.fromkeys(self._globs)
+
+    def __bool__(self) -> bool:
+        return bool(self._globs)
+
+    def match(self, fqn: str) -> bool:
+        """Whether any of them matches."""
+        for glob in [glob for glob in self.unused if fnmatchcase(fqn, glob)]:
+            del self.unused[glob]
+        return any(fnmatchcase(fqn, glob) for glob in self._globs)
+
+
+def listed_globs(option: str, globs: object) -> Sequence[str] | None:
+    """One glob or several, as a list. Raises CheckpointMismatchError (conflict) for what is neither."""
+    if globs is None:
+        return None
+    given = [globs] if isinstance(globs, str) or not isinstance(globs, Iterable) else list(globs)
+    listed = [glob for glob in given if isinstance(glob, str)]
+    if len(listed) < len(given):
+        odd = next(glob for glob in given if not isinstance(glob, str))
+        raise CheckpointMismatchError(
+            f"{option} takes a glob of FQNs, or a list of them, not {odd!r}; nothing was changed", kind="conflict"
+        )
+    return listed

@@ -1,0 +1,1 @@
+"""Modules, pipelines and tensor subclasses of PyTorch."""

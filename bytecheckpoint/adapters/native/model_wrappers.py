@@ -1,0 +1,110 @@
+"""Objects around modules whose state is that of the modules, as torchtitan's ModelWrapper: saved as the modules are,
+so that parameters have names, and lie in place, whoever holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.expectation import Contents, Expectation
+from bytecheckpoint.adapters.frameworks.deepspeed import is_engine
+from bytecheckpoint.adapters.frameworks.megatron import is_megatron_module
+from bytecheckpoint.adapters.native.module_parts import part_of, plain_name
+from bytecheckpoint.adapters.native.pipelines import Stage
+from bytecheckpoint.adapters.stateful import Stateful
+
+
+class Inside(NamedTuple):
+    """The modules that an object has its state of."""
+
+    stages: list[Stage]
+    names: list[str]
+    """Keys of the object's own state_dict(): a module that was compiled or wrapped may have a prefix in its names that
+    the object leaves out, or the other way round."""
+
+
+def modules_inside(value: Any) -> Inside | None:
+    """The modules in the attributes of an object with a state_dict(), where that shows exactly their state: the same
+    names, and the same memory where a module's state is live. None where it shows anything else, as one does that
+    keeps averages of the weights.
+    """
+    modules = _modules_in(value)
+    if not modules or any(map(_is_read_otherwise, modules)):
+        return None
+    own = value.state_dict()
+    of_modules = {plain_name(name): item for module in modules for name, item in module.state_dict().items()}
+    if not isinstance(own, Mapping) or {plain_name(str(name)) for name in own} != of_modules.keys():
+        return None
+    live = {_memory(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    is_same = all(
+        _memory(item) not in live or _memory(own_item) == _memory(item)
+        for name, own_item in own.items()
+        for item in [of_modules[plain_name(str(name))]]
+        if isinstance(item, torch.Tensor)
+    )
+    return Inside([Stage(module, None) for module in modules], list(map(str, own))) if is_same else None
+
+
+def _modules_in(value: Any) -> list[torch.nn.Module]:
+    """Those in attributes, lists and dicts there included; without what is inside of another."""
+    found: dict[int, torch.nn.Module] = {}
+    for item in getattr(value, "__dict__", {}).values():
+        items = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
+        found |= {id(each): each for each in items if isinstance(each, torch.nn.Module)}
+    inside = {id(child) for module in found.values() for child in module.modules() if child is not module}
+    return [module for key, module in found.items() if key not in inside]
+
+
+def _is_read_otherwise(module: torch.nn.Module) -> bool:
+    """Whether frameworks have adapters of their own for it, or its state_dict() gathers it."""
+    is_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+    return is_fsdp1 or is_engine(module) or is_megatron_module(module)
+
+
+def _memory(value: Any) -> tuple[int, int] | None:
+    """What tells the memory of a tensor, whatever views it; also on the meta device."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    tensor = value._local_tensor if isinstance(value, DTensor) else value
+    try:
+        return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return id(value), 0
+
+
+class ReloadEntry:
+    """An object around modules that were loaded in place: it is given their state, which it may have kept a copy of."""
+
+    def __init__(self, fqn: str, value: Stateful, inside: Inside) -> None:
+        self.fqn = fqn
+        self._value = value
+        self._inside = inside
+
+    def plain_names(self) -> Mapping[str, str]:
+        """State FQNs of the modules' tensors by those under which the object shows them, where these differ."""
+        parts = [(part_of(self.fqn, stage), stage.module) for stage in self._inside.stages]
+        plain = {plain_name(name): part.plain_name(name) for part, module in parts for name in module.state_dict()}
+        names = ((name, plain[plain_name(name)]) for name in self._inside.names)
+        return {f"{self.fqn}.{name}": f"{self.fqn}.{new}" for name, new in names if new != name}
+
+    def collect(self) -> Contents:
+        """Nothing: the modules are entries of their own."""
+        return Contents([], set())
+
+    def expect(self, _stored: Stored) -> Expectation:
+        return Expectation([], set(), [])
+
+    def prepare(self, _stored: Stored, _refused: Collection[str]) -> None:
+        """Makes nothing."""
+
+    def finish(self, _stored: Stored) -> None:
+        items = {
+            plain_name(name): item for stage in self._inside.stages for name, item in stage.module.state_dict().items()
+        }
+        self._value.load_state_dict({name: items[plain_name(name)] for name in self._inside.names})

@@ -1,0 +1,93 @@
+"""One module of an entry: its live values, under names that wrappers do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from bytecheckpoint.adapters.frameworks import deepspeed, fsdp1
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule
+from bytecheckpoint.adapters.native.module_walk import ModuleTree, tree_of
+from bytecheckpoint.adapters.native.pipelines import Stage
+from bytecheckpoint.adapters.plain.plain_data import join_fqn
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", fsdp1.WRAPPED})
+"""What torch.compile, activation checkpointing and FSDP1 put into names."""
+EXTRA_STATE = "_extra_state"
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile, activation checkpointing and FSDP1 put into it."""
+    parts = name.split(".")
+    return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
+
+
+class ModulePart(NamedTuple):
+    """One module of an entry."""
+
+    tree: ModuleTree
+    ddp_prefixes: Sequence[str]
+    """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
+    stage: int | None
+    """Which stage of a pipeline it is, where it says so."""
+    is_wrapped: bool
+    """Whether a wrapper puts anything into names; else they are plain as they are."""
+    flat: FlatModule | None = None
+    """What its framework keeps flat."""
+
+    def plain_name(self, name: str) -> str:
+        """The name of something in the module, without what wrappers put into it."""
+        if not self.is_wrapped:
+            return name
+        for prefix in self.ddp_prefixes:
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        return plain_name(name)
+
+    def plain_tensors(self) -> Mapping[str, torch.Tensor] | None:
+        """The state_dict, where all in it are plain tensors of the module under plain names: told by a few looks."""
+        if self.is_wrapped or self.flat is not None or not self.tree.is_saved_as_usual:
+            return None
+        values = self.tree.state_dict()
+        are_plain = PLAIN_TENSORS.issuperset(map(type, values.values())) and EXTRA_STATE not in "".join(values)
+        return values if are_plain else None
+
+    def state(self) -> Iterator[tuple[str, str, Any]]:
+        """The state_dict without flat parameters: of each value the module's own name, the plain name, and itself."""
+        replaced = () if self.flat is None else self.flat.replaced
+        for name, value in self.tree.state_dict().items():
+            if id(value) not in replaced:
+                yield name, self.plain_name(name), value
+
+
+def refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        advice = "call forward once, so that its shape is known"
+        raise unsupported(fqn, "a parameter of a lazy module that has not been initialised", advice)
+
+
+def is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def is_data(name: str, value: Any) -> bool:
+    """Whether something in a state_dict is no tensor of the module: extra state, or what its own hooks put there."""
+    return not isinstance(value, torch.Tensor) or is_extra_state(name)
+
+
+def part_of(fqn: str, stage: Stage) -> ModulePart:
+    module = stage.module
+    tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
+    is_fsdp1 = fsdp1.has_units(fqn, tree)
+    if is_fsdp1:
+        tree = fsdp1.walked_tree(fqn, tree)
+    tree.reshard()
+    wrapped = [name for name, child in tree.submodules if isinstance(child, DistributedDataParallel)]
+    ddp_prefixes = sorted((f"{join_fqn(name, 'module')}." for name in wrapped), key=len, reverse=True)
+    is_wrapped = bool(wrapped) or any(plain_name(name) != name for name, _ in tree.submodules)
+    part = ModulePart(tree, ddp_prefixes, stage.number, is_wrapped)
+    return part._replace(flat=fsdp1.flat_module(fqn, tree, part.plain_name)) if is_fsdp1 else part

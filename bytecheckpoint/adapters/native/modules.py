@@ -1,0 +1,293 @@
+"""Modules: their parameters, persistent buffers and extra state, under names that wrappers do not change.
+
+Takes plain modules, DistributedDataParallel, FullyShardedDataParallel, `fully_shard`, tensor-parallel and compiled
+ones, and lists of modules that are stages of a pipeline, whose FQNs are then those of the whole model. Tied tensors are
+stored once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.expectation import Contents, Expectation, RankMissing, Scope, not_stored, rank_missing
+from bytecheckpoint.adapters.frameworks import deepspeed
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule, FlatOptimizer, HeldPart, NamedPart, merged
+from bytecheckpoint.adapters.materialize import materialise
+from bytecheckpoint.adapters.native.module_parts import (
+    EXTRA_STATE,
+    ModulePart,
+    is_data,
+    is_extra_state,
+    part_of,
+    refuse_lazy,
+)
+from bytecheckpoint.adapters.native.pipelines import Stage
+from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
+from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, join_fqn, leaves
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards
+from bytecheckpoint.adapters.tied import untied, with_flat_ties
+from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
+
+
+class _Held(NamedTuple):
+    """What the modules of an entry hold."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By FQN; of tied ones the first."""
+    aliases: Mapping[str, str]
+    """FQN of a tied tensor -> the first one's."""
+    extra: Mapping[str, Any]
+    """Extra state, by FQN."""
+    flat: Sequence[tuple[str, HeldPart]]
+    """What is kept flat, with its FQN."""
+
+    def names(self) -> set[str]:
+        """The FQNs of all tensors."""
+        return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
+
+    facts: Mapping[str, Any]
+    """What else is known of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
+    stages: Mapping[str, int]
+    """By FQN, of stages of a pipeline that say which they are."""
+
+
+class ModuleEntry:
+    """One module, or the stages of a pipeline that this rank holds."""
+
+    def __init__(self, fqn: str, stages: Sequence[Stage]) -> None:
+        self.fqn = fqn
+        self.engines = [stage.module for stage in stages if deepspeed.is_engine(stage.module)]
+        """Those of the modules that are engines of DeepSpeed."""
+        self._parts = [part_of(fqn, stage) for stage in stages]
+        self._extra = TreeTarget()
+        self._detached: dict[str, torch.Tensor] = {}
+        """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
+        self._named: _Held | None = None
+        """What was found to name parameters, for the one collect or expect that follows at once."""
+        self._refused = Refusals([], ())
+
+    def find_flat(self, optimizers: Sequence[FlatOptimizer]) -> None:
+        """Learns which parameters these optimizers keep flat, whatever they are called here.
+
+        Raises CheckpointSaveError (unsupported_value) for parameters that cannot be read without their optimizer.
+        """
+        for index, part in enumerate(self._parts):
+            if part.flat is None and (optimizers or self.engines or deepspeed.has_traces(part.tree)):
+                self._parts[index] = part._replace(flat=self._flat_of(part, optimizers))
+
+    def _flat_of(self, part: ModulePart, optimizers: Sequence[FlatOptimizer]) -> FlatModule | None:
+        found = part.tree.module.named_parameters(remove_duplicate=False)
+        named = [(part.plain_name(name), parameter) for name, parameter in found]
+        known = {id(each.optimizer): each for each in optimizers}.values()  # one may have several names
+        flat = [of_module for each in known if (of_module := each.module(named)) is not None]
+        engine = next((each for each in self.engines if deepspeed.unwrapped(each) is part.tree.module), None)
+        alone = deepspeed.module_alone(self.fqn, deepspeed.not_in(named, flat), engine)
+        flat += [] if alone is None else [alone]
+        deepspeed.refuse_unknown(self.fqn, named, flat)
+        return merged(flat)
+
+    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """Every parameter with its name in the model; a tied one once, under its first name. Without flat ones."""
+        for part in self._parts:
+            replaced = () if part.flat is None else part.flat.replaced
+            for name, parameter in part.tree.named_parameters():
+                if id(parameter) not in replaced:
+                    yield parameter, part.plain_name(name) if part.is_wrapped else name
+
+    def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
+        """What an optimizer has in place of flat parameters, by id, and what lies in it."""
+        for part in self._parts:
+            if part.flat is not None:
+                yield from part.flat.in_optimizer.items()
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        for part in self._parts:
+            yield from part.tree.buffers()
+
+    def tied_names(self) -> dict[str, str]:
+        """The other names of tied tensors -> their first name, without the entry's own."""
+        self._named = held = self._named or self._read()
+        prefix = len(self.fqn) + 1
+        tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases, held.tensors)}
+        return {alias[prefix:]: fqn[prefix:] for alias, fqn in tied.items()}
+
+    def collect(self) -> Contents:
+        held = self._held()
+        shards = LocalShards()
+        shards.add_all(held.tensors.items())
+        for fqn, flat in held.flat:
+            shards.found += flat.part.shards(fqn, flat.memory)
+        on_tensor = partial(keep_for_rank, shards)
+        encoded: dict[str, tuple[Scope, bytes]] = {
+            fqn: ("either", encode_plain(value, fqn, on_tensor)) for fqn, value in held.extra.items()
+        }
+        encoded |= {fqn: ("shared", encode_plain(value, fqn, on_tensor)) for fqn, value in held.facts.items()}
+        names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
+        names |= {*held.names(), *held.facts}
+        return Contents(shards.found, names, encoded, held.aliases, held.stages)
+
+    def expect(self, stored: Stored) -> Expectation:
+        held = self._held()
+        other_names = _other_names(held.aliases)
+        own = {**held.facts, **held.tensors} if held.facts else {}
+        self._refused = refused = refusals(own, stored, held.aliases, other_names)
+        problems = refused.problems
+        of_module = LocalShards(with_addresses=True)
+        of_module.add_all(
+            (_stored_name(fqn, other_names, stored), tensor)
+            for fqn, tensor in held.tensors.items()
+            if not refused.has(fqn)
+        )
+        shards = of_module.found
+        for fqn, flat in held.flat:
+            shards += flat.part.shards(_stored_name(fqn, other_names, stored), flat.memory)
+        claims = held.names() | set(held.facts)
+        copies = self._copies(other_names, stored)
+        for fqn in held.extra:
+            found = stored.entry_tree(fqn)
+            if found is None:
+                problems.append(not_stored(fqn))
+            elif found.is_taken:
+                shards += self._extra.shards(found.tree, found.fqn, {}, stored)
+                values = leaves(found.tree, found.fqn)
+                claims.update(map(stored.rename, values))
+                problems += self._extra.problems(found.tree, found.fqn, stored)
+                missing = [value for value in values.values() if isinstance(value, RankMissing)]
+                problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
+        return Expectation(shards, claims, problems, copies)
+
+    def _copies(self, other_names: Mapping[str, Sequence[str]], stored: Stored) -> list[LocalShard]:
+        """What flat parameters are in lower precision."""
+        shards: list[LocalShard] = []
+        for part in self._parts:
+            for copy in () if part.flat is None else part.flat.copies:
+                name = _stored_name(join_fqn(self.fqn, copy.name), other_names, stored)
+                shards += copy.part.shards(name, copy.memory)
+        return shards
+
+    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+        held = self._read()
+        other_names = _other_names(held.aliases)
+
+        def is_filled(fqn: str, tensor: torch.Tensor) -> bool:
+            name = _stored_name(held.aliases.get(fqn, fqn), other_names, stored)
+            found = stored.tensors.get(name)
+            return found is not None and found.shape == tuple(tensor.shape) and name not in refused
+
+        for fqn in held.extra:
+            found = stored.entry_tree(fqn)
+            if found is not None:
+                self._extra.prepare(found.tree, found.fqn, {}, stored)
+        for part in self._parts:
+            materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, is_filled)})
+
+    def finish(self, stored: Stored) -> None:
+        for part in self._parts:
+            given: dict[str, Any] = {}
+            own: dict[str, Any] = {}
+            for name, plain, value in part.state():
+                fqn = join_fqn(self.fqn, plain)
+                found = stored.entry_tree(fqn) if is_data(name, value) else None
+                if fqn in self._detached:
+                    given[name] = self._detached[fqn]
+                elif found is not None and found.is_taken:
+                    given[name] = self._extra.filled(found.tree, found.fqn, leaves(value, fqn), stored)
+                elif is_data(name, value) and not is_extra_state(name):
+                    own[name] = value
+            for name in filter(is_extra_state, list(given)):
+                part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given.pop(name))
+            if given:
+                # A module that takes data of its own back looks for all of it, also for what was not loaded.
+                part.tree.module.load_state_dict(own | given, strict=False)
+            if part.flat is not None:
+                part.flat.finish()
+
+    def _loadable(self, part: ModulePart, is_filled: Callable[[str, torch.Tensor], bool]) -> Iterator[torch.Tensor]:
+        """The tensors that are filled, subclasses only as a whole."""
+        for _, plain, tensor in part.state():
+            fqn = join_fqn(self.fqn, plain)
+            if not isinstance(tensor, torch.Tensor) or self._refused.has(f"{fqn}."):
+                continue
+            if all(is_filled(name, each) for name, each in _tensors_of(fqn, tensor).items()):
+                yield tensor
+
+    def _held(self) -> _Held:
+        held, self._named = self._named or self._read(), None
+        return held
+
+    def _read(self) -> _Held:
+        """What the modules hold now."""
+        found: list[tuple[str, str, torch.Tensor]] = []
+        extra: dict[str, Any] = {}
+        flat: list[tuple[str, HeldPart]] = []
+        flat_ties: list[tuple[str, str]] = []
+        facts: dict[str, Any] = {}
+        known: dict[int, tuple[str, dict[str, Any]]] = {}
+        prefix = f"{self.fqn}." if self.fqn else ""
+        starts: list[int] = []
+        for part in self._parts:
+            starts.append(len(found))
+            if part.flat is not None:
+                flat += [(prefix + held.name, held) for held in part.flat.held]
+                flat_ties += [(prefix + alias, prefix + name) for alias, name in part.flat.aliases.items()]
+            plain_tensors = part.plain_tensors()
+            if plain_tensors is not None:
+                found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
+                continue
+            live = None if part.tree.is_saved_as_usual else part.tree.live()
+            for name, plain, value in part.state():
+                fqn = prefix + plain
+                is_plain = type(value) in PLAIN_TENSORS and not name.endswith(EXTRA_STATE)
+                if not is_plain and is_data(name, value):
+                    extra[fqn] = value
+                    continue
+                if not is_plain:
+                    refuse_lazy(fqn, value)
+                is_live = live is None or id(value) in live
+                tensor = value if is_live else self._detached.setdefault(fqn, value)
+                if is_plain or not is_subclass(tensor):
+                    found.append((name, fqn, tensor))
+                    continue
+                # Taken apart once, so that it is seen to be tied where it has several names.
+                if id(tensor) not in known:
+                    known[id(tensor)] = fqn, flat_parts(fqn, tensor)
+                first, of_first = known[id(tensor)]
+                parts = {fqn + of_part.removeprefix(first): part for of_part, part in of_first.items()}
+                facts |= {of_part: part for of_part, part in parts.items() if is_facts(of_part)}
+                found += [(name, of_part, part) for of_part, part in parts.items() if not is_facts(of_part)]
+        stages: dict[str, int] = {}
+        for part, start, end in zip(self._parts, starts, [*starts[1:], len(found)], strict=True):
+            if part.stage is not None:
+                stages |= dict.fromkeys((fqn for _, fqn, _ in found[start:end]), part.stage)
+            if part.stage is not None and part.flat is not None:
+                stages |= dict.fromkeys((prefix + held.name for held in part.flat.held), part.stage)
+        tensors, aliases = untied(found)
+        if flat:
+            aliases = with_flat_ties(tensors, aliases, [fqn for fqn, _ in flat], flat_ties)
+        return _Held(tensors, aliases, extra, flat, facts, stages)
+
+
+def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor by its FQN, or the inner tensors of a subclass by theirs."""
+    if not is_subclass(tensor):
+        return {fqn: tensor}
+    return {name: part for name, part in flat_parts(fqn, tensor).items() if not is_facts(name)}
+
+
+def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """FQN of a tensor -> those of the tensors that are tied to it."""
+    other_names: dict[str, list[str]] = {}
+    for alias, fqn in aliases.items():
+        other_names.setdefault(fqn, []).append(alias)
+    return other_names
+
+
+def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: Stored) -> str:
+    """The first of a tensor's names that the checkpoint has."""
+    return next((name for name in (fqn, *other_names.get(fqn, ())) if name in stored.tensors), fqn)

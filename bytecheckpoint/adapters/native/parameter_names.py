@@ -1,0 +1,201 @@
+"""What the parameters of an optimizer are called, in a checkpoint and in the state. Knows nothing of what is stored.
+
+A parameter of the module whose FQN is `model` has the name that it has in that module, one of any other module has its
+FQN. So a name depends on nothing that other ranks hold, and on nothing else that the state holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatPart, NamedPart
+from bytecheckpoint.adapters.frameworks.fsdp1 import is_flattened
+from bytecheckpoint.adapters.native.module_parts import plain_name
+from bytecheckpoint.adapters.plain.plain_data import join_fqn
+from bytecheckpoint.adapters.shards import NEW_TUPLE, unsupported
+
+MODEL = "model"
+
+
+class NamesParameters(Protocol):
+    """An entry of the state that says what the parameters in it are called."""
+
+    fqn: str
+
+    def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
+        """Every parameter that is no flat memory, with its name in the model; a tied one once."""
+
+    def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
+        """What an optimizer has in place of the others, by id, and what lies in it."""
+
+    def tied_names(self) -> dict[str, str]:
+        """The other names of tied tensors -> their first name."""
+
+
+class ParameterNames(NamedTuple):
+    """What one parameter is called."""
+
+    name: str
+    """Under which its optimizer state is saved."""
+    fqns: tuple[str, ...]
+    """All FQNs that it has in the state, or may have: several where it is tied, or stands in two modules."""
+    elsewhere: tuple[str, ...] = ()
+    """Those of them that lie in other modules than the first that has it."""
+
+    @property
+    def is_outside_model(self) -> bool:
+        """Whether its name is the FQN that it has in a module, and that module is not `model`."""
+        return self.name == self.fqns[0] and join_fqn(MODEL, self.name) not in self.fqns
+
+
+class OptimizedParameter(NamedTuple):
+    """A parameter of which an optimizer has a part, in flat memory."""
+
+    names: ParameterNames
+    part: FlatPart
+
+
+class OptimizedParameters(NamedTuple):
+    """What each tensor that an optimizer calls a parameter holds, by the tensor's id."""
+
+    whole: dict[int, ParameterNames]
+    """One parameter, as a tensor that says how it lies."""
+    flat: dict[int, list[OptimizedParameter]]
+    """Parts of parameters."""
+
+    def names(self, parameters: Iterable[torch.Tensor]) -> list[ParameterNames]:
+        """Of all that lies in these tensors."""
+        whole, flat = self
+        if not flat:
+            return [whole[id(parameter)] for parameter in parameters]
+        found: list[ParameterNames] = []
+        for key in map(id, parameters):
+            found += [whole[key]] if key in whole else [of_part.names for of_part in flat[key]]
+        return found
+
+    def all_names(self) -> Iterator[ParameterNames]:
+        yield from self.whole.values()
+        for of_one in self.flat.values():
+            yield from (of_part.names for of_part in of_one)
+
+
+def name_parameters(
+    optimizer_fqn: str, parameters: Iterable[tuple[torch.Tensor, str | None]], modules: Sequence[NamesParameters]
+) -> OptimizedParameters:
+    """What the tensors hold that an optimizer calls parameters, each given with the name that it knows it by.
+
+    Raises CheckpointSaveError (unsupported_value) for a parameter that has no name or is given twice, and where two
+    would have the same one.
+    """
+    parameters = list(parameters)
+    in_modules = _found_in_modules({id(parameter) for parameter, _ in parameters}, modules)
+    if len(in_modules.whole) == len(parameters) and not in_modules.flat:  # each once: nearly always
+        _check_unique(optimizer_fqn, in_modules)
+        return in_modules
+    found = OptimizedParameters({}, {})
+    whole, flat = found
+    for parameter, own_name in parameters:
+        key = id(parameter)
+        if key in whole or key in flat:
+            name = next((names.name for names in found.names([parameter])), "without a name")
+            what = f"a list of optimizers of which two hold the parameter {name}"
+            raise unsupported(optimizer_fqn, what, "give each optimizer a name of its own in the state")
+        if key in in_modules.whole:
+            whole[key] = in_modules.whole[key]
+        elif key in in_modules.flat:
+            flat[key] = in_modules.flat[key]
+        else:
+            whole[key] = _alone(optimizer_fqn, parameter, own_name)
+    _check_unique(optimizer_fqn, found)
+    return found
+
+
+def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
+    """The first module that has a parameter gives it its name. What one of them keeps flat is flat."""
+    whole: dict[int, ParameterNames] = {}
+    flat: dict[int, list[OptimizedParameter]] = {}
+    for entry in modules:
+        names: dict[int, str] = {}
+        for parameter, name in entry.parameters():
+            if id(parameter) in wanted:
+                names.setdefault(id(parameter), name)  # two stages may have it
+        parts = {flat_id: of_flat for flat_id, of_flat in entry.in_optimizer() if flat_id in wanted}
+        others: dict[str, list[str]] = {}
+        for other, name in entry.tied_names().items() if names or parts else ():
+            others.setdefault(name, []).append(other)
+        prefix = f"{entry.fqn}." if entry.fqn else ""
+        is_model = entry.fqn == MODEL
+        for parameter_id, name in names.items():
+            if name in others:
+                of_parameter = _names_of(prefix, others, name, is_model=is_model)
+            else:
+                fqn = prefix + name
+                of_parameter = NEW_TUPLE(ParameterNames, (name if is_model else fqn, (fqn,), ()))
+            first = whole.setdefault(parameter_id, of_parameter)
+            if first is not of_parameter:
+                whole[parameter_id] = _merged(first, of_parameter)
+        for flat_id, of_flat in parts.items():
+            new = [
+                OptimizedParameter(_names_of(prefix, others, name, is_model=is_model), part) for name, part in of_flat
+            ]
+            before = flat.get(flat_id)
+            flat[flat_id] = new if before is None else list(map(_merged_part, before, new))
+    for flat_id in flat:
+        whole.pop(flat_id, None)
+    return OptimizedParameters(whole, flat)
+
+
+def _names_of(prefix: str, others: Mapping[str, Sequence[str]], name: str, *, is_model: bool) -> ParameterNames:
+    fqn = prefix + name
+    fqns = (fqn, *(prefix + other for other in others[name])) if name in others else (fqn,)
+    return ParameterNames(name if is_model else fqn, fqns)
+
+
+def _merged(first: ParameterNames, other: ParameterNames) -> ParameterNames:
+    """Of one that stands in two modules: the first of them gives it its name."""
+    return ParameterNames(first.name, first.fqns + other.fqns, first.elsewhere + other.fqns)
+
+
+def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> OptimizedParameter:
+    return OptimizedParameter(_merged(first.names, other.names), first.part)
+
+
+def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
+    """Of a parameter that only its optimizer has a name for: it may have been saved beside a model."""
+    if is_flattened(parameter):
+        what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
+        raise unsupported(optimizer_fqn, what, "pass the model beside it")
+    if name is None:
+        raise unsupported(
+            optimizer_fqn,
+            f"an optimizer with a parameter of shape {list(parameter.shape)} that no module of the state has",
+            "pass the model beside it (the module itself, not its state_dict() and no object around it), or build the "
+            "optimizer from model.named_parameters()",
+        )
+    name = plain_name(name)
+    return ParameterNames(name, (name, join_fqn(MODEL, name)))
+
+
+def _check_unique(optimizer_fqn: str, found: OptimizedParameters) -> None:
+    """Parts of one parameter share a name, and nothing else does."""
+    all_names = list(found.all_names())
+    if len({names.name for names in all_names}) == len(all_names):
+        return
+    of_parts = {id(of_part.names) for of_one in found.flat.values() for of_part in of_one}
+    owners: dict[str, ParameterNames] = {}
+    for names in all_names:
+        owner = owners.setdefault(names.name, names)
+        are_parts = id(owner) in of_parts and id(names) in of_parts
+        if owner is not names and not (are_parts and owner == names):
+            both = f"{owner.fqns[0]} and {names.fqns[0]}"
+            what = f"an optimizer that would save {both} under one name, {names.name}"
+            raise unsupported(optimizer_fqn, what, "give one of the two another name in the state")
+
+
+def check_state_key(fqn: str, key: object) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a key of optimizer state that no FQN can end with."""
+    if type(key) is not str or not key or "." in key:
+        raise unsupported(fqn, f"optimizer state with the key {key!r}", "use names without dots as keys")

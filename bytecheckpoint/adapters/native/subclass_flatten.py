@@ -1,0 +1,325 @@
+"""Tensor subclasses that torch can take apart and put together (`__tensor_flatten__`, `__tensor_unflatten__`), such as
+low-bit weights and optimizer states: containers of their inner tensors, by attribute, and of facts in plain data.
+
+Also takes a DTensor whose local tensor is such a subclass: what each inner tensor is a part of follows from the lengths
+of the outer tensor's part, dimension by dimension. Knows neither checkpoints nor entries.
+
+Inner tensors of a subclass inside a DTensor: each is cut as the outer one is, in its own lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from bytecheckpoint.adapters.native.subclass_metadata import (
+    FACTS,
+    Facts,
+    are_facts,
+    class_of,
+    context_of,
+    dtype_of,
+    facts_of,
+)
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
+
+
+def is_subclass(value: object) -> bool:
+    """Whether a value is a tensor that names the tensors that it is made of, or a DTensor of such tensors."""
+    if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
+        return False
+    tensor = value._local_tensor if isinstance(value, DTensor) else value
+    if type(tensor) in PLAIN_TENSORS or isinstance(tensor, AsyncCollectiveTensor):
+        return False
+    can_be_taken_apart = bool(is_traceable_wrapper_subclass(tensor))
+    # Asked in this order, because a ShardedTensor refuses to say what follows.
+    return can_be_taken_apart and not tensor.is_nested and tensor.layout is torch.strided
+
+
+def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """The inner tensors of a subclass by attribute, live, and its facts under FACTS. An inner one may be a subclass.
+
+    Raises CheckpointSaveError (unsupported_value) where they are not all that there is to say.
+    """
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    names, context = local.__tensor_flatten__()
+    parts = {name: getattr(local, name) for name in names}
+    for name, inner in parts.items():
+        if not isinstance(inner, torch.Tensor) or "." in name:
+            what = f"a tensor subclass, {type(local).__qualname__}, whose part {name!r} is no tensor"
+            raise unsupported(fqn, what, "save the plain tensors that it is made of")
+    if isinstance(tensor, DTensor):
+        spread = {name: spread_as(f"{fqn}.{name}", inner, tensor) for name, inner in parts.items()}
+        parts = {name: inner for name, inner in spread.items() if inner is not None}
+    return {**parts, FACTS: facts_of(fqn, local, context, tensor)}
+
+
+def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
+    """All that a subclass comes to, by FQN: tensors that are no subclasses, and facts, of nested ones too."""
+    found: dict[str, Any] = {}
+    for name, part in parts_of(fqn, tensor).items():
+        child = f"{fqn}.{name}"
+        found |= flat_parts(child, part) if is_subclass(part) else {child: part}
+    return found
+
+
+def is_facts(fqn: str) -> bool:
+    """Whether this is the FQN of the facts of a subclass, unless a user has called something else so."""
+    return fqn.endswith(FACTS) and fqn.rpartition(".")[2] == FACTS
+
+
+def outer_fqn(facts_fqn: str) -> str:
+    """The FQN of the subclass whose facts these are."""
+    return facts_fqn[: -len(FACTS) - 1]
+
+
+def around(fqn: str, outer: Collection[str]) -> list[str]:
+    """Those of the FQNs of subclasses that something is inside of, the innermost one first."""
+    found, name = [], fqn.rpartition(".")[0]
+    while name:
+        if name in outer:
+            found.append(name)
+        name = name.rpartition(".")[0]
+    return found
+
+
+def tied_subclasses(
+    facts_fqns: Iterable[str], aliases: Mapping[str, str], fqns_of_own: Iterable[str]
+) -> dict[str, str]:
+    """Of subclasses all of whose inner tensors are tied to those of one other: the FQN of each -> the FQN under which
+    these are stored. `fqns_of_own` are those of tensors that are no aliases.
+    """
+    outer = {outer_fqn(fqn) for fqn in facts_fqns}
+    if not outer or not aliases:
+        return {}
+    owners: dict[str, set[str]] = {}
+    for alias, fqn in aliases.items():
+        for name in around(alias, outer):
+            path = alias.removeprefix(name)
+            owners.setdefault(name, set()).add(fqn.removesuffix(path) if fqn.endswith(path) else "")
+    has_own = {name for fqn in fqns_of_own for name in around(fqn, outer)}
+    single = {name: next(iter(found)) for name, found in owners.items() if len(found) == 1 and name not in has_own}
+    return {name: owner for name, owner in single.items() if owner in outer}
+
+
+def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The same subclass, made of what `allocate` gives for each of its inner tensors."""
+    if isinstance(tensor, DTensor):
+        local = with_new_memory(tensor._local_tensor, allocate)
+        return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
+    subclass: Any = tensor
+    names, context = subclass.__tensor_flatten__()
+    inner = {name: getattr(subclass, name) for name in names}
+    new = {
+        name: with_new_memory(part, allocate) if is_subclass(part) else allocate(part) for name, part in inner.items()
+    }
+    built: torch.Tensor = type(subclass).__tensor_unflatten__(new, context, tensor.size(), tensor.stride())
+    return built
+
+
+def subclasses_in(value: Any, fqn: str) -> dict[str, torch.Tensor]:
+    """The subclasses in nested dicts, lists and tuples, by FQN."""
+    if is_subclass(value):
+        return {fqn: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    return {name: found for key, item in items for name, found in subclasses_in(item, f"{fqn}.{key}").items()}
+
+
+def restored(
+    tree: Any,
+    fqn: str,
+    live: Mapping[str, torch.Tensor | None] = MappingProxyType({}),
+    like: torch.Tensor | None = None,
+    left: Collection[str] = (),
+) -> Any:
+    """The tree with every subclass in it built of its parts, or taken from the `live` ones, which have been filled.
+
+    Dicts and lists are changed in place. One whose parts were made by `spread_like(like)` is built as a DTensor that
+    lies like it; those that are `left` stay as they are.
+    """
+    if fqn in left:
+        return tree
+    if isinstance(tree, dict):
+        if are_facts(tree.get(FACTS)) and fqn in live:
+            return live[fqn]
+        for key, item in tree.items():
+            tree[key] = item if key == FACTS else restored(item, f"{fqn}.{key}", live, like, left)
+        return _built(tree, like) if are_facts(tree.get(FACTS)) else tree
+    if type(tree) not in (list, tuple):
+        return tree
+    items = [restored(item, f"{fqn}.{index}", live, like, left) for index, item in enumerate(tree)]
+    if type(tree) is tuple:
+        return tuple(items)
+    tree[:] = items
+    return tree
+
+
+def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -> dict[str, str]:
+    """Of subclasses whose facts are among these leaves, by FQN: the FQN of the facts of each outermost one that cannot
+    be built, and why. Their inner tensors are among the leaves too, on the meta device, where all of it is tried.
+    """
+    facts = {outer_fqn(fqn): value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
+    parts: dict[str, dict[str, Any]] = {fqn: {} for fqn in facts}
+    for fqn, value in values.items():
+        parent, _, name = fqn.rpartition(".")
+        if parent in facts:
+            parts[parent][name] = value
+    reasons: dict[str, str] = {}
+    for fqn in sorted(facts, key=len, reverse=True):  # the inner ones first
+        built = _tried(parts[fqn], like)
+        parent, _, name = fqn.rpartition(".")
+        if parent in facts:
+            parts[parent][name] = built
+        elif isinstance(built, str):
+            reasons[f"{fqn}.{FACTS}"] = built
+    return reasons
+
+
+def _tried(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor | str:
+    """The subclass, or why it cannot be built."""
+    for name, part in parts.items():
+        if isinstance(part, str):
+            return part
+        if name != FACTS and not isinstance(part, torch.Tensor):
+            return f"its part {name} is no tensor"
+    try:
+        built = _built(parts, like)
+    except LookupError as error:
+        return str(error.args[0]) if type(error) is LookupError else repr(error)
+    except Exception as error:  # noqa: BLE001  what a class makes of a damaged checkpoint may be anything
+        return repr(error)
+    facts: Facts = parts[FACTS]
+    if tuple(built.shape) != tuple(facts[0]["shape"]) or built.dtype != dtype_of(facts):
+        shown = f"{dtype_of(facts)} {facts[0]['shape']}"
+        return f"its inner tensors make a {built.dtype} {list(built.shape)} of what was a {shown}"
+    return built
+
+
+def _built(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor:
+    facts: Facts = parts[FACTS]
+    inner = {name: part for name, part in parts.items() if name != FACTS}
+    shape, stride = torch.Size(facts[0]["shape"]), tuple(facts[0]["stride"])
+    device = next((part.device for part in inner.values()), torch.device("cpu"))
+    outer = None
+    if isinstance(like, DTensor) and all(isinstance(part, DTensor) for part in inner.values()):
+        outer = spread_like(like, shape, dtype_of(facts), device)
+    if outer is None:
+        return _unflattened(inner, facts, shape, stride, device)
+    if outer.device_mesh.get_coordinate() is None:
+        return outer
+    shape = outer._local_tensor.shape
+    inner = {name: part._local_tensor for name, part in inner.items()}
+    try:
+        local = _unflattened(inner, facts, shape, dense_stride(shape, stride), device)
+    except Exception:
+        if outer._local_tensor.numel():
+            raise
+        return outer  # many classes cannot be made of nothing
+    return DTensor(local, outer._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _unflattened(
+    inner: Mapping[str, Any], facts: Facts, shape: torch.Size, stride: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    built: torch.Tensor = class_of(facts).__tensor_unflatten__(inner, context_of(facts, shape, device), shape, stride)
+    return built
+
+
+_TABLES = frozenset({"qmap"})
+"""Inner tensors that hold one table for all elements, as torchao's low-bit optimizer states do: no part of anything."""
+
+
+def spread_like(
+    outer: DTensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_table: bool = False
+) -> DTensor | None:
+    """A DTensor of this global shape whose parts are to those of `outer` as its lengths are to those of `outer`.
+
+    None where the lengths of the parts are not whole numbers, and where blocks do not end where parts end.
+    """
+    sharded = set() if is_table else _sharded_dims(outer)
+    if sharded is None or not _can_follow(len(shape), outer, sharded):
+        return None
+    lengths = list(shape)
+    if outer.device_mesh.get_coordinate() is None:
+        lengths, sharded = [0], set()
+    for dim in sharded:
+        lengths[dim], rest = divmod(shape[dim] * outer._local_tensor.shape[dim], max(outer.shape[dim], 1))
+        if rest or not _ends_with_blocks(outer, dim, shape[dim]):
+            return None
+    local = torch.empty(lengths, dtype=dtype, device=device)
+    return _as_dtensor(local, torch.Size(shape), outer, is_table=is_table)
+
+
+def names_table(fqn: str) -> bool:
+    """Whether the inner tensor of this FQN is the same for all parts of the tensor around it."""
+    return fqn.rpartition(".")[2] in _TABLES
+
+
+def spread_as(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
+    """The inner tensor of one part of a DTensor as a part of its own global tensor; None where this rank, which holds
+    nothing, cannot tell.
+    """
+    if names_table(fqn):
+        return _as_dtensor(inner, inner.shape, outer, is_table=True)
+    sharded, local = _sharded_dims(outer), outer._local_tensor
+    shape: list[int] | None = None
+    if sharded is not None and _can_follow(inner.dim(), outer, sharded):
+        if any(local.shape[dim] == 0 for dim in sharded):
+            return None
+        ratios = {dim: divmod(inner.shape[dim] * outer.shape[dim], local.shape[dim]) for dim in sharded}
+        are_whole = not any(rest for _, rest in ratios.values())
+        if are_whole and all(_ends_with_blocks(outer, dim, length) for dim, (length, _) in ratios.items()):
+            shape = [ratios[dim][0] if dim in sharded else length for dim, length in enumerate(inner.shape)]
+    if shape is None:
+        what = f"part of a DTensor, {list(inner.shape)} for {list(local.shape)} of {list(outer.shape)}"
+        what += f" with placements {outer.placements}, so that which region it is cannot be said"
+        raise unsupported(fqn, what, "shard along dimensions that it has, in multiples of its blocks")
+    return _as_dtensor(inner, torch.Size(shape), outer, is_table=False)
+
+
+def _sharded_dims(outer: DTensor) -> set[int] | None:
+    """The dimensions along which it is cut; None where that is not how it is cut."""
+    cuts = [placement for placement in outer.placements if not isinstance(placement, Replicate)]
+    dims = {placement.dim for placement in cuts if isinstance(placement, Shard | _StridedShard)}
+    return dims if all(isinstance(placement, Shard | _StridedShard) for placement in cuts) else None
+
+
+def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
+    """Whether a tensor of so many dimensions has those along which the outer one is cut."""
+    return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
+
+
+def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
+    """Whether parts of the outer tensor end where blocks do, of which an inner tensor of this length has one element
+    each, or several: 6 rows with 4 scales are blocks of two rows and a short one, twice.
+    """
+    if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut
+        return True
+    shorter, longer = sorted((outer.shape[dim], length))
+    return not shorter or longer % shorter == 0
+
+
+def _as_dtensor(local: torch.Tensor, shape: torch.Size, outer: DTensor, *, is_table: bool) -> DTensor:
+    placements = tuple(Replicate() for _ in outer.placements) if is_table else outer.placements
+    meta = TensorMeta(shape, dense_stride(shape, range(len(shape), 0, -1)), local.dtype)
+    spec = DTensorSpec(outer.device_mesh, placements, tensor_meta=meta)
+    # Not from_local, which may copy to another device.
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a tensor without gaps whose dimensions lie in memory as those of this stride do."""
+    stride = [0] * len(shape)
+    dims = sorted(range(len(shape)), key=lambda dim: (-order[dim], dim))
+    for at, dim in enumerate(dims):
+        stride[dim] = prod(max(shape[other], 1) for other in dims[at + 1 :])
+    return tuple(stride)

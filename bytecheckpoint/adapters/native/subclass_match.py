@@ -1,0 +1,280 @@
+"""Tensor subclasses of a state compared with those of a checkpoint, before anything of them is filled: the same bytes
+mean something else under another block size. And the state of optimizers that is such tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, placeholder
+from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
+from bytecheckpoint.adapters.native.subclass_flatten import (
+    around,
+    flat_parts,
+    is_facts,
+    is_subclass,
+    names_table,
+    outer_fqn,
+    spread_like,
+    tied_subclasses,
+    why_not_built,
+)
+from bytecheckpoint.adapters.native.subclass_metadata import FACTS, are_facts, difference
+from bytecheckpoint.adapters.plain.plain_data import TensorRef, leaves
+from bytecheckpoint.adapters.shards import dtype_name, has_all_memory, shares_elements, torch_dtype
+
+
+class Refusals(NamedTuple):
+    """What keeps live subclasses from being filled: each is loaded wholly, or not at all."""
+
+    problems: list[Problem]
+    prefixes: tuple[str, ...]
+    """What the FQNs start with of all that is inside of them."""
+
+    def has(self, fqn: str) -> bool:
+        return bool(self.prefixes) and fqn.startswith(self.prefixes)
+
+
+def refusals(
+    own: Mapping[str, Any],
+    stored: Stored,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+    other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> Refusals:
+    """Which of the live subclasses among these tensors and facts do not fit.
+
+    The other FQNs of a tied tensor are `other_names` of it, and `aliases` of its own. Subclasses that share a tensor
+    are refused together.
+    """
+    facts = {fqn: value for fqn, value in own.items() if is_facts(fqn) and are_facts(value)}
+    if not facts:
+        return Refusals([], ())
+    outer = {outer_fqn(fqn) for fqn in facts}
+    problems = _facts_problems(facts, stored, tied_subclasses(facts, aliases, own.keys() - facts.keys()))
+    refused = {problem.fqn for problem in problems}
+    for fqn, value in own.items():
+        if isinstance(value, torch.Tensor) and around(fqn, outer):
+            problem = _part_problem(fqn, value, stored, other_names.get(fqn, ()))
+            if problem is not None:
+                problems.append(problem)
+                refused.add(fqn)
+    return Refusals(problems, _together(refused, outer, aliases))
+
+
+def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+    """The prefixes of the outermost subclasses around these FQNs, and of those that share a tensor with one of them."""
+    refused = {around(fqn, outer)[-1] for fqn in fqns}
+    pairs = [(around(alias, outer), around(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
+    links = [{of_alias[-1], of_own[-1]} for of_alias, of_own in pairs if of_alias and of_own]
+    while True:
+        more = {name for link in links if link & refused for name in link} - refused
+        if not more:
+            return tuple(f"{name}." for name in sorted(refused))
+        refused |= more
+
+
+def _part_problem(fqn: str, own: Any, stored: Stored, other_names: Sequence[str]) -> Problem | None:
+    """Why an inner tensor cannot be filled. It is never cast: the same number means something else as another type."""
+    missing = stored.missing_at(fqn)
+    if missing is not None:
+        return rank_missing(fqn, missing[1].num_saved)
+    name = next((name for name in (fqn, *other_names) if name in stored.tensors), fqn)
+    found = stored.tensors.get(name)
+    if found is None:
+        inline = stored.plain.get(fqn)
+        if isinstance(inline, torch.Tensor):
+            found = StoredTensor(fqn, dtype_name(inline.dtype), tuple(inline.shape))
+    if found is None:
+        return None if stored.skips(fqn) else not_stored(fqn)
+    why = why_no_part(own, found)
+    return None if why is None else Problem(why[0], name, f"{name}: {why[1]}")
+
+
+def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | None:
+    """The kind of problem, and why the inner tensor of a live subclass cannot be filled from the stored one."""
+    if tuple(own.shape) != found.shape:
+        return "shape", f"shape {list(found.shape)} in the checkpoint, {list(own.shape)} in the state"
+    dtype = dtype_name(own.dtype)
+    if dtype != found.dtype:
+        text = f"dtype {found.dtype} in the checkpoint, {dtype} in the state (what is inside a subclass is never cast)"
+        return "dtype", text
+    memory = own._local_tensor if isinstance(own, DTensor) else own
+    if shares_elements(memory):
+        return "conflict", "elements of the state's tensor share memory (it is expanded); give it a copy"
+    if not has_all_memory(memory):
+        return "conflict", "the memory of the state's tensor has been freed; load where it has memory again"
+    return None
+
+
+def _facts_problems(own: Mapping[str, Any], stored: Stored, tied: Mapping[str, str]) -> list[Problem]:
+    """What is different, or missing, of facts by FQN; `tied` subclasses have those of any of their names."""
+    names: dict[str, list[str]] = {}
+    for fqn in own:
+        owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
+        names.setdefault(f"{owner}.{FACTS}", []).append(fqn)
+    problems: list[Problem] = []
+    for group in names.values():
+        found = [fqn for fqn in group if fqn in stored.plain]
+        problems += [_problem(fqn, own[fqn], stored) for fqn in found if _differs(own[fqn], stored.plain[fqn])]
+        if not found and not any(map(stored.skips, group)):
+            problems.append(not_stored(group[0]))
+    return problems
+
+
+def _differs(own: Any, found: Any) -> bool:
+    return difference(own, found) is not None
+
+
+def _problem(fqn: str, own: Any, stored: Stored) -> Problem:
+    text = f"{outer_fqn(fqn)}: tensor subclasses that differ: {difference(own, stored.plain[fqn])}"
+    return Problem("conflict", fqn, text)
+
+
+def unbuildable(values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
+    """Of subclasses that are about to be built of these leaves, by checkpoint FQN: which cannot be, by theirs."""
+    if not any(map(is_facts, values)):  # nearly always
+        return {}
+    parts = {fqn: _on_meta(fqn, value, stored) for fqn, value in values.items()}
+    found: dict[str, Problem] = {}
+    for facts_fqn, reason in why_not_built(parts).items():
+        fqn = stored.rename(facts_fqn)
+        text = f"{outer_fqn(fqn)}: a tensor subclass that cannot be built: {reason}"
+        found[outer_fqn(facts_fqn)] = Problem("conflict", fqn, text)
+    return found
+
+
+def _on_meta(fqn: str, value: Any, stored: Stored) -> Any:
+    """What stands for a leaf where no memory is wanted yet."""
+    if isinstance(value, TensorRef):
+        tensor = stored.tensors.get(stored.rename(fqn))
+        return None if tensor is None else placeholder(tensor)
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def partly_taken(values: Mapping[str, Any], stored: Stored) -> set[str]:
+    """The outermost subclasses among leaves by checkpoint FQN of which include or exclude leave something out."""
+    outer = {outer_fqn(fqn) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
+    names = [fqn for fqn in values if not stored.takes(fqn)] if outer else []
+    return {found[-1] for found in (around(fqn, outer) for fqn in names) if found}
+
+
+def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The optimizer state of one parameter by key, subclasses taken apart: `exp_avg.codes`, `exp_avg.@subclass`."""
+    if not any(map(is_subclass, state.values())):  # nearly always
+        return state
+    own: dict[str, Any] = {}
+    for key, value in state.items():
+        own |= flat_parts(key, value) if is_subclass(value) else {key: value}
+    return own
+
+
+def _holds_any(value: Any) -> bool:
+    """Whether a state holds elements here: of one that lies elsewhere nobody can tell what it is."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not isinstance(value, DTensor) or value._local_tensor.numel() > 0
+
+
+class SubclassState:
+    """What of one parameter's optimizer state is tensor subclasses, live and in a checkpoint.
+
+    `tensors` and `plain` are what the checkpoint has by state key, as StoredOptimizer gives them.
+    """
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        live: Mapping[str, Any],
+        tensors: Mapping[str, tuple[str, StoredTensor]],
+        plain: Mapping[str, tuple[str, Any]],
+    ) -> None:
+        self.own = own_state(live)
+        self._parameter = parameter
+        self._tensors = tensors
+        self._facts: dict[str, Any] = {}
+        for name, (_, tree) in plain.items():
+            found = leaves(tree, name).items()
+            self._facts |= {key: leaf for key, leaf in found if is_facts(key) and are_facts(leaf)}
+        is_any = self._facts or self.own is not live
+        self._refused = {key.partition(".")[0] for key, _ in self.problems()} if is_any else frozenset()
+
+    def problems(self) -> list[tuple[str, str]]:
+        """State keys whose tensors cannot be filled or created, and why, as text for an error."""
+        reasons = {key: self._why_not(key, facts) for key, facts in self._facts.items()}
+        lacking = [k for k, own in self.own.items() if is_facts(k) and are_facts(own) and k not in self._facts]
+        reasons |= dict.fromkeys(lacking, "a tensor subclass in the state, and none in the checkpoint")
+        found = [(key, reason) for key, reason in reasons.items() if reason]
+        found += self._why_not_built() if not found else []
+        return found + [(key, reason) for key, own in self.own.items() if (reason := self._why_no_part(key, own))]
+
+    def _why_not_built(self) -> list[tuple[str, str]]:
+        new = {key: facts for key, facts in self._facts.items() if key not in self.own}
+        if not new:
+            return []
+        meta = torch.device("meta")
+        parts = {key: self.new_part(key, stored, meta) for key, (_, stored) in self._tensors.items() if "." in key}
+        return list(why_not_built({**parts, **new}, self._parameter).items())
+
+    def _why_no_part(self, key: str, own: Any) -> str | None:
+        """Why a live inner tensor is not filled; what include and exclude leave out is no reason."""
+        if is_facts(key) or not around(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
+            return None
+        if key not in self._tensors:
+            return "an inner tensor of the state's subclass that is not in the checkpoint"
+        why = why_no_part(own, self._tensors[key][1])
+        return None if why is None else why[1]
+
+    def _why_not(self, key: str, facts: Any) -> str | None:
+        if key in self.own:
+            return difference(self.own[key], facts)
+        if _holds_any(self.own.get(outer_fqn(key))):
+            return "a tensor subclass in the checkpoint, and none in the state"
+        inner = {k: stored for k, (_, stored) in self._tensors.items() if k.startswith(f"{outer_fqn(key)}.")}
+        meta = torch.device("meta")
+        if any(self._spread(k, stored, meta) is None for k, stored in inner.items() if self._is_spread(k)):
+            return "a tensor subclass whose inner tensors cannot be cut as its parameter is; take one step first"
+        return None
+
+    def takes(self, key: str) -> bool:
+        """Whether what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
+        return key.partition(".")[0] not in self._refused
+
+    def lacks(self, key: str) -> bool:
+        """Whether the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
+        return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
+
+    def is_elsewhere(self, key: str) -> bool:
+        """Whether the state of this key holds nothing here of what is a subclass on other ranks."""
+        return f"{key}.{FACTS}" in self._facts and key in self.own
+
+    def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
+        """Memory for a tensor inside a parameter's state, on this device or where it belongs."""
+        if self._is_spread(key):
+            spread = self._spread(key, stored, device or self._parameter.device)
+            if spread is not None:
+                return spread
+        home = self._parameter.device if self._around(key) else torch.device("cpu")
+        return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=device or home)
+
+    def _around(self, key: str) -> list[Any]:
+        """The facts of the subclasses that a tensor is a part of, the outermost one first."""
+        keys = sorted((of_key for of_key in self._facts if key.startswith(f"{outer_fqn(of_key)}.")), key=len)
+        return [self._facts[of_key] for of_key in keys]
+
+    def _is_spread(self, key: str) -> bool:
+        """Whether a tensor is a part of something that lies like the parameter, which is spread over ranks."""
+        around = self._around(key)
+        is_like = bool(around) and around[0][0]["shape"] == list(self._parameter.shape)
+        return is_like and isinstance(self._parameter, DTensor)
+
+    def _spread(self, key: str, stored: StoredTensor, device: torch.device) -> DTensor | None:
+        parameter = self._parameter
+        if not isinstance(parameter, DTensor):
+            return None
+        dtype = torch_dtype(stored.dtype)
+        return spread_like(parameter, stored.shape, dtype, device, is_table=names_table(key))

@@ -1,0 +1,1 @@
+"""Optimizers: their state by parameter name, their hyperparameters, their wrappers."""

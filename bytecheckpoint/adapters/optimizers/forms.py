@@ -1,0 +1,219 @@
+"""The forms in which a state may hold the state of an optimizer by parameter name: `get_optimizer_state_dict` of
+torch.distributed.checkpoint nests it, or flattens it to one level. A checkpoint may have it in another form, or as the
+library writes optimizers down; tensors have the same names in all three, so only plain data is put together anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
+from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
+from bytecheckpoint.adapters.plain.plain_data import TensorRef, join_fqn
+
+_STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
+
+
+class Form(NamedTuple):
+    """How a state holds the state of an optimizer."""
+
+    is_own: bool = False
+    """As the library does for optimizers themselves."""
+    groups: Sequence[Sequence[str]] | None = None
+    """The names of the parameters in each group, where it is nested; None where it is flat."""
+    keys: frozenset[str] | None = None
+    """All that it keeps for a parameter, where it can also take a state_dict: one that holds more stays a state_dict.
+    """
+    is_numbered: bool = False
+    """As the state_dict() of torch's optimizers does, with numbers for parameters."""
+
+
+OWN, FLAT, NUMBERED = Form(is_own=True), Form(), Form(is_numbered=True)
+
+Parse = Callable[[Mapping[Any, Any]], dict[str, Any] | None]
+"""Makes the library's own tree of a nested or flat one, with what stands for its tensors; None for anything else."""
+
+
+@runtime_checkable
+class ShowsOptimizers(Protocol):
+    """An entry of the state that may hold the state of optimizers."""
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """By state FQN."""
+
+
+def forms_of(entries: Iterable[object]) -> dict[str, Form]:
+    """The forms of all optimizer state in these entries, by state FQN."""
+    found: dict[str, Form] = {}
+    for entry in entries:
+        if isinstance(entry, ShowsOptimizers):
+            found.update(entry.optimizer_forms())
+    return found
+
+
+def forms_in(value: Any, fqn: str) -> dict[str, Form]:
+    """The nested and flat optimizer state in a tree of plain data."""
+    if not isinstance(value, dict):
+        return {}
+    form = _form_of(value)
+    if form is not None:
+        return {fqn: form}
+    return {name: each for key, item in value.items() for name, each in forms_in(item, join_fqn(fqn, key)).items()}
+
+
+def _form_of(value: Mapping[Any, Any]) -> Form | None:
+    groups = value.get(_GROUPS)
+    if isinstance(groups, list) and value.keys() <= {_STATE, _GROUPS}:
+        names = [group.get(_PARAMS) for group in groups if isinstance(group, dict)]
+        if any(names) and all(isinstance(of_group, list) and set(map(type, of_group)) <= {int} for of_group in names):
+            return NUMBERED
+        are_names = all(isinstance(of_group, list) and set(map(type, of_group)) <= {str} for of_group in names)
+        return Form(groups=[list(of_group or ()) for of_group in names]) if are_names and any(names) else None
+    starts = (f"{_STATE}.", f"{_GROUPS}.")
+    is_flat = bool(value) and all(type(key) is str and key.startswith(starts) for key in value)
+    return FLAT if is_flat and any(key.startswith(starts[1]) for key in value) else None
+
+
+class Reshaping(NamedTuple):
+    """How the plain data of a checkpoint is put into the forms that a state has."""
+
+    forms: Mapping[str, Form]
+    """By state FQN."""
+    parse: Parse
+
+    def reshaped(self, tree: Any, fqn: str, rename: Callable[[str], str], tensors: Iterable[str]) -> Any:
+        """The tree of this checkpoint FQN, with optimizers in it in the forms that the state has; `tensors` are the
+        checkpoint FQNs of all tensors.
+        """
+        form = self.forms.get(rename(fqn))
+        if not isinstance(tree, dict):
+            return tree
+        if form is not None:
+            return self._as(form, tree, fqn, tensors)
+        below = f"{rename(fqn)}." if rename(fqn) else ""
+        if is_optimizer_tree(tree) or not any(name.startswith(below) for name in self.forms):
+            return tree
+        items = {key: self.reshaped(item, join_fqn(fqn, key), rename, tensors) for key, item in tree.items()}
+        return type(tree)(items) if any(items[key] is not tree[key] for key in items) else tree
+
+    def _as(self, form: Form, tree: dict[Any, Any], fqn: str, tensors: Iterable[str]) -> Any:
+        stored = OWN if is_optimizer_tree(tree) else _form_of(tree)
+        if stored == form:
+            return tree
+        own = tree if stored == OWN else self.parse(_without_names(tree))
+        if own is None:
+            return _with_numbers(tree, fqn, tensors) if form.keys is not None else tree
+        if form.is_own and _holds_more(form, own, fqn, tensors):
+            return _with_numbers(tree, fqn, tensors)
+        if form.is_own:
+            return own if stored == OWN else _without_refs(own, fqn)
+        if form == NUMBERED and stored == OWN:
+            return _with_numbers(tree, fqn, tensors)
+        if form == NUMBERED or BY_POSITION in own:
+            return tree
+        whole = own if stored != OWN else _with_refs(own, fqn, tensors)
+        shown = _flat(whole) if form == FLAT else _nested(whole, form.groups or ())
+        facts = own.get("facts")
+        return {**shown, "facts": facts} if facts else shown
+
+
+def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
+    """True for state by numbers, as a state_dict() has it, with more than what is kept for a parameter."""
+    if form.keys is None or BY_POSITION not in own:
+        return False
+    return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())
+
+
+def _with_numbers(tree: Any, fqn: str, tensors: Iterable[str]) -> Any:
+    """The tree with each optimizer in it that is by position in the form of its state_dict()."""
+    if not isinstance(tree, dict):
+        return tree
+    if not (is_optimizer_tree(tree) and BY_POSITION in tree):
+        items = {key: _with_numbers(item, join_fqn(fqn, key), tensors) for key, item in tree.items()}
+        return type(tree)(items) if any(items[key] is not tree[key] for key in items) else tree
+    state = {int(name): values for name, values in _with_refs(tree, fqn, tensors)[_STATE].items()}
+    groups = [{**group["values"], _PARAMS: list(map(int, group[_PARAMS]))} for group in tree["groups"].values()]
+    return {_STATE: state, _GROUPS: groups}
+
+
+def _without_names(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The tree without the names that torch puts beside numbers: its tensors are called by the numbers."""
+    groups = tree.get(_GROUPS)
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return tree
+    return {**tree, _GROUPS: [{key: item for key, item in group.items() if key != _NAMES} for group in groups]}
+
+
+def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
+    """The library's own tree without what the names of its tensors say already."""
+    state: dict[str, Any] = {}
+    for name, values in tree[_STATE].items():
+        prefix = f"{join_fqn(fqn, _STATE)}.{name}."
+        plain = {key: value for key, value in values.items() if value != TensorRef(f"{prefix}{key}")}
+        if plain:
+            state[name] = plain
+    return {**tree, _STATE: state}
+
+
+def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> dict[str, Any]:
+    """The library's own tree with a reference for each tensor of the optimizer."""
+    known = {name for group in tree["groups"].values() for name in group[_PARAMS]}
+    state = {name: dict(values) for name, values in tree[_STATE].items()}
+    prefix = f"{join_fqn(fqn, _STATE)}."
+    for tensor in tensors:
+        name, key = _split(tensor.removeprefix(prefix), known) if tensor.startswith(prefix) else ("", "")
+        if name and "." not in key:  # the tree itself refers to those in containers
+            state.setdefault(name, {})[key] = TensorRef(tensor)
+    return {**tree, _STATE: state}
+
+
+def _split(path: str, known: set[str]) -> tuple[str, str]:
+    """The name of the parameter, and the key of its state; empty where there is no such parameter."""
+    name, _, key = path.rpartition(".")
+    while name and name not in known:
+        name, _, head = name.rpartition(".")
+        key = f"{head}.{key}"
+    return name, key
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, values in tree[_STATE].items():
+        _add_flat(flat, f"{_STATE}.{name}", values)
+    for group in tree["groups"].values():
+        for name in group[_PARAMS]:
+            flat |= {f"{_GROUPS}.{name}.{key}": value for key, value in group["values"].items()}
+    return flat
+
+
+def _add_flat(flat: dict[str, Any], name: str, values: Mapping[Any, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            _add_flat(flat, f"{name}.{key}", value)
+        else:
+            flat[f"{name}.{key}"] = value
+
+
+def flat_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat form of a nested state_dict, in which parameters have names."""
+    groups = {
+        str(index): {_PARAMS: group[_PARAMS], "values": {key: item for key, item in group.items() if key != _PARAMS}}
+        for index, group in enumerate(state_dict[_GROUPS])
+    }
+    return _flat({_STATE: state_dict[_STATE], "groups": groups})
+
+
+def _nested(tree: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Grouped as the state is, where the values of each group's parameters are equal, and else as they were saved."""
+    by_name = {name: group["values"] for group in tree["groups"].values() for name in group[_PARAMS]}
+    names = {name for of_group in groups for name in of_group}
+    is_same = names == by_name.keys() and all(
+        same_value(by_name[name], by_name[of_group[0]]) for of_group in groups for name in of_group
+    )
+    saved = [list(group[_PARAMS]) for group in tree["groups"].values()]
+    found = [
+        {**(by_name[of_group[0]] if of_group else {}), _PARAMS: list(of_group)}
+        for of_group in (groups if is_same else saved)
+    ]
+    return {_STATE: tree[_STATE], _GROUPS: found}

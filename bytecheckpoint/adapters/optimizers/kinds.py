@@ -1,0 +1,125 @@
+"""Whether state that was saved is state of an optimizer's own kind, told by what it consists of: names of classes say
+little, because a fused, a wrapped and a derived optimizer go on from one another's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.expectation import Problem
+from bytecheckpoint.adapters.native.parameter_names import ParameterNames
+from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
+
+_NUM_SHOWN = 3
+
+
+class OptimizerKind(NamedTuple):
+    """The keys of the state that an optimizer keeps for a parameter."""
+
+    needed: frozenset[str]
+    """Without which its next step fails, where there is other state."""
+    others: frozenset[str] = frozenset()
+    """Those that hyperparameters or versions decide about."""
+
+
+def _kind(needed: str, others: str = "") -> OptimizerKind:
+    return OptimizerKind(frozenset(needed.split()), frozenset(others.split()))
+
+
+_ADAM = _kind("exp_avg exp_avg_sq", "step max_exp_avg_sq")
+_KINDS: Mapping[str, OptimizerKind] = {
+    "Adam": _ADAM,
+    "SparseAdam": _ADAM,
+    "RAdam": _ADAM,
+    "NAdam": _kind("exp_avg exp_avg_sq mu_product", "step"),
+    "Adamax": _kind("exp_avg exp_inf", "step"),
+    "SGD": _kind("", "momentum_buffer"),
+    "Muon": _kind("momentum_buffer"),
+    "RMSprop": _kind("square_avg", "step momentum_buffer grad_avg"),
+    "Adagrad": _kind("sum", "step"),
+    "Adadelta": _kind("square_avg acc_delta", "step"),
+    "Adafactor": _kind("", "step row_var col_var variance"),
+    "ASGD": _kind("ax", "step eta mu"),
+    "Rprop": _kind("prev", "step step_size"),
+    "LBFGS": _kind("", "func_evals n_iter d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss al"),
+}
+"""What torch's optimizers keep, by class: those derived of them without a step of their own keep the same."""
+_STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed | kind.others) - {"step"}
+"""Those that tell kinds apart: frameworks count steps whatever the optimizer does."""
+
+_ALGORITHM = _kind(
+    "betas amsgrad momentum dampening nesterov alpha centered rho lr_decay initial_accumulator_value momentum_decay "
+    "lambd t0 etas step_sizes max_iter max_eval history_size tolerance_grad tolerance_change line_search_fn "
+    "beta2_decay ns_steps ns_coefficients adjust_lr_fn"
+).needed
+"""Hyperparameters that tell one algorithm from another; most optimizers have the others."""
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
+    """None for one of which is not known what it keeps."""
+    # torch puts a hook in place of the method of each class, and the hook says which method it calls.
+    step = type(optimizer).step
+    name, _, method = step.__qualname__.rpartition(".")
+    is_of_torch = method == "step" and step.__module__.partition(".optim")[0] == "torch"
+    return _KINDS.get(name) if is_of_torch else None
+
+
+class Clash(NamedTuple):
+    """A parameter whose state or hyperparameters are those of another kind of optimizer."""
+
+    name: str
+    stored: Collection[str]
+    """Keys in the checkpoint."""
+    own: Collection[str]
+    """Those of the optimizer in the state."""
+
+
+def clashes(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameters: Iterable[ParameterNames],
+    found: StoredOptimizer,
+) -> list[Clash]:
+    """The parameters of a group that were saved by another kind of optimizer, as far as include and exclude leave their
+    state.
+    """
+    kind = kind_of(optimizer)
+    own = _ALGORITHM & group.keys()
+    values_of: dict[str, set[str]] = {}
+    clashing: list[Clash] = []
+    for names in parameters:
+        saved = found.group(names)
+        if saved is None:
+            continue
+        if saved.fqn not in values_of:
+            values_of[saved.fqn] = {key for key in _ALGORITHM & saved.values.keys() if found.takes(saved, key)}
+        values, keys = values_of[saved.fqn], found.state_keys(names) - {"step"}
+        if own and values and not own & values:
+            clashing.append(Clash(names.name, values, own))
+        elif kind is not None and _is_of_another(kind, keys, may_lack=own <= values or not found.takes_all):
+            clashing.append(Clash(names.name, keys, kind.needed or kind.others))
+    return clashing
+
+
+def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool) -> bool:
+    """Whether state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
+    was saved with the same hyperparameters, or was not to be loaded whole.
+    """
+    is_lacking = not may_lack and bool(keys) and not kind.needed.issubset(keys)
+    return is_lacking or not (kind.needed | kind.others).issuperset(_STATE_KEYS & set(keys))
+
+
+def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:
+    """One for all parameters of an optimizer entry; `kinds` are the names of its classes."""
+    first = found[0]
+    shown = ", ".join(clash.name for clash in found[:_NUM_SHOWN])
+    more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
+    text = (
+        f"{fqn}: saved by another kind of optimizer: for {shown}{more} the checkpoint has "
+        f"{', '.join(sorted(first.stored))}, and {', '.join(sorted(kinds))} has {', '.join(sorted(first.own))}. To "
+        "start the optimizer anew leave it out of the state; strict=False leaves it as it is and loads the rest"
+    )
+    return Problem("conflict", fqn, text)

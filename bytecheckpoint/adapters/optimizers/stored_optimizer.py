@@ -1,0 +1,263 @@
+"""An optimizer in a checkpoint, found by the names that its parameters have in the state. Knows no live optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard
+
+from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, StoredTree
+from bytecheckpoint.adapters.expectation import Problem
+from bytecheckpoint.adapters.native.parameter_names import MODEL, ParameterNames
+from bytecheckpoint.adapters.native.subclass_flatten import is_facts
+from bytecheckpoint.adapters.plain.plain_data import join_fqn, leaves
+
+BY_POSITION = "by_position"
+"""Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups: torch's own way."""
+
+
+class StoredGroup(NamedTuple):
+    """The hyperparameters that some parameters were saved with."""
+
+    fqn: str
+    """Of the values, in the checkpoint."""
+    values: Mapping[str, Any]
+
+
+def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
+    """True for a dict made like an optimizer's; plain data may have the same keys."""
+    if not isinstance(tree, dict) or not {"state", "groups"} <= tree.keys():
+        return False
+    state, groups = tree["state"], tree["groups"]
+    is_made_so = isinstance(state, dict) and isinstance(groups, dict)
+    return is_made_so and all(isinstance(group, dict) and "params" in group for group in groups.values())
+
+
+def are_groups(tree: Any) -> bool:
+    """Whether a tree is surely an optimizer's: data of other objects may have the same keys."""
+    if not is_optimizer_tree(tree) or not isinstance(tree["groups"], dict) or not tree["groups"]:
+        return False
+    return all(isinstance(each, dict) and each.keys() == {"params", "values"} for each in tree["groups"].values())
+
+
+class StoredOptimizer:
+    """An optimizer in a checkpoint. Parameters are asked for by the names that they have in the state."""
+
+    def __init__(
+        self,
+        fqn: str,
+        found: StoredTree,
+        stored: Stored,
+        groups: Sequence[Sequence[ParameterNames]],
+        *,
+        has_order: bool,
+    ) -> None:
+        """`groups` are the names of the parameters in each group of the live optimizer, in its order; `has_order` where
+        an optimizer of the unwrapped model has the same.
+        """
+        names = [of_parameter for of_group in groups for of_parameter in of_group]
+        self._fqn = fqn
+        self._stored = stored
+        self._tree: Mapping[str, Any] = found.tree
+        self._tree_fqn = found.fqn
+        self._groups = {
+            name: StoredGroup(join_fqn(found.fqn, f"groups.{first}.values"), group["values"])
+            for first, group in found.tree["groups"].items()
+            for name in group["params"]
+        }
+        self._tensors = self._tensors_by_name()
+        self._known_names: dict[tuple[str, ...], list[str]] = {}
+        """FQNs of a parameter in the state -> what `_names` has found for them: it is asked for each time and again."""
+        self._by_state_fqn: dict[str, str] = {}
+        """FQN of a parameter in the state -> the name that it was saved under."""
+        self._by_tensor: dict[str, str] = {}
+        """Checkpoint FQN under which a parameter's elements lie -> the same."""
+        self._is_by_position = BY_POSITION in found.tree
+        self._lengths = _lengths(groups)
+        self._stored_lengths = _lengths([group["params"] for group in found.tree["groups"].values()])
+        self._has_order = has_order
+        if self._is_by_position:
+            is_same = has_order and self._lengths == self._stored_lengths
+            order = enumerate(names if is_same else ())
+            self._by_state_fqn = {fqn: str(at) for at, of_parameter in order for fqn in of_parameter.fqns}
+        else:
+            self._find_by_name()
+        # Where two come to one name, exclude has left one of them out.
+        self._sources = {stored.rename(source): source for source in sorted(stored.saved, key=stored.takes)}
+
+    def _find_by_name(self) -> None:
+        for name in self._groups:
+            for state_fqn in self._state_fqns(name):
+                self._by_state_fqn.setdefault(state_fqn, name)
+            if self._source(name) in self._stored.saved:
+                self._by_tensor.setdefault(self._stored.saved[self._source(name)].fqn, name)
+
+    @cached_property
+    def has_subclasses(self) -> bool:
+        """Whether any state in it is a tensor subclass."""
+        return any(map(is_facts, leaves(self._tree["state"], "")))
+
+    def _tensors_by_name(self) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
+        prefix = f"{join_fqn(self._tree_fqn, 'state')}."
+        tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
+        for fqn, tensor in self._stored.tensors.items():
+            if not tensor.fqn.startswith(prefix):
+                continue
+            name, _, key = tensor.fqn[len(prefix) :].rpartition(".")
+            while name and name not in self._groups:
+                name, _, head = name.rpartition(".")
+                key = f"{head}.{key}"
+            if name:
+                tensors.setdefault(name, {})[key] = (fqn, tensor)
+        return tensors
+
+    def _source(self, name: str) -> str:
+        """The checkpoint FQN of the parameter that was saved under this name."""
+        in_model = join_fqn(MODEL, name)
+        is_in_model = in_model in self._stored.saved and name not in self._tree.get("outside_model", ())
+        return in_model if is_in_model else name
+
+    def _state_fqns(self, name: str) -> list[str]:
+        """What a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in its
+        module, or else as it renames its state in the optimizer.
+        """
+        source = self._source(name)
+        sources = [source] if source in self._stored.saved else [join_fqn(MODEL, name), name]
+        renamed = [new for new in map(self._stored.rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources]
+        if renamed:
+            return renamed
+        in_optimizer = self._renamed_in_optimizer(name)
+        return sources if in_optimizer is None else [join_fqn(MODEL, in_optimizer), in_optimizer]
+
+    def _renamed_in_optimizer(self, name: str) -> str | None:
+        prefix = f"{self._fqn}.state."
+        for key, (fqn, _) in self._tensors.get(name, {}).items():
+            if not fqn.startswith(prefix) or not fqn.endswith(f".{key}"):
+                continue
+            new = fqn[len(prefix) : -len(key) - 1]
+            if new != name:
+                return new
+        return None
+
+    def _names(self, names: ParameterNames) -> list[str]:
+        """Every name that a parameter of the state was saved under; several where it was not tied then."""
+        known = self._known_names.get(names.fqns)
+        if known is None:
+            known = self._known_names[names.fqns] = self._find_names(names)
+        return known
+
+    def _find_names(self, names: ParameterNames) -> list[str]:
+        found = [self._by_state_fqn.get(fqn) for fqn in names.fqns]
+        elsewhere = self._tree.get("elsewhere", {})
+        for fqn in names.fqns:
+            source = self._sources.get(fqn, fqn)
+            tensor = self._stored.saved.get(source)
+            found += [elsewhere.get(source), None if tensor is None else self._by_tensor.get(tensor.fqn)]
+        return list(dict.fromkeys(name for name in found if name is not None))
+
+    def claims(self, names: ParameterNames) -> Iterator[str]:
+        """State FQNs of all that was saved of a parameter's state."""
+        for name in self._names(names):
+            yield from (fqn for fqn, _ in self._tensors.get(name, {}).values())
+            plain = leaves(self._tree["state"].get(name, {}), join_fqn(self._tree_fqn, f"state.{name}"))
+            yield from map(self._stored.rename, plain)
+
+    def shared_claims(self) -> Iterator[str]:
+        """State FQNs of what belongs to no single parameter."""
+        for key in self._tree.keys() - {"state"}:
+            yield from map(self._stored.rename, leaves(self._tree[key], join_fqn(self._tree_fqn, key)))
+        if not self._tree["state"]:
+            yield self._stored.rename(join_fqn(self._tree_fqn, "state"))
+
+    def is_excluded(self, names: ParameterNames) -> bool:
+        """Whether exclude leaves out the parameter itself, under every name that it has."""
+        sources = [self._sources[fqn] for fqn in names.fqns if fqn in self._sources]
+        return all(map(self._stored.excludes, sources or map(self._stored.globbed_name, names.fqns)))
+
+    def parameter_shape(self, names: ParameterNames) -> tuple[int, ...] | None:
+        """What the shape of the parameter was, where a module with it is in the checkpoint."""
+        tensors = (self._stored.saved.get(self._source(name)) for name in self._names(names))
+        return next((tensor.shape for tensor in tensors if tensor is not None), None)
+
+    def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
+        if self._is_by_position:  # of the parameters themselves nothing is known
+            shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
+            return all(found == shape or len(found) != len(shape) for found in shapes)
+        return self.parameter_shape(names) in {None, shape}
+
+    def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
+        """Of each tensor in the state of a parameter that has this shape now, and had another one."""
+        for fqn, tensor in self.tensors(names).values():
+            if tensor.shape:
+                stored_as = list(tensor.shape if self._is_by_position else self.parameter_shape(names) or ())
+                text = f"{fqn}: of a parameter of shape {stored_as} in the checkpoint, {list(shape)} in the state"
+                yield Problem("shape", fqn, text)
+
+    def number_problems(self) -> list[Problem]:
+        """Why parameters that are called by their position cannot be those of the live optimizer."""
+        if not self._is_by_position:
+            return []
+        if not self._has_order:
+            text = (
+                f"{self._fqn}: its parameters have no names in the checkpoint, and the flat memory in the state has "
+                "another order, so that nobody can tell which is which; save it with names "
+                "(torch.distributed.checkpoint.state_dict, or an optimizer made from named_parameters())"
+            )
+            return [Problem("conflict", self._fqn, text)]
+        if self._lengths == self._stored_lengths:
+            return []
+        text = (
+            f"{self._fqn}: of {len(self._groups)} parameters without names in the checkpoint, of "
+            f"{sum(self._lengths)} in the state, so that nobody can tell which is which"
+        )
+        if sum(self._lengths) == len(self._groups):
+            text = (
+                f"{self._fqn}: its parameters have no names in the checkpoint, and stand in groups of "
+                f"{self._stored_lengths}, in the state in groups of {self._lengths}, so that they may be in another "
+                "order; make the optimizer with the same param_groups as the one that was saved"
+            )
+        return [Problem("conflict", self._fqn, text)]
+
+    def group(self, names: ParameterNames) -> StoredGroup | None:
+        return next((self._groups[name] for name in self._names(names)), None)
+
+    def takes(self, group: StoredGroup, key: str) -> bool:
+        """Whether include and exclude leave this hyperparameter of the group."""
+        return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
+
+    def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:
+        """State key -> its FQN in `Stored.tensors`, and the stored tensor."""
+        return next((self._tensors[name] for name in self._names(names) if name in self._tensors), {})
+
+    def plain(self, names: ParameterNames) -> dict[str, tuple[str, Any]]:
+        """State key -> its checkpoint FQN, and the tree that is its value, where include and exclude leave it."""
+        name = next((name for name in self._names(names) if name in self._tree["state"]), None)
+        if name is None:
+            return {}
+        prefix = join_fqn(self._tree_fqn, f"state.{name}")
+        values = {key: (join_fqn(prefix, key), value) for key, value in self._tree["state"][name].items()}
+        return {key: (fqn, value) for key, (fqn, value) in values.items() if self._takes_all(value, fqn)}
+
+    def state_keys(self, names: ParameterNames) -> set[str]:
+        """The keys of all that is to be loaded of a parameter's state."""
+        return {key.partition(".")[0] for key in (*self.tensors(names), *self.plain(names))}
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether include and exclude leave out nothing of the checkpoint."""
+        return self._stored.takes_all
+
+    def facts(self) -> dict[str, Any]:
+        """What else the framework of the optimizer saved with it, where include and exclude leave it."""
+        facts: Mapping[str, Any] = self._tree.get("facts", {})
+        prefix = join_fqn(self._tree_fqn, "facts")
+        return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}
+
+    def _takes_all(self, value: Any, fqn: str) -> bool:
+        return all(map(self._stored.takes, leaves(value, fqn)))
+
+
+def _lengths(groups: Sequence[Sized]) -> list[int]:
+    """Of the groups that hold anything."""
+    return [len(group) for group in groups if len(group)]

@@ -1,0 +1,161 @@
+"""Optimizers that hold others, as torchtitan's OptimizersContainer, Accelerate's AcceleratedOptimizer and many a Muon
+beside an AdamW do, and those that keep their state elsewhere than in `.state`.
+
+They are saved by the optimizers inside, parameter by parameter; where these do not have all the state, by their
+state_dict(), as any object is; and where that does not have it either, they are refused. So no state is left out in
+silence. A load does what the checkpoint asks for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.expectation import Contents, Expectation
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
+from bytecheckpoint.adapters.native.parameter_names import NamesParameters
+from bytecheckpoint.adapters.optimizers.forms import OWN, Form
+from bytecheckpoint.adapters.optimizers.inner_optimizers import (
+    Shapes,
+    held_by,
+    inner_optimizers,
+    is_usual,
+    keeps_state,
+    shown_by,
+)
+from bytecheckpoint.adapters.optimizers.kinds import kind_of
+from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
+from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
+from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
+from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.adapters.stateful import StatefulEntry
+from bytecheckpoint.errors import CheckpointSaveError
+
+_Way = Literal["by parameter", "by state_dict", "refused"]
+
+
+class _StateCheck(NamedTuple):
+    """What is known of one optimizer when it is saved."""
+
+    way: _Way
+    shown: Shapes
+    """The state tensors of its state_dict()."""
+    held: Shapes
+    """Those that it and the optimizers inside hold."""
+
+
+class Wrapper(NamedTuple):
+    """An optimizer whose state need not be in its `.state`."""
+
+    optimizer: torch.optim.Optimizer
+    inner: Sequence[torch.optim.Optimizer | FlatOptimizer]
+    """The optimizers inside; none where it holds none."""
+
+    def look(self) -> _StateCheck:
+        """How it is to be saved."""
+        inner = [each for each in self.inner if isinstance(each, torch.optim.Optimizer)]
+        if len(inner) < len(self.inner):  # adapters know more of what frameworks keep flat than any state_dict() tells
+            return _StateCheck("by parameter", Counter(), Counter())
+        own, of_inner = held_by([self.optimizer], without=inner), held_by(inner)
+        shown = shown_by(self.optimizer, inner)
+        has_names_for_all = not own if inner else keeps_state(self.optimizer)
+        if has_names_for_all and shown.shapes <= (of_inner or own) and not shown.has_own_data:
+            return _StateCheck("by parameter", shown.shapes, of_inner or own)
+        held = own + of_inner
+        return _StateCheck("by state_dict" if held <= shown.shapes else "refused", shown.shapes, held)
+
+    def refused(self, fqn: str, found: _StateCheck) -> CheckpointSaveError:
+        """The error for one of which no way saves all."""
+        names = ", ".join(sorted({type(each).__name__ for each in self.inner}))
+        inside = f" and the optimizers in it ({names})" if names else ""
+        what = (
+            f"a {type(self.optimizer).__name__}, whose state_dict() has {found.shown.total()} state tensors and lacks "
+            f"{(found.held - found.shown).total()} of the {found.held.total()} that its `.state`{inside} hold, so that "
+            "some would not be saved"
+        )
+        advice = "pass the optimizers inside it, as a list" if names else "let its state_dict() give out all state"
+        return unsupported(fqn, what, advice)
+
+
+class OptimizerWrapperEntry:
+    """One optimizer whose state need not be in its `.state`, or a list of optimizers with such among them."""
+
+    def __init__(self, fqn: str, wrappers: Sequence[Wrapper]) -> None:
+        self.fqn = fqn
+        self._wrappers = wrappers
+        self._by_parameter = OptimizerEntry(fqn, [each for one in wrappers for each in one.inner or [one.optimizer]])
+        self._by_state_dict = StatefulEntry(fqn, wrappers[0].optimizer) if len(wrappers) == 1 else None
+        self.wrapped = self._by_parameter.wrapped
+        outer = [
+            one.optimizer for one in wrappers if one.inner and all(each is not one.optimizer for each in one.inner)
+        ]
+        self.optimizers = [*outer, *self._by_parameter.optimizers]
+        self._unnamed: CheckpointSaveError | None = None
+        """Why its parameters have no names, where they have none."""
+
+    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
+        """Takes the names of the parameters from the modules of the state, where they have them.
+
+        Raises CheckpointSaveError (unsupported_value) for an optimizer that has only this rank's part of its state.
+        """
+        for optimizer in self.optimizers:
+            refuse_zero_redundancy(self.fqn, optimizer)
+        try:
+            self._by_parameter.name_parameters(modules)
+        except CheckpointSaveError as error:
+            self._unnamed = error  # its state_dict() may need none
+
+    def optimizer_forms(self) -> Mapping[str, Form]:
+        """By parameter, unless only its state_dict() can take what was saved."""
+        if self._by_state_dict is not None and not self._wrappers[0].inner:
+            return self._by_state_dict.optimizer_forms()
+        kinds = [kind_of(each) for each in self._by_parameter.optimizers]
+        if self._by_state_dict is None or None in kinds:
+            return self._by_parameter.optimizer_forms()
+        keys = frozenset({"step"}.union(*(kind.needed | kind.others for kind in kinds if kind is not None)))
+        return {self.fqn: OWN._replace(keys=keys)}
+
+    def collect(self) -> Contents:
+        """Raises CheckpointSaveError (unsupported_value) where some of the state could not be saved."""
+        for wrapper in self._wrappers:
+            found = wrapper.look()
+            if found.way == "refused":
+                raise wrapper.refused(self.fqn, found)
+            if found.way == "by state_dict" and self._by_state_dict is None:
+                what = f"a {type(wrapper.optimizer).__name__} in a list, which only its state_dict() can save"
+                raise unsupported(self.fqn, what, "give it a name of its own in the state")
+            if found.way == "by state_dict" and self._by_state_dict is not None:
+                return self._by_state_dict.collect()
+        return self._named().collect()
+
+    def _named(self) -> OptimizerEntry:
+        if self._unnamed is not None:
+            raise self._unnamed
+        return self._by_parameter
+
+    def expect(self, stored: Stored) -> Expectation:
+        return self._as_saved(stored).expect(stored)
+
+    def _as_saved(self, stored: Stored) -> OptimizerEntry | StatefulEntry:
+        """The way in which the checkpoint has it."""
+        found = stored.entry_tree(self.fqn)
+        is_by_parameter = found is None or is_optimizer_tree(found.tree)
+        return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict
+
+    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+        self._as_saved(stored).prepare(stored, refused)
+
+    def finish(self, stored: Stored) -> None:
+        self._as_saved(stored).finish(stored)
+
+
+def wrapper_of(optimizer: Any) -> Wrapper | None:
+    """An optimizer that holds others, or may keep its state elsewhere than in its `.state`; None for all others."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    inner = inner_optimizers(optimizer)
+    return Wrapper(optimizer, inner) if inner or not is_usual(optimizer) else None

@@ -1,0 +1,1 @@
+"""Plain data of a state: how it is encoded, walked and merged."""

@@ -1,0 +1,95 @@
+"""The plain data of all ranks made one: what is the same is stored once, dicts are united, and what differs is either
+meant to (and kept for each rank) or an error that says how to mean it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bytecheckpoint.adapters.expectation import Scope
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, join_fqn, keep_in_tree
+from bytecheckpoint.errors import CheckpointMismatchError
+
+_NUM_SHOWN = 10
+
+
+class _Conflict(NamedTuple):
+    """A value that two ranks (of the group) do not agree about."""
+
+    fqn: str
+    values: tuple[Any, Any]
+    ranks: tuple[int, int]
+
+
+def merge_plain(
+    plain: Sequence[Mapping[str, tuple[Scope, bytes]]], names: Sequence[int]
+) -> tuple[dict[str, bytes], dict[str, dict[int, bytes]]]:
+    """What is common to all ranks, and what is kept for each, by FQN; `plain[r]` comes from rank r, whose global number
+    is `names[r]`.
+
+    Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to.
+    """
+    shared: dict[str, bytes] = {}
+    by_rank: dict[str, dict[int, bytes]] = {}
+    conflicts: list[_Conflict] = []
+    for fqn in dict.fromkeys(fqn for of_rank in plain for fqn in of_rank):
+        values = {rank: of_rank[fqn][1] for rank, of_rank in enumerate(plain) if fqn in of_rank}
+        scope = next(of_rank[fqn][0] for of_rank in plain if fqn in of_rank)
+        is_same = len(set(values.values())) == 1
+        if scope == "rank" or (scope == "either" and not is_same):
+            by_rank[fqn] = values
+        elif is_same:
+            shared[fqn] = next(iter(values.values()))
+        else:
+            trees = {rank: decode_plain(data) for rank, data in values.items()}
+            shared[fqn] = _encoded(_unite(trees, fqn, conflicts, is_whole=scope == "whole"), fqn)
+    if conflicts:
+        raise _conflict_error(conflicts, names)
+    return shared, by_rank
+
+
+def _conflict_error(conflicts: Sequence[_Conflict], names: Sequence[int]) -> CheckpointMismatchError:
+    lines = [
+        f"{fqn}: {_shown(a)} on rank {names[first]}, {_shown(b)} on rank {names[second]}"
+        for fqn, (a, b), (first, second) in conflicts[:_NUM_SHOWN]
+    ]
+    if len(conflicts) > _NUM_SHOWN:
+        lines.append(f"and {len(conflicts) - _NUM_SHOWN} more")
+    return CheckpointMismatchError(
+        f"{len(conflicts)} values of plain data differ between ranks; nothing was written. Wrap what is meant to "
+        "differ in bcp.RankLocal(value), or give every rank the same:\n  " + "\n  ".join(lines),
+        kind="conflict",
+        ranks=tuple(sorted({names[rank] for conflict in conflicts for rank in conflict.ranks})),
+    )
+
+
+def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:
+    """The value that these ranks agree about; dicts are united key by key, if `is_whole` only where no key is odd."""
+    (first, value), *others = values.items()
+    are_dicts = all(type(of_rank) is dict for of_rank in values.values())
+    if are_dicts and not (is_whole and any(other.keys() != value.keys() for _, other in others)):
+        keys = dict.fromkeys(key for of_rank in values.values() for key in of_rank)
+        return {
+            key: _unite(
+                {rank: of_rank[key] for rank, of_rank in values.items() if key in of_rank},
+                join_fqn(fqn, key),
+                conflicts,
+                is_whole=is_whole,
+            )
+            for key in keys
+        }
+    encoded = _encoded(value, fqn)
+    odd = next(((rank, other) for rank, other in others if _encoded(other, fqn) != encoded), None)
+    if odd is not None:
+        conflicts.append(_Conflict(fqn, (value, odd[1]), (first, odd[0])))
+    return value
+
+
+def _encoded(tree: Any, fqn: str) -> bytes:
+    return encode_plain(tree, fqn, keep_in_tree)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,281 @@
+"""Tensors turned into shards: which regions of the global tensor this rank holds, and where in memory they are.
+
+Takes plain tensors (and parameters, and subclasses that only add Python attributes), DTensor on any mesh, and
+ShardedTensor. Everything else is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from bytecheckpoint.adapters.placements import MeshAxis, Part, held_parts, is_known
+from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.region import Region, whole
+
+_STRIDED = torch.strided
+_LOOKS = attrgetter("dtype", "layout", "shape")
+"""All that decides whether a plain tensor is dense, and what is saved of it besides its elements. A nested one has no
+shape, and says so by an error."""
+NEW_TUPLE = tuple.__new__
+"""The constructor of a named tuple costs three times as much."""
+_Looks = tuple[torch.dtype, torch.layout, torch.Size]
+_Kind = tuple[str, tuple[int, ...], Region, int]
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""The types whose tensors are nothing but their elements: told by one look, because a state holds many of them."""
+
+_DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    getattr(torch, name): name for name in DTYPE_ITEMSIZES if hasattr(torch, name)
+}
+
+
+class LocalShard(NamedTuple):
+    """A region that this rank holds, and its memory: the source of a save, the destination of a load."""
+
+    fqn: str
+    dtype: str
+    """torch's name of it without `torch.`."""
+    global_shape: tuple[int, ...]
+    region: Region
+    """In global coordinates, in elements."""
+    tensor: torch.Tensor
+    """Live memory with the region's lengths as its shape: a view that autograd does not see, or the state's own tensor
+    where autograd has nothing to do with it. On the meta device where a load has yet to create that memory."""
+    address: int = 0
+    """Of its first byte, where it was asked for and all of its bytes are there and follow in memory of the host; 0
+    where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs a load
+    some percent."""
+    owner: torch.Tensor | None = None
+    """The state's own tensor, where its version counter is another one than that of `tensor`, as a DTensor's is."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class LocalShards:
+    """The shards of this rank, collected in one walk over a state.
+
+    Equal shapes share their regions, and how a DTensor lies is found once for all that lie alike. None of that is
+    kept beyond the walk, so nothing can be out of date.
+    """
+
+    def __init__(self, *, with_addresses: bool = False) -> None:
+        """A load asks for the addresses; a save looks at its tensors once more anyway, when it is staged."""
+        self.found: list[LocalShard] = []
+        self._with_addresses = with_addresses
+        self._kinds: dict[_Looks, _Kind] = {}
+        """By what `_LOOKS` tells of a plain tensor: dtype, lengths, region and bytes of what is dense and whole."""
+        self._layouts: dict[object, _Layout] = {}
+
+    def add(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Adds the shards of a tensor: mostly one, several where its rows are strided, none off the mesh.
+
+        An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
+        Raises CheckpointSaveError (unsupported_value) for what has no dense memory of its own, and
+        CheckpointMismatchError (conflict) for a DTensor whose local tensor does not fit its placements.
+        """
+        self.add_all([(fqn, tensor)])
+
+    def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The same for many tensors, each with its FQN."""
+        # One loop, and few looks at each tensor, because a state may hold 100,000 small ones: each call and each look
+        # would be a tenth of what a save that is planned already costs.
+        kinds, found, with_addresses = self._kinds, self.found, self._with_addresses
+        for fqn, tensor in tensors:
+            if type(tensor) not in PLAIN_TENSORS:
+                self._add_other(fqn, tensor)
+                continue
+            try:
+                looks = _LOOKS(tensor)
+            except RuntimeError:  # a nested tensor has no shape
+                dense_dtype(fqn, tensor)
+                raise
+            dtype, lengths, region, num_bytes = kinds.get(looks) or self._add_kind(looks, fqn, tensor)
+            is_view = tensor._is_view()
+            memory = tensor.detach() if is_view or tensor.requires_grad else tensor
+            address = 0
+            if with_addresses:
+                address = address_of(memory)
+            elif is_view or tensor.untyped_storage().nbytes() != num_bytes:
+                check_has_all_memory(fqn, memory)
+            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address, None)))
+
+    def _add_kind(self, looks: _Looks, fqn: str, tensor: torch.Tensor) -> _Kind:
+        dtype, layout, shape = looks
+        name = _DTYPE_NAMES.get(dtype) if layout is _STRIDED else None
+        region = whole(shape)
+        self._kinds[looks] = kind = name or dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
+        return kind
+
+    def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
+        if type(tensor) is DTensor or isinstance(tensor, DTensor):
+            self._add_dtensor(fqn, tensor)
+        elif isinstance(tensor, ShardedTensor):
+            self.found += _of_sharded_tensor(fqn, tensor)
+        else:
+            dtype, shape = dense_dtype(fqn, tensor), tuple(tensor.shape)
+            self._check(fqn, tensor)
+            self.found.append(LocalShard(fqn, dtype, shape, whole(shape), tensor.detach()))
+
+    def _add_dtensor(self, fqn: str, tensor: DTensor) -> None:
+        local = tensor._local_tensor  # to_local() would be a step of autograd's
+        dense_dtype(fqn, local)
+        # The spec has mesh and placements; many tensors share one, which is then found without comparing them.
+        key = tensor._spec, tensor.dtype, tensor.shape, local.shape, local.is_contiguous()
+        try:
+            layout = self._layouts.get(key)
+        except (RuntimeError, TypeError) as error:
+            raise _uncomparable(fqn, tensor) from error
+        if layout is None:
+            layout = self._layouts[key] = _layout_of(fqn, tensor)
+        self._check(fqn, local)
+        memory = local.detach() if local.requires_grad or local._is_view() else local
+        for part in layout.parts:
+            of_part = part.of(memory)
+            address = address_of(of_part) if self._with_addresses else 0
+            self.found.append(LocalShard(fqn, layout.dtype, layout.shape, part.region, of_part, address, tensor))
+
+    def _check(self, fqn: str, tensor: torch.Tensor) -> None:
+        """A save must not read what is not there; a load looks at its targets when it knows what fills them."""
+        if not self._with_addresses:
+            check_has_all_memory(fqn, tensor)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Of its first byte where all of its bytes are there and follow in memory of the host, 0 otherwise."""
+    if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
+        return 0
+    start = tensor.storage_offset()
+    end = tensor.nbytes + (start and start * tensor.element_size())
+    return tensor.data_ptr() if end <= tensor.untyped_storage().nbytes() else 0
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    if tensor.is_contiguous():
+        return False
+    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
+    reach = 0
+    for stride, length in dims:
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += (length - 1) * stride
+    return False
+
+
+def has_all_memory(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
+    num_bytes = tensor.nbytes
+    if num_bytes and not tensor.is_contiguous():
+        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (reach + 1) * tensor.element_size()
+    start = tensor.storage_offset()
+    start_bytes = start and start * tensor.element_size()
+    return not num_bytes or start_bytes + num_bytes <= tensor.untyped_storage().nbytes() or tensor.is_meta
+
+
+def check_has_all_memory(fqn: str, tensor: torch.Tensor) -> None:
+    if has_all_memory(tensor):
+        return
+    num_bytes, left = tensor.nbytes, tensor.untyped_storage().nbytes()
+    what = f"a tensor of {num_bytes} bytes whose storage was made smaller and has {left} bytes now"
+    if not left:
+        what = "a tensor whose memory has been freed"
+    raise unsupported(fqn, what, "save when it has its values again: outside of what frees it meanwhile")
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a row-major tensor as a flat tensor of bytes, on its device: a view."""
+    # Not reshape(-1): the stride of a dimension of one element can be anything, which stays in the result.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
+    """The name of the dtype of a tensor that has dense memory of its own.
+
+    Raises CheckpointSaveError (unsupported_value) for any other.
+    """
+    name = _DTYPE_NAMES.get(tensor.dtype)
+    if name is None or tensor.layout is not _STRIDED or tensor.is_nested or type(tensor) not in PLAIN_TENSORS:
+        _refuse_if_not_dense(fqn, tensor)
+    return name or dtype_name(tensor.dtype)
+
+
+def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
+    if is_lazy(tensor):
+        what = "a parameter of a lazy module that has not been initialised"
+        raise unsupported(fqn, what, "call forward once, so that its shape is known")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise unsupported(fqn, f"a {kind} tensor", "convert it to a dense tensor, or save its components")
+    if tensor.is_quantized or dtype_name(tensor.dtype) not in DTYPE_ITEMSIZES:
+        raise unsupported(fqn, f"a tensor of dtype {tensor.dtype}", "save its integer values and scales")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+        raise unsupported(fqn, f"a tensor subclass, {name}", "save the plain tensors that it is made of")
+
+
+def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        advice = "give it values first: load a checkpoint into it, or call to_empty() and initialise it"
+        raise unsupported(fqn, "a tensor on the meta device, which has no values", advice)
+    check_has_all_memory(fqn, tensor)
+
+
+def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:
+    return CheckpointSaveError(
+        f"{fqn or repr(fqn)} is {what}, which is not supported; nothing was written or changed. Do this: {advice}",
+        kind="unsupported_value",
+    )
+
+
+class _Layout(NamedTuple):
+    """How the local tensor of a DTensor lies in the global one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Sequence[Part]
+
+
+def _layout_of(fqn: str, tensor: DTensor) -> _Layout:
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return _Layout(dtype, shape, [])
+    for placement in tensor.placements:
+        if not is_known(placement):
+            kind = type(placement).__name__
+            advice = "redistribute it to Shard and Replicate placements first, or give the placement a method "
+            advice += "checkpoint_regions (docs/placements.md)"
+            raise unsupported(fqn, f"a DTensor with a {kind} placement, {placement}", advice)
+    mesh_axes = (*map(MeshAxis, tensor.placements, tensor.device_mesh.shape, coordinate),)
+    return _Layout(dtype, shape, held_parts(fqn, shape, tensor._local_tensor, mesh_axes))
+
+
+def _uncomparable(fqn: str, tensor: DTensor) -> CheckpointSaveError:
+    kinds = ", ".join(type(placement).__name__ for placement in tensor.placements)
+    what = f"a DTensor with placements ({kinds}) of which one has no equality and hash of its own"
+    return unsupported(fqn, what, "make its class a frozen dataclass, or give it __eq__ and __hash__")
+
+
+def _of_sharded_tensor(fqn: str, tensor: ShardedTensor) -> list[LocalShard]:
+    shards = []
+    for shard in tensor.local_shards():
+        dtype = dense_dtype(fqn, shard.tensor)
+        region = Region(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        shards.append(LocalShard(fqn, dtype, tuple(tensor.size()), region, shard.tensor.detach()))
+    return shards

@@ -1,0 +1,84 @@
+"""Tied tensors: several names for the same memory, of which one is stored and the others are aliases."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
+from bytecheckpoint.errors import CheckpointSaveError
+
+
+def untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
+    tensors = {fqn: tensor for _, fqn, tensor in found}
+    addresses = [_address(tensor) for tensor in tensors.values()]
+    if len(set(addresses)) == len(found):  # no two share a name, or memory: nearly always
+        return tensors, {}
+    tensors = {}
+    aliases: dict[str, str] = {}
+    owners: dict[object, str] = {}
+    for (name, fqn, tensor), memory in zip(found, _memories([tensor for _, _, tensor in found]), strict=True):
+        if fqn in tensors and tensors[fqn] is not tensor:
+            raise _two_of_one_name(fqn, name)
+        owner = owners.setdefault(memory, fqn)
+        if aliases.get(fqn, owner) != owner:
+            raise _two_of_one_name(fqn, name)
+        if owner == fqn:
+            tensors[fqn] = tensor
+        else:
+            aliases[fqn] = owner
+    return tensors, aliases
+
+
+def with_flat_ties(
+    tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
+) -> dict[str, str]:
+    """The aliases of all tensors: `aliases` are those of `tensors`, and `ties` those of `flat` parameters, by FQN."""
+    names = {*tensors, *flat}
+    found = dict(aliases)
+    for alias, fqn in ties:
+        if found.setdefault(alias, fqn) != fqn:
+            raise _two_of_one_name(alias, alias)
+    for alias in found:
+        if alias in names:
+            raise _two_of_one_name(alias, alias)
+    return found
+
+
+def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
+    return unsupported(
+        fqn,
+        f"the name of two tensors, one of which the module calls {name!r}",
+        "give the stages of a pipeline the names that their layers have in the whole model, and rename what differs "
+        "from another name only by what a wrapper puts into it",
+    )
+
+
+def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
+    """Of each tensor what two tied ones share: the same object, or the same elements of the same storage.
+
+    Most tensors start at an address of their own. Only the others are looked at closely.
+    """
+    addresses = [_address(tensor) for tensor in tensors]
+    num_at = Counter(addresses)
+    return [
+        id(tensor) if num_at[address] == 1 else _memory(tensor)
+        for tensor, address in zip(tensors, addresses, strict=True)
+    ]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor if type(tensor) in PLAIN_TENSORS or not isinstance(tensor, DTensor) else tensor._local_tensor
+    return local.data_ptr() if type(local) in PLAIN_TENSORS and local.layout is torch.strided else 0
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """What two tied tensors share, with everything that tells them from views that only start at the same place."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
+        return id(tensor)
+    return local.device, local.data_ptr(), tuple(tensor.shape), local.stride(), tensor.dtype

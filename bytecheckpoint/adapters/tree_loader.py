@@ -1,0 +1,149 @@
+"""The tensors of a stored tree of plain data, on their way to the object whose state it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, placeholder
+from bytecheckpoint.adapters.expectation import Problem, RankMissing
+from bytecheckpoint.adapters.native.subclass_flatten import around, is_facts, outer_fqn, restored
+from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuildable
+from bytecheckpoint.adapters.native.subclass_metadata import FACTS
+from bytecheckpoint.adapters.plain.plain_data import TensorRef, content_fqn, fits_inline, leaves, with_leaves
+from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor | ShardedTensor)
+
+
+def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
+    """What stands in the tree for a tensor that may differ from rank to rank.
+
+    Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
+    several ranks are replicas of one and different ones do not meet; those that are spread over ranks keep their name.
+    """
+    if fits_inline(tensor):
+        return tensor
+    name = fqn if is_sharded(tensor) else content_fqn(fqn, tensor)
+    shards.add(name, tensor)
+    return name
+
+
+_ABSENT = object()
+"""Stands for what a tree is not to have."""
+
+
+def _without_absent(tree: Any) -> Any:
+    """The tree, changed in place, without what is absent, and without containers that have nothing else. What is absent
+    before the last item of a list or tuple is None.
+    """
+    if isinstance(tree, dict) and tree:
+        for key, item in list(tree.items()):
+            tree[key] = _without_absent(item)
+            if tree[key] is _ABSENT:
+                del tree[key]
+        return tree if len(tree) else _ABSENT
+    if type(tree) not in (list, tuple) or not tree:
+        return tree
+    items = [_without_absent(item) for item in tree]
+    while items and items[-1] is _ABSENT:
+        items.pop()
+    items = [None if item is _ABSENT else item for item in items]
+    if type(tree) is list:
+        tree[:] = items
+        return tree or _ABSENT
+    return tuple(items) or _ABSENT
+
+
+class TreeTarget:
+    """The tensors of a stored tree on their way to an object: the object's own where they fit, else new ones."""
+
+    def __init__(self) -> None:
+        self._new: dict[str, torch.Tensor] = {}
+        self.live: dict[str, torch.Tensor] = {}
+        """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
+        self.kept: dict[str, torch.Tensor] = {}
+        """Those of them that stay as they are."""
+        self.own: dict[str, torch.Tensor] = {}
+        """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
+
+    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
+        """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
+        shards = LocalShards(with_addresses=True)
+        for name, found in self._refs(tree, fqn, stored):
+            own = current.get(name)
+            target = own if fits(own, found) else self._new.get(name)
+            shards.add(name, placeholder(found) if target is None else target)
+        return shards.found
+
+    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> None:
+        for name, found in self._refs(tree, fqn, stored):
+            own = current.get(name)
+            if not fits(own, found):
+                device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
+                self._new[name] = torch.empty_like(placeholder(found), device=device)
+
+    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> Any:
+        """The tree with tensors in place of references; what include and exclude leave out is as in `current`, and not
+        there at all where that lacks it. None where nothing is left.
+        """
+        values = leaves(tree, fqn)
+        unbuildable = self._unbuildable(values, stored).keys()
+        left = self.left_out(tree, fqn, stored)
+        new: dict[str, Any] = {name: self.own.get(state_fqn(name, stored), _ABSENT) for name in left}
+        for name, value in values.items():
+            state_name = stored.rename(name)
+            if isinstance(value, TensorRef) and state_name in self._new:
+                new[name] = self._new[state_name]
+            elif isinstance(value, TensorRef | RankMissing) or not stored.takes(name):
+                new[name] = current.get(state_name, _ABSENT)
+        filled = with_leaves(tree, fqn, new)
+        if any(value is _ABSENT for value in new.values()):
+            filled = _without_absent(filled)
+        if filled is _ABSENT or not any(map(is_facts, values)):
+            return None if filled is _ABSENT else filled
+        return restored(filled, fqn, self.live, left=unbuildable)
+
+    def left_out(self, tree: Any, fqn: str, stored: Stored) -> set[str]:
+        """The subclasses, by checkpoint FQN, that would have to be built without what include and exclude leave out."""
+        return {name for name in partly_taken(leaves(tree, fqn), stored) if state_fqn(name, stored) not in self.live}
+
+    def problems(self, tree: Any, fqn: str, stored: Stored) -> list[Problem]:
+        """Which subclasses in the tree cannot be built."""
+        return list(self._unbuildable(leaves(tree, fqn), stored).values())
+
+    def _unbuildable(self, values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
+        not_built = partly_taken(values, stored)
+        found = unbuildable(values, stored)
+        return {
+            name: problem
+            for name, problem in found.items()
+            if name not in not_built and state_fqn(name, stored) not in self.live
+        }
+
+    def _refs(self, tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
+        """State FQN and stored tensor of every reference in the tree that the load takes."""
+        values = leaves(tree, fqn)
+        left = self.left_out(tree, fqn, stored)
+        sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not around(name, left)]
+        names = [name for name in map(stored.rename, sources) if not around(name, self.kept)]
+        return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
+
+
+def state_fqn(fqn: str, stored: Stored) -> str:
+    """What a subclass of this checkpoint FQN is called in the state: what its facts are called says so."""
+    return outer_fqn(stored.rename(f"{fqn}.{FACTS}"))
+
+
+def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
+    """Whether what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
+    if not isinstance(own, torch.Tensor) or is_sharded(own):
+        return isinstance(own, torch.Tensor)
+    is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)
+    return is_same and not own.is_meta and own.layout is torch.strided and not shares_elements(own)

@@ -1,0 +1,152 @@
+"""The elements of a target's tensors, read from where they are stored: other layouts, other dtypes and pieces of
+several tensors are put together on the way. It knows no file of the target.
+
+Elements that would become infinite because a target's dtype has a smaller range than theirs. It writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.scatter import takes_bytes
+from bytecheckpoint.loading.select import FLOAT_DTYPES
+from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.memory.tensor_bytes import narrowed
+from bytecheckpoint.planner.copy_plan import Wanted, copies_of
+from bytecheckpoint.planner.load_plan import Want, plan_load
+from bytecheckpoint.region import relative
+
+
+class Job(NamedTuple):
+    """Elements that are to be in some memory."""
+
+    tensor: int
+    """The number of the tensor."""
+    first: int
+    """Of the row-major flat tensor."""
+    numel: int
+    memory: memoryview
+    """Takes just these, aligned to one of them."""
+
+
+class Elements:
+    """Those of these tensors. Reads on the calling thread and the source's threads."""
+
+    def __init__(self, source: Source, wanted: Sequence[Wanted]) -> None:
+        self._source = source
+        self._wanted = wanted
+        self._narrowed = {number for number, tensor in enumerate(wanted) if is_narrowed(tensor, source.manifest)}
+
+    def check_files(self) -> None:
+        """Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated, checksum)."""
+        source = self._source
+        stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
+        files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}
+        source.check_files(files)
+
+    def read(self, jobs: Sequence[Job]) -> None:
+        """Fills the memory of all jobs. Raises what a load raises, and CheckpointMismatchError (dtype) for an element
+        that is finite, and would be infinite in the dtype that is wanted.
+        """
+        source = self._source
+        shards = [shard for job in jobs for shard in self._shards(job)]
+        fqns = [shard.fqn for shard in shards]
+        dtypes = (dtype for dtype, _ in source.manifest.describe_each(fqns))
+        wants = [
+            Want(shard.fqn, shard.region, takes_bytes(shard, dtype))
+            for shard, dtype in zip(shards, dtypes, strict=True)
+        ]
+        options = source.options
+        # Not Source.plan, which looks at the files: that is done once for all jobs.
+        fetches = plan_load(
+            source.manifest,
+            wants,
+            verify=options.verify,
+            max_gap_bytes=source.store.access.gap_bytes,
+            max_fetch_bytes=source.max_fetch_bytes,
+        )
+        source.read(fetches, shards, fqns)
+        for job in jobs:
+            if job.tensor in self._narrowed:
+                self._refuse_overflow(job)
+
+    def _refuse_overflow(self, job: Job) -> None:
+        """Raises CheckpointMismatchError (dtype) for an element that is finite only as it is stored. Where some are
+        not finite, those are read again as what holds each of them exactly.
+        """
+        wanted = self._wanted[job.tensor]
+        converted = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
+        for start in range(0, job.numel, CHECKED_NUMEL):
+            part = converted[start : start + CHECKED_NUMEL]
+            if not has_non_finite(part):
+                continue
+            memory = memoryview(bytearray(part.numel() * itemsize("float64")))
+            exact = Elements(self._source, [wanted._replace(dtype="float64")])
+            exact.read([Job(0, job.first + start, part.numel(), memory)])
+            stored = torch.frombuffer(memory, dtype=torch.float64)
+            lost = first_lost(stored, part)
+            if lost is not None:
+                raise CheckpointMismatchError(
+                    f"{wanted.fqn!r:.200} has the element {float(stored[lost])!r}, number {job.first + start + lost}, "
+                    f"and {wanted.dtype} ends at {largest_text(wanted.dtype)}: it would become infinite; there is no "
+                    "target: choose another --dtype, or leave the tensor out with --exclude",
+                    kind="dtype",
+                )
+
+    def _shards(self, job: Job) -> Iterator[LocalShard]:
+        wanted = self._wanted[job.tensor]
+        memory = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
+        for copy in copies_of(wanted, job.first, job.numel):
+            block = memory[copy.first : copy.first + copy.block.numel].view(copy.block.lengths)
+            target = narrowed(block, relative(copy.region, copy.block))
+            if copy.fqn is None:
+                target.view(torch.uint8).zero_()
+            else:
+                shape = self._source.manifest.describe(copy.fqn)[1]
+                shaped = target.view(copy.source_region.lengths)
+                yield LocalShard(copy.fqn, wanted.dtype, shape, copy.source_region, shaped)
+
+
+CHECKED_NUMEL = 1 << 18
+"""Elements that are looked at in one go: they stay in the processor's cache."""
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_narrowed(wanted: Wanted, manifest: Manifest) -> bool:
+    """Whether a finite element of what it is made of may be infinite in it."""
+    if wanted.dtype not in FLOAT_DTYPES:
+        return False
+    fqns = {piece.fqn for piece in wanted.pieces if piece.fqn is not None}
+    stored = {manifest.describe(fqn)[0] for fqn in fqns}
+    return any(dtype in FLOAT_DTYPES and _largest(dtype) > _largest(wanted.dtype) for dtype in stored)
+
+
+def has_non_finite(tensor: torch.Tensor) -> bool:
+    """Whether any element is infinite or a NaN: several times as fast as `isfinite`, for dtypes of FLOAT_DTYPES."""
+    if not tensor.numel():
+        return False
+    bits = tensor.view(_BITS[tensor.element_size()])
+    infinite = torch.tensor(float("inf"), dtype=tensor.dtype).view(bits.dtype)
+    return bool((bits & torch.iinfo(bits.dtype).max).amax() >= infinite)
+
+
+def first_lost(stored: torch.Tensor, converted: torch.Tensor) -> int | None:
+    """The number of the first element that is finite as stored and infinite as converted."""
+    lost = (torch.isfinite(stored) & torch.isinf(converted)).nonzero()
+    return int(lost[0]) if lost.numel() else None
+
+
+def largest_text(dtype: str) -> str:
+    return f"{_largest(dtype):.6g}"
+
+
+def _largest(dtype: str) -> float:
+    return float(torch.finfo(getattr(torch, dtype)).max)

@@ -1,0 +1,127 @@
+"""A folder of torch.distributed.checkpoint: `.metadata` and `.distcp` files, as its FileSystemWriter writes them. torch
+itself plans what the state is taken apart into.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from bytecheckpoint.adapters.shards import torch_dtype
+from bytecheckpoint.conversion.stream import Run, run_bytes
+from bytecheckpoint.conversion.target import Target, TargetFile, spread
+from bytecheckpoint.conversion.torch_save import left_out_metadata, save_runs, saved_value
+from bytecheckpoint.conversion.zip_writer import ALIGNMENT
+from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
+from bytecheckpoint.loading.select import LeftOut, Selection
+from bytecheckpoint.manifest.encoding import DataFile, Manifest
+from bytecheckpoint.planner.copy_plan import Wanted
+
+METADATA_NAME, SUFFIX = ".metadata", ".distcp"
+_VERSION = "1.0.0"
+"""Of the metadata, which torch writes since 2.9."""
+
+
+def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> Target:
+    """A file for each rank. `infix` stands in their names where these must not be those of an older checkpoint."""
+    nested = plain.nested()
+    metadata, indices, values = _planned(nested, selection.wanted)
+    lost = _lost_containers(nested, metadata)
+    # One archive for each tensor, under however many names, and one for each value.
+    archives: dict[object, list[MetadataIndex]] = {}
+    for fqn, index in indices.items():
+        value = values[fqn]
+        archives.setdefault(value if isinstance(value, TensorStub) else (fqn, "value"), []).append(index)
+    of_archives = list(archives.values())
+    sizes = [_size(values[of_archive[0].fqn], selection.wanted) for of_archive in of_archives]
+    files: list[TargetFile] = []
+    by_rank: list[list[int]] = []
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, numbers in enumerate(spread(sizes, num_ranks)):
+        by_rank.append([len(files)] if numbers else [])
+        runs: list[Run] = []
+        position = 0
+        name = f"__{rank}_{infix}0{SUFFIX}"
+        for number in numbers:
+            archive = _archive(values[of_archives[number][0].fqn], selection.wanted, first_run=len(runs))
+            length = sum(map(run_bytes, archive))
+            storage |= {index: _StorageInfo(name, position, length) for index in of_archives[number]}
+            padding = -length % ALIGNMENT
+            runs += [*archive, b"\0" * padding]
+            position += length + padding
+        files += [TargetFile(name, runs)] if runs else []
+
+    def encoded(_: Sequence[DataFile]) -> bytes:
+        metadata.storage_data, metadata.storage_meta, metadata.version = storage, StorageMeta(), _VERSION
+        return pickle.dumps(metadata)
+
+    empty = [LeftOut(name, 0, 0, "empty, which torch.distributed.checkpoint does not write") for name in lost]
+    return Target(files, by_rank, METADATA_NAME, encoded, [*empty, *plain.left_out, *left_out_metadata(manifest)])
+
+
+def _planned(
+    state: Mapping[Any, Any], wanted: Sequence[Wanted]
+) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
+    """What torch would write for a state: its description, where each part of it is asked for, and the parts."""
+    stubs: dict[int, TensorStub] = {}
+
+    def stood_for(value: Any) -> Any:
+        if isinstance(value, TensorStub):
+            tensor = wanted[value.number]
+            meta = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="meta")
+            stubs[id(meta)] = value
+            return meta
+        if isinstance(value, dict):
+            return {key: stood_for(item) for key, item in value.items()}
+        return type(value)(map(stood_for, value)) if type(value) in (list, tuple) else value
+
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({str(key): stood_for(value) for key, value in state.items()}, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    flat = planner.state_dict
+    values = {fqn: stubs.get(id(value), value) for fqn, value in flat.items()}
+    return metadata, {item.index.fqn: item.index for item in plan.items}, values
+
+
+def _lost_containers(state: Mapping[Any, Any], metadata: Metadata) -> list[str]:
+    """Names of the containers of which no part is in what torch writes: they are empty, or hold only such as are."""
+    paths = (metadata.planner_data or {}).values()
+    kept = {path[:length] for path in paths for length in range(len(path) + 1)}
+    written = set(paths)
+    lost: list[str] = []
+
+    def look(value: Any, path: tuple[Any, ...]) -> None:
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else None
+        if items is None or path in written:
+            return
+        if path not in kept:
+            lost.append(".".join(map(str, path)))
+            return
+        for key, item in items:
+            look(item, (*path, str(key) if isinstance(value, Mapping) else key))
+
+    for key, item in state.items():
+        look(item, (str(key),))
+    return lost
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+def _size(value: Any, wanted: Sequence[Wanted]) -> int:
+    return sum(map(run_bytes, _archive(value, wanted, first_run=0)))
+
+
+def _archive(value: Any, wanted: Sequence[Wanted], *, first_run: int) -> list[Run]:
+    if isinstance(value, TensorStub):
+        return save_runs(value, wanted, first_run=first_run)
+    if isinstance(value, torch.Tensor):
+        return save_runs(value, wanted, first_run=first_run)  # a small one, which stood in plain data
+    return [saved_value(value)]

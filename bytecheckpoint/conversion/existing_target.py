@@ -1,0 +1,165 @@
+"""What stands where a target is to be written: nothing is written over unless that was asked for, and nothing of
+another format ever is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from bytecheckpoint.conversion.dcp import METADATA_NAME, SUFFIX
+from bytecheckpoint.conversion.huggingface import INDEX_NAME, SOLE_NAME
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.formats.detect import find_folder, find_step
+from bytecheckpoint.formats.find_checkpoint import Opening, from_root, split_path
+from bytecheckpoint.formats.safetensors_files import files_of_index
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.select import TargetFormat
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import BlindStore, Store, place_of
+
+_FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
+_HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
+
+
+class Place(NamedTuple):
+    """Where a target is written."""
+
+    store: Store
+    name: str
+    """Of the file, for a target that is one; else ""."""
+    above: Store | None = None
+    """The folder around it, where the target has the name of a step's folder."""
+
+    @property
+    def path(self) -> str:
+        return join_name(str(self.store), self.name)
+
+
+class Standing(NamedTuple):
+    """What is there."""
+
+    is_there: bool
+    """A checkpoint of the target's format, or parts of one that cannot be told from it."""
+    is_in_the_way: bool
+    """Files have names that the target would give its own."""
+    stale: Sequence[str]
+    """Files to remove once the target exists, in this order."""
+
+
+def open_place(path: str, to: TargetFormat, opening: Opening) -> Place:
+    """Raises what `open_store` raises, and CheckpointMismatchError (conflict) where no file can be named so."""
+    parent, name = split_path(from_root(path))
+    if to != "torch":
+        return Place(opening.store(path), "", None if layout.parse_step(name) is None else opening.store(parent))
+    if not name or path.endswith("/"):
+        raise CheckpointMismatchError(
+            f"{opening.store(path)} names no file, and this target is one; nothing was written: give it a name, such "
+            "as model.pt",
+            kind="conflict",
+        )
+    return Place(opening.store(parent), name)
+
+
+def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) -> Standing:
+    """Raises CheckpointExistsError (exists) where something is not to be replaced, StorageError (unsupported) where the
+    store cannot replace it. `beside` lets another format be: what is written only points into it.
+    """
+    try:
+        listing = place.store.list("")
+    except CheckpointNotFoundError as error:
+        raise _exists(
+            place, f"{place.store} is a file, and a folder is to be written there", "give another path"
+        ) from error
+    if to == "torch":
+        return _replaceable(place.store, _of_file(place, listing, overwrite=overwrite))
+    _refuse_root_of_steps(place, listing)
+    if place.above is not None and layout.has_manifest(place.above.list("")):
+        what = f"{place.above} is a checkpoint, and {place.path} would be a step below it, which would hide it"
+        raise _exists(place, what, "give another path")
+    foreign = None if layout.has_manifest(listing) else find_folder(place.store, "", listing)
+    other = OWN_FORMAT if layout.has_manifest(listing) else foreign and foreign.format
+    if other is not None and other != _FORMATS[to] and not beside:
+        what = f"{place.path} holds a checkpoint of another format ({other})"
+        raise _exists(place, what, "give another path: that one is never replaced")
+    standing = _of_hf(place.store, listing) if to == "hf" else _STANDING[to](listing)
+    if standing.is_there and not overwrite:
+        what = f"{place.path} holds a checkpoint, or what a conversion that did not finish has left there"
+        raise _exists(place, what, "give another path, or --overwrite to replace it")
+    return _replaceable(place.store, standing)
+
+
+def _replaceable(store: Store, standing: Standing) -> Standing:
+    """The same. Raises StorageError (unsupported) where what stands there cannot be replaced in one step."""
+    if standing.is_there and isinstance(store, BlindStore):
+        store.check_replaceable()
+    return standing
+
+
+def _refuse_root_of_steps(place: Place, listing: Mapping[str, int | None]) -> None:
+    """Raises CheckpointExistsError (exists): what is written beside steps would be found instead of them, or never."""
+    steps = sorted(
+        name for name, num_bytes in listing.items() if num_bytes is None and layout.parse_step(name) is not None
+    )
+    if not steps and not layout.has_manifest(listing) and not find_folder(place.store, "", listing):
+        newest = find_step(place.store, None, listing)
+        steps = [] if newest is None else [newest.folder]
+    if steps:
+        what = f"{place.path} holds steps, as {steps[-1]}, and a checkpoint beside them would hide them, or be hidden"
+        raise _exists(place, what, f"give another path, or the folder of a step, as {join_name(place.path, steps[-1])}")
+
+
+def refuse_own_files(place: Place, standing: Standing, names: Iterable[str], source: Source) -> None:
+    """Raises CheckpointExistsError (exists) where what is to be replaced, or gets these names, is the source's."""
+    used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
+    ours = sorted(name for name in {*standing.stale, *names} if _real_path(place.store, name) in used)
+    if standing.is_there and ours:
+        what = f"{join_name(str(place.store), ours[0])} is a file of the source, and would be replaced"
+        raise _exists(place, what, "give another path: a source is never written over")
+
+
+def _real_path(store: Store, name: str) -> str:
+    return os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else place_of(store, name)
+
+
+def _of_file(place: Place, listing: Mapping[str, int | None], *, overwrite: bool) -> Standing:
+    if place.name in listing and listing[place.name] is None:
+        raise _exists(place, f"{place.path} is a folder, and a file is to be written there", "give the name of a file")
+    if place.name in listing and not overwrite:
+        raise _exists(place, f"{place.path} is there already", "give another path, or --overwrite to replace it")
+    return Standing(place.name in listing, is_in_the_way=False, stale=())
+
+
+def _of_own(listing: Mapping[str, int | None]) -> Standing:
+    return Standing(layout.has_manifest(listing), is_in_the_way=False, stale=())  # its names are new for each save
+
+
+def _of_hf(store: Store, listing: Mapping[str, int | None]) -> Standing:
+    # What says what belongs together goes first, or a reader might take a part for the whole.
+    first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
+    indexed = files_of_index(store, INDEX_NAME, listing.get(INDEX_NAME) or 0)
+    # Others that begin with "model" are somebody's own: other weights, adapters.
+    names = sorted(
+        name for name, size in listing.items() if size is not None and (name in indexed or _HF_SHARD.match(name))
+    )
+    stale = [*first, *(name for name in names if name not in first)]
+    return Standing(bool(stale), bool(stale), stale)
+
+
+def _of_dcp(listing: Mapping[str, int | None]) -> Standing:
+    names = sorted(name for name in listing if name.endswith(SUFFIX))
+    is_there = listing.get(METADATA_NAME) is not None
+    # Without metadata there is no checkpoint, but perhaps a save that is under way.
+    return Standing(is_there, bool(names), names if is_there else ())
+
+
+_STANDING = {"bcp": _of_own, "dcp": _of_dcp}
+
+
+def _exists(place: Place, what: str, advice: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{what}; nothing was written: {advice}", kind="exists", path=place.path)

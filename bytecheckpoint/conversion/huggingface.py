@@ -1,0 +1,108 @@
+"""Hugging Face's layout: safetensors files of one model, with an index where there are several."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+
+from bytecheckpoint.conversion.stream import Run, span_of
+from bytecheckpoint.conversion.target import Target, TargetFile, spread
+from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
+from bytecheckpoint.loading.select import LeftOut, Selection, has_plain_data
+from bytecheckpoint.manifest.encoding import DataFile, Manifest
+from bytecheckpoint.planner.copy_plan import Wanted
+from bytecheckpoint.storage.safetensors_header import MAX_HEADER_BYTES, stored_dtype_of
+
+SOLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+
+_HEADER_ALIGNMENT = 8
+_METADATA = "__metadata__"
+
+
+def plan_hf(manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str) -> Target:
+    """`infix` stands in the names of files that must not have those of an older checkpoint there.
+
+    Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError
+    (limits_exceeded) for a header that no reader accepts.
+    """
+    wanted = selection.wanted
+    _refuse_unheld(wanted)
+    spans = [span_of(number, tensor) for number, tensor in enumerate(wanted)]
+    shards = _shards([span.byte_length for span in spans], max_shard_bytes)
+    aliases = {alias: fqn for alias, fqn in selection.aliases.items() if alias != _METADATA}
+    files = []
+    for number_of, shard in enumerate(shards, 1):
+        name = SOLE_NAME if len(shards) == 1 else f"model-{infix}{number_of:05d}-of-{len(shards):05d}.safetensors"
+        order = sorted(shard, key=lambda number: (-spans[number].item_bytes, wanted[number].fqn))
+        runs: list[Run] = [_header([wanted[number] for number in order], aliases), *(spans[each] for each in order)]
+        files.append(TargetFile(name, runs))
+    by_rank = spread([file.byte_length for file in files], num_ranks)
+    weight_map = {wanted[number].fqn: files[at].name for at, shard in enumerate(shards) for number in shard}
+    index = {
+        "metadata": {"total_size": sum(span.byte_length for span in spans)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+
+    def encoded(_: Sequence[DataFile]) -> bytes:
+        return (json.dumps(index, indent=2) + "\n").encode()
+
+    last_name, last = (SOLE_NAME, None) if len(shards) == 1 else (INDEX_NAME, encoded)
+    return Target(files, by_rank, last_name, last, _left_out(manifest, selection))
+
+
+def _left_out(manifest: Manifest, selection: Selection) -> list[LeftOut]:
+    names = [fqn for fqn, tree in selection.trees.items() if has_plain_data(tree)]
+    plain = [LeftOut(fqn, 0, 0, "plain data") for fqn in [*names, *manifest.rank_objects]]
+    return plain + [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata if key != "format"]
+
+
+def _refuse_unheld(wanted: Sequence[Wanted]) -> None:
+    unheld = [tensor for tensor in wanted if stored_dtype_of(tensor.dtype) is None]
+    if unheld:
+        raise CheckpointMismatchError(
+            f"safetensors has no dtype for {len(unheld)} tensors, the first {unheld[0].fqn!r:.200} of "
+            f"{unheld[0].dtype}; nothing was written: leave them out with exclude, or convert to another format",
+            kind="conflict",
+        )
+    if any(tensor.fqn == _METADATA for tensor in wanted):
+        raise CheckpointMismatchError(
+            f"a tensor is named {_METADATA!r}, which means something else in safetensors; nothing was written: rename "
+            "it",
+            kind="conflict",
+        )
+
+
+def _shards(byte_lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
+    """The tensors of each file, in the checkpoint's order. One that is larger than a file may be gets its own."""
+    shards: list[list[int]] = [[]]
+    num_bytes = 0
+    for number, byte_length in enumerate(byte_lengths):
+        if shards[-1] and num_bytes + byte_length > max_bytes:
+            shards.append([])
+            num_bytes = 0
+        shards[-1].append(number)
+        num_bytes += byte_length
+    return shards
+
+
+def _header(tensors: Sequence[Wanted], aliases: Mapping[str, str]) -> bytes:
+    held = {tensor.fqn for tensor in tensors}
+    # As safetensors' own save_model tells which names it has left out because they are tied to another.
+    tied = {alias: fqn for alias, fqn in aliases.items() if fqn in held and alias != "format"}
+    fields: dict[str, object] = {_METADATA: {"format": "pt", **tied}}
+    start = 0
+    for tensor in tensors:
+        end = start + span_of(0, tensor).byte_length
+        dtype = stored_dtype_of(tensor.dtype)
+        fields[tensor.fqn] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UnsafeCheckpointError(
+            f"the header of a file would have {len(text)} bytes, and readers accept {MAX_HEADER_BYTES}; nothing was "
+            "written: lower the largest size of a file, so that each holds fewer tensors",
+            kind="limits_exceeded",
+        )
+    return struct.pack("<Q", len(text)) + text

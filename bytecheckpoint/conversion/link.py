@@ -1,0 +1,132 @@
+"""A checkpoint that is a manifest only: it points into the files of another one, of any format, where they lie."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+
+from bytecheckpoint.conversion.mapped_source import View
+from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
+from bytecheckpoint.formats.file_reader import FileBytes
+from bytecheckpoint.formats.torch_save.archive import directory_offset
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.loading.link_samples import sample_ranges, take_sample
+from bytecheckpoint.loading.plain_trees import PlainData
+from bytecheckpoint.loading.select import Selection, Wish, select
+from bytecheckpoint.manifest.encoding import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros
+from bytecheckpoint.runtime.jobs import do_side_by_side
+from bytecheckpoint.saving.report import provenance_of
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+
+def link_manifest(view: View, wish: Wish, *, source: str, target: str) -> tuple[Manifest, Selection]:
+    """The manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs as
+    stores show them. What is left out stays where it is.
+
+    Raises CheckpointMismatchError (conflict) for what takes more than a manifest.
+    """
+    if wish.dtype is not None:
+        raise CheckpointMismatchError(
+            "a link copies no data, so it cannot have another dtype; nothing was written: leave out --dtype, or --link",
+            kind="conflict",
+        )
+    manifest = view.manifest
+    refuse_zeros(manifest)
+    selection = select(manifest, wish, view.names_of_map)
+    selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
+    plain = PlainData(manifest, selection, wish)
+    inside = _below(source, target)
+    prefix = "" if inside is None else inside
+    used = _used_files(manifest, selection)
+    numbers = {file: number for number, file in enumerate(used)}
+    linked = Manifest(
+        save_id=uuid.uuid4().hex[:16],
+        step=manifest.step,
+        foreign_format=manifest.foreign_format,
+        linked_to=source if inside is None else "",
+        files=[manifest.files[file]._replace(name=join_name(prefix, manifest.files[file].name)) for file in used],
+        tensors=_records(manifest, selection, numbers),
+        aliases=selection.aliases,
+        objects=plain.objects(),
+        rank_objects=plain.rank_objects(),
+        metadata=manifest.metadata,
+        provenance={**provenance_of(1), "linked_from": manifest.foreign_format or OWN_FORMAT},
+    )
+    return linked, selection
+
+
+def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int) -> Manifest:
+    """The link with samples of the files, in this folder, that have no checksums."""
+    files = list(manifest.files)
+
+    def take(number: int) -> None:
+        file = files[number]
+        name = join_name(folder, file.name)
+        directory = directory_offset(FileBytes(store, name, file.byte_length))
+        ranges = sample_ranges(file.byte_length, directory)
+        files[number] = file._replace(samples=[take_sample(store, name, *of_sample) for of_sample in ranges])
+
+    unsampled = [number for number, file in enumerate(files) if not file.samples and not file.extent_lengths]
+    if unsampled:
+        do_side_by_side(take, unsampled, num_threads=threads)
+    return replace(manifest, files=files)
+
+
+def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
+    """Commits it; gives its length in bytes. Raises what `layout.commit` raises."""
+    content = encode_manifest(manifest)
+    decode_manifest(content)  # what no reader would accept is never written
+    layout.commit(store, "", content, replace=overwrite)
+    return len(content)
+
+
+def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str) -> None:
+    """Makes sure that a link leads to all of its files, which are in this folder.
+
+    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError (truncated) or UnsafeCheckpointError
+    (path_escape).
+    """
+    layout.check_files(store, folder, manifest, range(len(manifest.files)))
+    for file in manifest.files:
+        byte = bytearray(min(1, file.byte_length))
+        try:
+            store.read_into(join_name(folder, file.name), 0, memoryview(byte))
+        except UnsafeCheckpointError as error:
+            raise UnsafeCheckpointError(
+                f"{path} cannot be a link to {file.name!r:.200}: {error.message}. Put the link where the files really "
+                "are below it, or in another folder than theirs",
+                kind=error.kind,
+                path=path,
+            ) from error
+
+
+def _below(source: str, target: str) -> str | None:
+    """Where the one folder is inside the other, "" where it is the same; None where it is elsewhere."""
+    source, target = source.rstrip("/"), target.rstrip("/")
+    if source == target:
+        return ""
+    return source[len(target) + 1 :] if source.startswith(f"{target}/") else None
+
+
+def _used_files(manifest: Manifest, selection: Selection) -> list[int]:
+    if len(selection.wanted) == len(manifest.tensors):
+        return list(range(len(manifest.files)))
+    stored = {tensor.pieces[0].fqn for tensor in selection.wanted}
+    return sorted({file for fqn in stored if fqn is not None for file in manifest.tensors[fqn].files})
+
+
+def _records(manifest: Manifest, selection: Selection, numbers: Mapping[int, int]) -> Mapping[str, TensorRecord]:
+    stored = {tensor.pieces[0].fqn: tensor.fqn for tensor in selection.wanted}
+    if stored == {fqn: fqn for fqn in manifest.tensors}:
+        return manifest.tensors  # as it is: there may be a million chunks
+    records = {}
+    for fqn, name in stored.items():
+        if fqn is not None:
+            record = manifest.tensors[fqn]
+            chunks = [chunk._replace(file=numbers[chunk.file]) for chunk in record.chunks]
+            records[name] = tensor_record(record.dtype, record.shape, chunks)
+    return records

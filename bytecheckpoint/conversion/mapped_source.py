@@ -1,0 +1,99 @@
+"""A conversion through a name map: the checkpoint as the other framework has it, for those who choose and name tensors,
+and from where the elements of these come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.select import LeftOut, ModelNames, Wish
+from bytecheckpoint.manifest.encoding import Manifest, tensor_record
+from bytecheckpoint.name_maps.fused_experts import TRANSPOSED_TYPES, expert_names_of
+from bytecheckpoint.name_maps.load import Beside, as_mapped, as_state, map_checkpoint, read_config
+from bytecheckpoint.name_maps.objects import LEFT_OUT_BY_MAP, mapped_objects
+from bytecheckpoint.options import NameMap
+from bytecheckpoint.planner.copy_plan import Piece, Wanted
+from bytecheckpoint.region import whole
+
+
+class View(NamedTuple):
+    """A checkpoint as a conversion looks at it."""
+
+    manifest: Manifest
+    """Without chunks where a map stands between it and the checkpoint."""
+    pieces: Mapping[str, Sequence[Piece]] | None = None
+    """Of each of its tensors, by the FQN there; None where these are the stored tensors."""
+    names_of_map: ModelNames | None = None
+    left_out: Sequence[LeftOut] = ()
+    """By the map."""
+    sides: tuple[str, str] | None = None
+    """From which framework to which."""
+
+    def made_of_stored(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Tensors that are made of those of the view, each of one whole, made of those of the checkpoint."""
+        if self.pieces is None:
+            return list(wanted)
+        return [tensor._replace(pieces=self._pieces(tensor)) for tensor in wanted]
+
+    def _pieces(self, tensor: Wanted) -> Sequence[Piece]:
+        pieces = self.pieces or {}
+        return [found for piece in tensor.pieces if piece.fqn is not None for found in pieces[piece.fqn]]
+
+
+def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> View:
+    """`is_state` asks for names as a state of this library has them; `in_place` has the tensors of the view lie in the
+    files of the checkpoint.
+
+    Raises what `map_checkpoint` and `mapped_objects` raise, and `relink`, where it is in place.
+    """
+    if name_map is None:
+        return View(source.manifest)
+    manifest = source.manifest
+    mapped = map_checkpoint(manifest, Beside(source.store, source.folder), name_map)
+    objects, without = mapped_objects(manifest, mapped)
+    mapped = as_state(mapped, objects) if is_state else mapped
+    left_out = [_dropped(manifest, fqn) for fqn in mapped.dropped]
+    left_out += [LeftOut(fqn, 0, 0, why) for fqn, why in without.items()]
+    names = ModelNames(mapped.in_model, frozenset(mapped.kept))
+    if in_place:
+        relinked = as_mapped(manifest, mapped, objects)
+        return View(relinked, names_of_map=names, left_out=left_out, sides=mapped.sides)
+    tensors = {tensor.fqn: tensor_record(tensor.dtype, tensor.shape, ()) for tensor in mapped.tensors}
+    return View(
+        replace(manifest, tensors=tensors, aliases=mapped.aliases, objects=objects),
+        {tensor.fqn: tensor.pieces for tensor in mapped.tensors},
+        names,
+        left_out,
+        mapped.sides,
+    )
+
+
+def names_for_experts(wish: Wish, source: Source, target: Beside) -> str:
+    """The names that experts get in an HF target: those that `wish` asks for, else those of the model family that a
+    `config.json` at the target or beside the source names, else Qwen2-MoE's.
+
+    Raises CheckpointMismatchError (conflict) for a family whose files hold experts transposed.
+    """
+    if wish.experts:
+        return wish.experts
+    configs = (read_config(target), read_config(Beside(source.store, source.folder)))
+    model_type = next((str(config["model_type"]) for config in configs if "model_type" in config), "")
+    if model_type in TRANSPOSED_TYPES:
+        raise CheckpointMismatchError(
+            f"the files of {model_type} hold experts transposed, which no conversion here does; nothing was written: "
+            "load the checkpoint into the model and use its save_pretrained, or choose names with --experts",
+            kind="conflict",
+        )
+    return expert_names_of(model_type)
+
+
+def _dropped(manifest: Manifest, fqn: str) -> LeftOut:
+    if fqn in manifest.aliases:
+        return LeftOut(fqn, 0, 0, LEFT_OUT_BY_MAP)
+    dtype, shape = manifest.describe(fqn)
+    return LeftOut(fqn, 1, whole(shape).numel * itemsize(dtype), LEFT_OUT_BY_MAP)

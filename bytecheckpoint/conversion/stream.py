@@ -1,0 +1,195 @@
+"""The bytes of a file that is written from its start to its end: what it is made of, and windows of it that are read
+ahead of whoever writes them. It knows no format.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from math import prod
+from threading import Condition
+from typing import NamedTuple
+
+from bytecheckpoint.conversion.assemble import Elements, Job
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.planner.copy_plan import Wanted
+from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.storage.object_io import BLOCK_BYTES
+
+
+class Span(NamedTuple):
+    """Elements of a tensor that follow one another."""
+
+    tensor: int
+    """Its number."""
+    first: int
+    """Of the row-major flat tensor."""
+    item_bytes: int
+    byte_length: int
+
+
+def span_of(number: int, tensor: Wanted) -> Span:
+    """All of the tensor of this number."""
+    item_bytes = itemsize(tensor.dtype)
+    return Span(number, 0, item_bytes, prod(tensor.shape) * item_bytes)
+
+
+class Late(NamedTuple):
+    """Bytes that depend on the checksums of spans before them."""
+
+    byte_length: int
+    content: Callable[[Mapping[int, int]], bytes]
+    """Takes the CRC-32 of each span, by its number among the runs of the file."""
+
+
+Run = bytes | Span | Late
+"""Bytes of a file that follow one another."""
+
+
+def run_bytes(run: Run) -> int:
+    return len(run) if isinstance(run, bytes) else run.byte_length
+
+
+class Stream:
+    """A file made of runs. Its ranges are filled once each, from the first to the last."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs = runs
+        self._ends = list(accumulate(map(run_bytes, runs)))
+        self.byte_length = self._ends[-1] if runs else 0
+        self._has_checksums = any(isinstance(run, Late) for run in runs)
+        self._checksums: dict[int, int] = {}
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Byte offset and length of the ranges in which it is written."""
+        return [(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
+
+    def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
+        """Puts the bytes from there on into the memory, which is aligned as they are in the file."""
+        parts = list(self._parts(byte_offset, memory))
+        elements.read(
+            [
+                Job(run.tensor, run.first + start // run.item_bytes, len(part) // run.item_bytes, part)
+                for _, run, start, part in parts
+                if isinstance(run, Span)
+            ]
+        )
+        for number, run, start, part in parts:
+            if isinstance(run, bytes):
+                part[:] = run[start : start + len(part)]
+            elif isinstance(run, Late):
+                part[:] = run.content(self._checksums)[start : start + len(part)]
+            elif self._has_checksums:
+                self._checksums[number] = zlib.crc32(part, self._checksums.get(number, 0))
+
+    def _parts(self, byte_offset: int, memory: memoryview) -> Iterator[tuple[int, Run, int, memoryview]]:
+        """The runs that the range meets: number, run, where the range begins in it, and the memory for it."""
+        position, end = byte_offset, byte_offset + len(memory)
+        for number in range(bisect_right(self._ends, byte_offset), len(self._runs)):
+            run_end = self._ends[number]
+            run_start = run_end - run_bytes(self._runs[number])
+            if run_start >= end:
+                return
+            stop = min(end, run_end)
+            if stop > position:
+                yield (
+                    number,
+                    self._runs[number],
+                    position - run_start,
+                    memory[position - byte_offset : stop - byte_offset],
+                )
+            position = stop
+
+
+class Budget(NamedTuple):
+    """The memory of a conversion."""
+
+    window_bytes: int
+    """A multiple of BLOCK_BYTES."""
+    num_windows: int
+    scratch_bytes: int
+    """For what cannot be read straight into a window."""
+
+
+def budget_of(memory_bytes: int, longest_file: int) -> Budget:
+    """How a conversion shares out this much memory: at least 64 MiB."""
+    scratch_bytes = max(8 << 20, min(64 << 20, memory_bytes // 8))
+    window_bytes = min(128 << 20, (memory_bytes - scratch_bytes) // 3, longest_file + BLOCK_BYTES - 1)
+    return Budget(max(1, window_bytes // BLOCK_BYTES) * BLOCK_BYTES, 3, scratch_bytes)
+
+
+class ReadAhead:
+    """A stream for a store that takes it block by block. While a window of it is written, the next ones are read."""
+
+    def __init__(self, stream: Stream, elements: Elements, scratch: Scratch, budget: Budget) -> None:
+        self._stream = stream
+        self._elements = elements
+        self._scratch = scratch
+        self._window_bytes = budget.window_bytes
+        self._num_windows = -(-stream.byte_length // budget.window_bytes)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="bcp-read-ahead")
+        self._changed = Condition()
+        self._left = {number: self._length(number) for number in range(self._num_windows)}
+        """Bytes of each window that were not written yet."""
+        self._loans: dict[int, ExitStack] = {}
+        self._windows: dict[int, Future[memoryview]] = {}
+        self._failure: BaseException | None = None
+        """Of the first block that was not written."""
+        for number in range(min(budget.num_windows, self._num_windows)):
+            self._start(number)
+
+    def close(self) -> None:
+        """Gives all memory back, when nobody reads any more."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for loan in self._loans.values():
+            loan.close()
+
+    @contextmanager
+    def content(self, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+        """A block of the stream; they are asked for in rising order.
+
+        Waits until there is a window for it: a store may want more blocks at once than all windows hold, and those that
+        it has are written without the ones that follow. Raises the error of another block that was not written.
+        """
+        number, start = divmod(byte_offset, self._window_bytes)
+        try:
+            yield self._window(number)[start : start + byte_length]
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._left[number] -= byte_length
+            if self._left[number]:
+                return
+            self._loans.pop(number).close()
+            following = max(self._windows) + 1
+            if following < self._num_windows:
+                self._start(following)
+                self._changed.notify_all()
+
+    def _window(self, number: int) -> memoryview:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or number in self._windows)
+            if self._failure is not None:
+                raise self._failure
+            window = self._windows[number]
+        return window.result()
+
+    def _start(self, number: int) -> None:
+        self._windows[number] = self._pool.submit(self._read, number)
+
+    def _length(self, number: int) -> int:
+        return min(self._window_bytes, self._stream.byte_length - number * self._window_bytes)
+
+    def _read(self, number: int) -> memoryview:
+        loan = self._loans[number] = ExitStack()
+        window = loan.enter_context(self._scratch.lend())[: self._length(number)]
+        self._stream.fill(number * self._window_bytes, window, self._elements)
+        return window

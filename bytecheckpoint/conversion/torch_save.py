@@ -1,0 +1,142 @@
+"""What torch.save writes for a state, without the state: a pickle in which tensors point to members of the archive that
+are streamed later. torch.load reads it, also with weights_only.
+
+A file of torch.save: one archive of the whole state.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+from bytecheckpoint.adapters.shards import dtype_name, torch_dtype
+from bytecheckpoint.conversion.stream import Run, Span, run_bytes, span_of
+from bytecheckpoint.conversion.target import Target, TargetFile, spread
+from bytecheckpoint.conversion.zip_writer import Member, archive_runs
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.loading.plain_trees import PlainData, TensorStub, without_numpy
+from bytecheckpoint.loading.select import LeftOut, Selection
+from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.memory.tensor_bytes import as_bytes
+from bytecheckpoint.planner.copy_plan import Wanted
+
+_PROTOCOL = 2
+"""What torch.save writes, and what weights_only knows."""
+_STORAGES = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex128": "ComplexDoubleStorage",
+    "complex64": "ComplexFloatStorage",
+}
+"""The classes by which torch names the dtype of a storage. Of all other dtypes a storage is of bytes."""
+
+
+class _StorageStub(NamedTuple):
+    key: str
+    kind: str
+    num_items: int
+
+
+def save_runs(value: Any, wanted: Sequence[Wanted], *, first_run: int = 0) -> list[Run]:
+    """The archive that torch.save would write for a value with stubs for tensors, as runs of a file."""
+    pickler = _Pickler(wanted)
+    content = pickler.pickled(value)
+    members = [
+        Member("archive/data.pkl", content),
+        Member("archive/byteorder", b"little"),
+        *(Member(f"archive/data/{key}", content) for key, content in enumerate(pickler.contents)),
+        Member("archive/version", b"3\n"),
+    ]
+    return archive_runs(members, first_run=first_run)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes stubs as torch writes tensors."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self._stream = io.BytesIO()
+        super().__init__(self._stream, protocol=_PROTOCOL)
+        self._wanted = wanted
+        self._storages: dict[int, _StorageStub] = {}
+        """By number of the tensor."""
+        self.contents: list[bytes | Span] = []
+        """Of the storages, in the order of their keys."""
+
+    def pickled(self, value: Any) -> bytes:
+        self.dump(value)
+        return self._stream.getvalue()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, TensorStub):
+            tensor = self._wanted[value.number]
+            storage = self._storages.get(value.number)
+            if storage is None:
+                storage = self._new_storage(tensor.dtype, span_of(value.number, tensor))
+                self._storages[value.number] = storage
+            return _rebuilt(storage, tensor.dtype, tensor.shape)
+        if isinstance(value, torch.Tensor):  # a small one, which stood in plain data
+            dtype = dtype_name(value.dtype)
+            storage = self._new_storage(dtype, bytes(as_bytes(value.contiguous())))
+            return _rebuilt(storage, dtype, tuple(value.shape))
+        return NotImplemented
+
+    def _new_storage(self, dtype: str, content: bytes | Span) -> _StorageStub:
+        self.contents.append(content)
+        kind = _STORAGES.get(dtype, "UntypedStorage")
+        num_items = run_bytes(content) // (itemsize(dtype) if dtype in _STORAGES else 1)
+        return _StorageStub(str(len(self.contents) - 1), kind, num_items)
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, _StorageStub):
+            return None
+        return "storage", getattr(torch, value.kind), value.key, "cpu", value.num_items
+
+
+def _rebuilt(storage: _StorageStub, dtype: str, shape: Sequence[int]) -> tuple[Any, ...]:
+    """How pickles make a tensor that is all of a storage."""
+    hooks: OrderedDict[str, Any] = OrderedDict()
+    place = (storage, 0, tuple(shape), _row_major(shape), False, hooks)
+    if dtype in _STORAGES:
+        return _rebuild_tensor_v2, place
+    return _rebuild_tensor_v3, (*place, torch_dtype(dtype))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for length in reversed(shape):
+        strides.append(stride)
+        stride *= max(1, length)
+    return tuple(reversed(strides))
+
+
+def saved_value(value: Any) -> bytes:
+    """What torch.save writes for a value of plain data."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, name: str, num_ranks: int) -> Target:
+    """The file of this name."""
+    state = without_numpy(plain.nested(), "")
+    file = TargetFile(name, save_runs(state, selection.wanted))
+    return Target([file], spread([file.byte_length], num_ranks), name, None, left_out_metadata(manifest))
+
+
+def left_out_metadata(manifest: Manifest) -> list[LeftOut]:
+    """What torch's own formats have no place for."""
+    return [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata]

@@ -1,0 +1,1 @@
+"""Verification of checkpoints, guarantees and speed of stores, telemetry of saves."""

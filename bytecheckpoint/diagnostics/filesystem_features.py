@@ -1,0 +1,132 @@
+"""What the file system of a folder can do: links, direct writes, preallocation, locks, how long a sync takes, and how
+much room there is.
+"""
+
+# ruff: noqa: PTH108, PTH118, PTH123 - the calls of `os` by name, as in local_files.py
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage.backends.direct_io import PAGE_BYTES, _open_direct
+from bytecheckpoint.storage.backends.file_lock import ProcessLock
+from bytecheckpoint.storage.backends.posix_files import preallocate, sync_folder, sync_to_disk
+
+_NUM_SYNCS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderFacts:
+    """Of one folder; times are medians, in seconds."""
+
+    file_system: str | None
+    """As the kernel calls it: ext4, xfs, nfs4, ..."""
+    free_bytes: int
+    total_bytes: int
+    hard_links: bool
+    """With them, or with the kernel's rename that does not replace, a name is created in one step."""
+    direct_writes: bool
+    """Past the page cache (O_DIRECT)."""
+    preallocation: bool
+    """A full disk is met before anything is written."""
+    locks: bool
+    """Which a local stage needs."""
+    file_sync_s: float
+    """To write 4 KiB and sync the file."""
+    folder_sync_s: float
+
+
+def probe_folder(folder: str) -> FolderFacts:
+    """Tries it all out with files of its own in a folder that exists. Raises OSError."""
+    status = os.statvfs(folder)
+    path = os.path.join(folder, "probe")
+    try:
+        return FolderFacts(
+            file_system=_file_system(folder),
+            free_bytes=status.f_bavail * status.f_frsize,
+            total_bytes=status.f_blocks * status.f_frsize,
+            hard_links=_works(lambda: _link(path)),
+            direct_writes=_works(lambda: _write_direct(path)),
+            preallocation=_works(lambda: _preallocate(path)),
+            locks=_works(lambda: ProcessLock(path).release()),
+            file_sync_s=_median_of(lambda: _write_and_sync(path)),
+            folder_sync_s=_median_of(lambda: sync_folder(folder)),
+        )
+    finally:
+        for name in (path, f"{path}-link"):
+            with suppress(OSError):
+                os.unlink(name)
+
+
+def _works(probe: Callable[[], object]) -> bool:
+    try:
+        probe()
+    except (OSError, CheckpointError):
+        return False
+    return True
+
+
+def _median_of(probe: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_NUM_SYNCS):
+        started = time.perf_counter()
+        probe()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def _link(path: str) -> None:
+    _write_and_sync(path)
+    os.link(path, f"{path}-link")
+
+
+def _write_and_sync(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.pwrite(fd, bytes(4096), 0)
+        sync_to_disk(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_direct(path: str) -> None:
+    _write_and_sync(path)
+    fd = _open_direct(path)
+    if fd is None:
+        raise OSError("no O_DIRECT")
+    try:
+        with mmap.mmap(-1, PAGE_BYTES) as page:
+            os.pwrite(fd, page, 0)
+    finally:
+        os.close(fd)
+
+
+def _preallocate(path: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        preallocate(fd, 1 << 20)
+        if os.fstat(fd).st_size != 1 << 20:
+            raise OSError("nothing was preallocated")
+    finally:
+        os.close(fd)
+
+
+def _file_system(folder: str) -> str | None:
+    """Of the mount that the folder is on; None where there is no /proc."""
+    path = os.path.realpath(folder)
+    best, found = "", None
+    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
+        for line in mounts:
+            _, point, kind, *_ = line.split(" ")
+            point = point.replace("\\040", " ")
+            is_above = path == point or path.startswith(point.rstrip("/") + "/")
+            if is_above and len(point) >= len(best):
+                best, found = point, kind
+    return found

@@ -1,0 +1,251 @@
+"""Whether a store keeps what this library relies on: found out with objects of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import NamedTuple
+
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+)
+from bytecheckpoint.storage.inventory import HasPendingUploads
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Access, Block, OnFilled, Store
+
+_MiB = 1 << 20
+_LARGE_BLOCKS = 3
+_LARGE_BLOCK_BYTES = 16 * _MiB
+"""Three of them are more than any store sends in one request."""
+_ROUNDS = 5
+_WRITERS = 4
+
+
+class Check(NamedTuple):
+    """One promise, and whether it was kept."""
+
+    name: str
+    is_needed: bool
+    """Checkpoints are not safe here without it."""
+    is_kept: bool | None
+    """None where it could not be found out."""
+    what: str
+    """What was seen."""
+
+
+class ProbeStore:
+    """Another store's objects in a folder of their own, which `clear` leaves empty, whatever happened meanwhile."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self.store = store
+        self.folder = folder
+        self._names: set[str] = set()
+
+    def __str__(self) -> str:
+        return join_name(str(self.store), self.folder)
+
+    @property
+    def access(self) -> Access:
+        return self.store.access
+
+    def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
+        self._names.add(name)
+        self.store.write(join_name(self.folder, name), blocks, replace=replace)
+
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+        self.store.read_into(join_name(self.folder, name), byte_offset, buffer, on_filled=on_filled)
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        return self.store.list(join_name(self.folder, folder))
+
+    def delete(self, name: str) -> None:
+        self.store.delete(join_name(self.folder, name))
+        self._names.discard(name)
+
+    def clear(self) -> None:
+        """Deletes all that was written. Raises what `delete` raises, having tried them all."""
+        errors = []
+        for name in sorted(self._names):
+            try:
+                self.delete(name)
+            except CheckpointError as error:
+                errors.append(error)
+        for upload in self.pending_uploads():
+            if isinstance(self.store, HasPendingUploads):
+                self.store.abort_upload(upload)
+        if errors:
+            raise errors[0]
+
+    def pending_uploads(self) -> Sequence[object]:
+        """Those that are not finished; none where the store does not tell."""
+        return self.store.pending_uploads(self.folder) if isinstance(self.store, HasPendingUploads) else ()
+
+
+def put(store: Store, name: str, content: bytes, *, replace: bool = False) -> None:
+    """Writes an object of one block."""
+    view = memoryview(content)
+    store.write(name, [Block(0, view.nbytes, lambda: nullcontext(view))], replace=replace)
+
+
+def get(store: Store, name: str, byte_offset: int, byte_length: int) -> bytes:
+    """Reads a range of an object."""
+    buffer = bytearray(byte_length)
+    store.read_into(name, byte_offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+def check_promises(store: ProbeStore) -> Iterator[Check]:
+    """One after the other. Raises what the store raises where not even a small object can be written and read."""
+    content = _pattern(100_003)
+    put(store, "small", content)
+    is_same = get(store, "small", 0, len(content)) == content
+    yield Check("read_back", True, is_same, "what was written is read" if is_same else "other bytes are read")
+    for name, is_needed, probe in _PROBES:
+        try:
+            is_kept, what = probe(store)
+        except CheckpointError as error:
+            is_kept, what = False, error.message
+        yield Check(name, is_needed, is_kept, what)
+
+
+_Found = tuple[bool | None, str]
+
+
+def _check_ranges(store: ProbeStore) -> _Found:
+    content = _pattern(100_003)
+    for start, end in ((0, 1), (1, 2), (4095, 4097), (50_000, 100_003), (100_002, 100_003)):
+        if get(store, "small", start, end - start) != content[start:end]:
+            return False, f"bytes {start} to {end} are not those that were written"
+    with suppress(CheckpointCorruptError):
+        get(store, "small", 100_000, 10)
+        return False, "a range past the end is read without an error"
+    return True, "exact, and none past the end"
+
+
+def _check_missing(store: ProbeStore) -> _Found:
+    with suppress(CheckpointNotFoundError):
+        get(store, "missing", 0, 1)
+        return False, "an object that does not exist is read without an error"
+    store.delete("missing")
+    return True, "an object that does not exist is said not to, and can be deleted"
+
+
+def _check_create_only(store: ProbeStore) -> _Found:
+    put(store, "created", b"first")
+    with suppress(CheckpointExistsError):
+        put(store, "created", b"other")
+        return False, "a name that was taken was written again: a committed checkpoint could be replaced"
+    return get(store, "created", 0, 5) == b"first", "a name that is taken is refused"
+
+
+def _check_race(store: ProbeStore) -> _Found:
+    for number in range(_ROUNDS):
+        name = f"race-{number}"
+
+        def create(writer: int, name: str = name) -> int | None:
+            with suppress(CheckpointExistsError):
+                put(store, name, b"%d" % writer)
+                return writer
+            return None
+
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            winners = [winner for winner in pool.map(create, range(_WRITERS)) if winner is not None]
+        if len(winners) != 1:
+            return False, (
+                f"{len(winners)} of {_WRITERS} writers of one name at the same time were told that they had created "
+                "it: let only one job save to a path"
+            )
+        if get(store, name, 0, 1) != b"%d" % winners[0]:
+            return False, "the writer that was told that it had created a name is not the one whose bytes are there"
+    return True, f"of {_WRITERS} writers of one name at the same time one wins, {_ROUNDS} times"
+
+
+def _check_replace(store: ProbeStore) -> _Found:
+    put(store, "replaced", b"first")
+    put(store, "replaced", b"second", replace=True)
+    is_new = get(store, "replaced", 0, 6) == b"second"
+    return is_new, "what replaces is seen at once" if is_new else "the old bytes are read after they were replaced"
+
+
+def _check_listing(store: ProbeStore) -> _Found:
+    for number in range(_ROUNDS):
+        name, size = f"listed/{number}", 10 + number
+        put(store, name, bytes(size))
+        listed = store.list("listed").get(str(number))
+        if listed != size:
+            return False, f"an object of {size} bytes is listed as {listed} after it was written: `latest` could be old"
+        store.delete(name)
+        if str(number) in store.list("listed"):
+            return False, "an object is still listed after it was deleted"
+    return True, f"what is written or deleted is seen at once, {_ROUNDS} times"
+
+
+class _StoppedError(Exception):
+    """What a block raises to see what becomes of its object."""
+
+
+def _check_whole_or_nothing(store: ProbeStore) -> _Found:
+    def stop() -> None:
+        raise _StoppedError
+
+    with suppress(_StoppedError):
+        _write_large(store, "stopped", before_last=stop)
+    if "stopped" in store.list(""):
+        return False, "an object whose writing was stopped is there, cut short"
+    pending = store.pending_uploads()
+    if pending:
+        return False, f"{len(pending)} unfinished uploads are left, and cost space until someone aborts them"
+    return True, "an object whose writing was stopped leaves nothing"
+
+
+def _check_large(store: ProbeStore) -> _Found:
+    early: list[bool] = []
+    _write_large(store, "large", before_last=lambda: early.append("large" in store.list("")))
+    size = _LARGE_BLOCKS * _LARGE_BLOCK_BYTES
+    if early[0]:
+        return False, "an object is seen before it is complete"
+    if store.list("").get("large") != size:
+        return False, f"an object of {size} bytes is listed as {store.list('').get('large')}"
+    expected = _pattern(_LARGE_BLOCK_BYTES)
+    for number in range(_LARGE_BLOCKS):
+        start = number * _LARGE_BLOCK_BYTES
+        if get(store, "large", start + _LARGE_BLOCK_BYTES - 1000, 1000) != expected[-1000:]:
+            return False, f"the bytes before byte {start + _LARGE_BLOCK_BYTES} are not those that were written"
+    store.delete("large")
+    return True, f"{size >> 20} MiB in {_LARGE_BLOCKS} parts, seen when it was complete"
+
+
+def _write_large(store: ProbeStore, name: str, *, before_last: Callable[[], object]) -> None:
+    content = memoryview(_pattern(_LARGE_BLOCK_BYTES))
+
+    @contextmanager
+    def block(number: int) -> Iterator[memoryview]:
+        if number == _LARGE_BLOCKS - 1:
+            before_last()
+        yield content
+
+    starts = range(0, _LARGE_BLOCKS * _LARGE_BLOCK_BYTES, _LARGE_BLOCK_BYTES)
+    blocks = [Block(start, _LARGE_BLOCK_BYTES, partial(block, number)) for number, start in enumerate(starts)]
+    store.write(name, blocks, replace=False)
+
+
+def _pattern(num_bytes: int) -> bytes:
+    """Bytes whose place can be told from their values."""
+    return (bytes(range(251)) * (num_bytes // 251 + 1))[:num_bytes]
+
+
+_PROBES: Sequence[tuple[str, bool, Callable[[ProbeStore], _Found]]] = (
+    ("exact_ranges", True, _check_ranges),
+    ("missing_objects", True, _check_missing),
+    ("create_only", True, _check_create_only),
+    ("create_race", False, _check_race),
+    ("replace", True, _check_replace),
+    ("fresh_listing", True, _check_listing),
+    ("large_objects", True, _check_large),
+    ("whole_or_nothing", True, _check_whole_or_nothing),
+)

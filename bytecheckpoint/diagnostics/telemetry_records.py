@@ -1,0 +1,124 @@
+"""How a save went on each of its ranks, as the ranks have told it beside the data. What is not as docs/format.md
+describes it is said and left out: a checkpoint is as good without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+_VERSION = 1
+_MAX_BYTES = 4 << 20
+_MAX_SPANS = 10_000
+_MAX_SECONDS = 1e9
+"""Of a save."""
+_MAX_TIME = 1e11
+"""Since 1970."""
+_LOOKS_IN_FLIGHT = 16
+_DAMAGED = "damaged"
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One phase as it went. In seconds since the call."""
+
+    phase: str
+    start: float
+    end: float
+
+
+class RankRecord(msgspec.Struct, frozen=True):
+    """What one rank has told, as docs/format.md describes it."""
+
+    version: int
+    save_id: str
+    rank: int
+    host: str
+    started_at: float
+    """In seconds since 1970, by the clock of that machine."""
+    spans: list[Span]
+    seconds: dict[str, float]
+    num_bytes: int
+    num_files: int
+
+    @property
+    def end(self) -> float:
+        """When its last phase was over, in seconds since its call."""
+        return max((span.end for span in self.spans), default=0.0)
+
+
+class Unreadable(NamedTuple):
+    """A file that tells nothing."""
+
+    name: str
+    """Inside the checkpoint's folder."""
+    kind: str
+    """`damaged`, or that of the error that the store raised."""
+    what: str
+
+
+class SaveRecords(NamedTuple):
+    """All that the ranks have told."""
+
+    ranks: Sequence[RankRecord]
+    """In the order of the ranks."""
+    unreadable: Sequence[Unreadable]
+
+
+def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> SaveRecords:
+    """What stands beside a checkpoint. Raises StorageError where the store cannot be listed."""
+    folder = join_name(checkpoint_folder, layout.TELEMETRY_FOLDER)
+    try:
+        sizes = store.list(folder)
+    except CheckpointNotFoundError:  # a file stands where the folder should be
+        sizes = {}
+    names = sorted(name for name, size in sizes.items() if size is not None and name.startswith(f"{save_id}-"))
+    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
+        jobs = [pool.submit(_read, store, checkpoint_folder, name, sizes[name] or 0, save_id=save_id) for name in names]
+        found = [job.result() for job in jobs]
+    ranks = [record for record in found if isinstance(record, RankRecord)]
+    return SaveRecords(
+        sorted(ranks, key=lambda record: record.rank), [item for item in found if isinstance(item, Unreadable)]
+    )
+
+
+def _read(store: Store, folder: str, name: str, num_bytes: int, *, save_id: str) -> RankRecord | Unreadable:
+    inside = join_name(layout.TELEMETRY_FOLDER, name)
+    if not 0 < num_bytes <= _MAX_BYTES:
+        return Unreadable(inside, _DAMAGED, f"{num_bytes} bytes found, 1 to {_MAX_BYTES} expected")
+    content = bytearray(num_bytes)
+    try:
+        store.read_into(join_name(folder, inside), 0, memoryview(content))
+    except CheckpointError as error:
+        return Unreadable(inside, error.kind, error.message)
+    try:
+        record = msgspec.json.decode(content, type=RankRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Unreadable(inside, _DAMAGED, str(error))
+    fault = _fault_of(record, save_id)
+    return record if fault is None else Unreadable(inside, _DAMAGED, fault)
+
+
+def _fault_of(record: RankRecord, save_id: str) -> str | None:
+    """Why a record cannot be what a rank of this save has told, or None."""
+    if record.version != _VERSION:
+        return f"version {record.version} found, {_VERSION} expected"
+    if record.save_id != save_id:
+        return f"it is about save {record.save_id!r:.80}, not about {save_id!r}"
+    if len(record.spans) > _MAX_SPANS or len(record.seconds) > _MAX_SPANS:
+        return f"{len(record.spans)} spans of {len(record.seconds)} phases, {_MAX_SPANS} are accepted"
+    counts = record.rank, record.num_bytes, record.num_files
+    if min(counts) < 0 or max(counts) >= 1 << 62 or not 0 <= record.started_at <= _MAX_TIME:
+        return f"one of the numbers {[*counts, record.started_at]} is out of range"
+    odd_spans = [span for span in record.spans if not 0 <= span.start <= span.end <= _MAX_SECONDS]
+    odd_seconds = [value for value in record.seconds.values() if not 0 <= value <= _MAX_SECONDS]
+    if odd_spans or odd_seconds:
+        return f"{[*odd_spans, *odd_seconds][0]!r:.200} is no time that a save takes"
+    return None

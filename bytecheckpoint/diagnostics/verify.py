@@ -1,0 +1,289 @@
+"""A committed checkpoint checked from end to end: its manifest, its data files, the checksum of every byte, the chunks
+of every tensor. Everything that is wrong is collected, none of it raised. It reads bytes, makes no tensor and knows no
+torch.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.loading.link_samples import sample_faults
+from bytecheckpoint.loading.replaced import refuse_replaced
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest
+from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.region import find_tiling_fault
+from bytecheckpoint.storage.checksum_scan import Fault, Piece, find_files, pieces_of, scan, size_faults
+from bytecheckpoint.storage.layout import DATA_FOLDER
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.safetensors_header import (
+    StoredEntry,
+    chunk_entry,
+    decode_header,
+    encode_header,
+    read_header,
+)
+from bytecheckpoint.storage.store import Store
+
+_PLACED = frozenset({"checksum", "bad_manifest"})
+"""Kinds of faults beside which the rest of a file was read and compared. After all others it was not, or a load refuses
+the file because of its length.
+"""
+
+
+class Damage(NamedTuple):
+    """Something in a checkpoint that is not as it was written."""
+
+    kind: str
+    """The kind of the error that a load would raise."""
+    file: str | None
+    """Name inside the checkpoint's folder; None where the manifest contradicts itself."""
+    byte_offset: int
+    byte_length: int
+    tensors: Sequence[str]
+    """FQNs of those that have bytes there, or in an extent that reaches into it, in file order."""
+    what: str
+    """Found against expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was looked at, and all that is wrong with it."""
+
+    damage: Sequence[Damage]
+    """By file and byte offset."""
+    num_bytes_checked: int
+    """Compared with a checksum."""
+    unchecked_files: Sequence[str]
+    """Data files without checksums in the manifest: only their presence and size is known."""
+    num_hit: int
+    """Tensors that the damage names; a tied one counts once."""
+    num_sound: int | None
+    """Tensors that a load reads as they were written: every byte was compared. None where only a sample was."""
+
+
+def verify_checkpoint(
+    store: Store,
+    folder: str,
+    manifest: Manifest,
+    *,
+    threads: int,
+    sample_percent: float,
+    rng: random.Random,
+    on_progress: Callable[[int], None],
+) -> Verification:
+    """Checks a checkpoint whose manifest was read already, and so is valid in itself.
+
+    Args:
+        threads: Reads in flight; each takes READ_BYTES of memory.
+        sample_percent: How much of each file to read, in random extents; 100 for every byte.
+        rng: Chooses them.
+        on_progress: Gets the number of bytes that were read since it was last called, one call at a time.
+
+    Raises StorageError where the store cannot be listed, and CheckpointNotFoundError (replaced) where files are missing
+    because the checkpoint was replaced or deleted meanwhile; all else that cannot be read of a file is damage.
+    """
+    files = manifest.files
+    sizes = find_files(store, folder, files)
+    faults = size_faults(files, sizes)
+    num_bytes_checked = 0
+
+    def on_done(piece: Piece, found: Sequence[Fault]) -> None:
+        nonlocal num_bytes_checked
+        faults.extend(found)
+        num_bytes_checked += piece.byte_length
+        on_progress(piece.byte_length)
+
+    pieces = (
+        piece
+        for index, (file, size) in enumerate(zip(files, sizes, strict=True))
+        for piece in pieces_of(index, file, end=size or 0, sample_percent=sample_percent, rng=rng)
+    )
+    names = [join_name(folder, file.name) for file in files]
+    scan(store, names, pieces, threads=threads, on_done=on_done)
+    contents = _Contents(manifest)
+    broken = _broken_starts(files, sizes, faults)
+    faults += _sample_faults(store, names, files, sizes, threads=threads)
+    faults += _header_faults(store, names, manifest, contents, broken_starts=broken, threads=threads)
+    if any(fault.kind == "missing_file" for fault in faults):
+        refuse_replaced(store, folder, manifest, cause=None)
+    ordered = sorted(faults, key=lambda fault: (fault.file, fault.byte_offset))
+    damage = [*_tiling_damage(manifest), *(contents.describe(fault) for fault in ordered)]
+    unchecked = [
+        index
+        for index, (file, size) in enumerate(zip(files, sizes, strict=True))
+        if size is not None and file.byte_length and not file.extent_lengths
+    ]
+    hit = {fqn for item in damage for fqn in item.tensors}
+    doubtful = {*unchecked, *(fault.file for fault in faults if fault.kind not in _PLACED)}
+    return Verification(
+        damage=damage,
+        num_bytes_checked=num_bytes_checked,
+        unchecked_files=[files[index].name for index in unchecked],
+        num_hit=len(hit),
+        num_sound=_count_sound(manifest, hit, doubtful) if sample_percent >= 100 else None,
+    )
+
+
+def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: AbstractSet[int]) -> int:
+    """The tensors that are not hit and have no byte in a doubtful file."""
+    others = (fqn for fqn in manifest.tensors if fqn not in hit)
+    if not doubtful_files:
+        return len(manifest.tensors) - len(hit)
+    return sum(doubtful_files.isdisjoint(manifest.tensors[fqn].files) for fqn in others)
+
+
+def _sample_faults(
+    store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
+) -> list[Fault]:
+    """The files that a link points to and that were written again, with their sizes as they were."""
+    whole = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
+    found = sample_faults(
+        store, [names[number] for number in whole], [files[number] for number in whole], threads=threads
+    )
+    return [
+        Fault(
+            "checksum",
+            whole[number],
+            sample.byte_offset,
+            sample.byte_length,
+            f"checksum {sample.digest:016x} when the link was made, {digest:016x} now",
+        )
+        for number, sample, digest in found
+    ]
+
+
+def bytes_to_read(manifest: Manifest, sample_percent: float) -> int:
+    """About how many bytes `verify_checkpoint` reads."""
+    num_bytes = sum(file.byte_length for file in manifest.files if file.extent_lengths)
+    return round(num_bytes * min(sample_percent, 100) / 100)
+
+
+class _Contents:
+    """Which tensor has its bytes where in each file. Collected once, at first use."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._by_file: dict[int, list[tuple[int, str, Chunk]]] = {}
+
+    def of_file(self, index: int) -> list[tuple[int, str, Chunk]]:
+        """Byte offset, FQN and chunk of all that lies in a file, in file order."""
+        if not self._by_file:
+            self._by_file = {number: [] for number in range(len(self._manifest.files))}
+            for fqn, record in self._manifest.tensors.items():
+                for chunk in record.chunks:
+                    self._by_file[chunk.file].append((chunk.byte_offset, fqn, chunk))
+            for items in self._by_file.values():
+                items.sort(key=lambda item: (item[0], item[2].byte_length, item[1]))
+        return self._by_file[index]
+
+    def describe(self, fault: Fault) -> Damage:
+        """The fault with the tensors that it hits."""
+        items = self.of_file(fault.file)
+        start, end = self._first_unread_byte(fault), fault.byte_offset + fault.byte_length
+        # Chunks do not overlap, so those before the one that reaches into the range are over before it starts. Those of
+        # other formats may.
+        first = max(bisect_right(items, start, key=lambda item: item[0]) - 1, 0)
+        first = 0 if self._manifest.foreign_format else first
+        last = bisect_left(items, end, key=lambda item: item[0])
+        tensors = [fqn for at, fqn, chunk in items[first:last] if chunk.byte_length and at + chunk.byte_length > start]
+        name = self._manifest.files[fault.file].name
+        unique = list(dict.fromkeys(tensors))
+        return Damage(fault.kind, name, fault.byte_offset, fault.byte_length, unique, fault.what)
+
+    def _first_unread_byte(self, fault: Fault) -> int:
+        """The start of the extent in which a file is cut off: its checksum is about bytes that are gone."""
+        position = 0
+        for length in self._manifest.files[fault.file].extent_lengths if fault.kind == "truncated" else ():
+            if position + length > fault.byte_offset:
+                return position
+            position += length
+        return fault.byte_offset
+
+
+def _broken_starts(files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[Fault]) -> set[int]:
+    """The files whose header need not be looked at, because the bytes that it lies in are known to be damaged."""
+    first_extents = {index: file.extent_lengths[0] for index, file in enumerate(files) if file.extent_lengths}
+    missing = {index for index, size in enumerate(sizes) if size is None}
+    return missing | {fault.file for fault in faults if fault.byte_offset < first_extents.get(fault.file, 1)}
+
+
+def _header_faults(
+    store: Store,
+    names: Sequence[str],
+    manifest: Manifest,
+    contents: _Contents,
+    *,
+    broken_starts: set[int],
+    threads: int,
+) -> Iterator[Fault]:
+    """Data files whose header says something else than the manifest: other readers of safetensors would be misled.
+
+    Only files of this save are looked at: a manifest may point into other formats as well.
+    """
+    own = f"{DATA_FOLDER}/{manifest.save_id}-"
+    wanted = [
+        index for index, file in enumerate(manifest.files) if index not in broken_starts and file.name.startswith(own)
+    ]
+
+    def look(index: int) -> Fault | None:
+        try:
+            header = read_header(store, names[index])
+        except CheckpointError as error:
+            return Fault(error.kind, index, 0, 8, error.message)
+        what = _compare(manifest, contents.of_file(index), header.metadata, header.entries)
+        return Fault("bad_manifest", index, 0, header.data_offset, what) if what else None
+
+    if wanted:
+        contents.of_file(wanted[0])  # collects those of all files, once
+    # Of a store far away most of it is waiting.
+    with ThreadPoolExecutor(threads, thread_name_prefix="bcp-scan") as pool:
+        yield from filter(None, pool.map(look, wanted))
+
+
+def _compare(
+    manifest: Manifest,
+    items: Sequence[tuple[int, str, Chunk]],
+    metadata: Mapping[str, str],
+    found: Sequence[StoredEntry],
+) -> str | None:
+    """How a header differs from what the writer would have written for these chunks, or None."""
+    expected = []
+    for _, fqn, chunk in items:
+        dtype, shape = manifest.describe(fqn)
+        byte_length, codec = chunk.byte_length, chunk.codec
+        expected.append(chunk_entry(fqn, dtype, shape, region=chunk.region, byte_length=byte_length, codec=codec))
+    rewritten = decode_header(encode_header(expected, metadata)).entries
+    placed = {
+        entry.name: (entry.dtype, entry.shape, offset, entry.byte_length)
+        for entry, (offset, _, _) in zip(rewritten, items, strict=True)
+    }
+    listed = {entry.name: (entry.dtype, entry.shape, entry.byte_offset, entry.byte_length) for entry in found}
+    differing = [name for name in {**placed, **listed} if placed.get(name) != listed.get(name)]
+    if not differing:
+        return None
+    name = differing[0]
+    return (
+        f"the file's header and the manifest differ about {len(differing)} chunks, the first {name!r:.200}: "
+        f"header {listed.get(name)}, manifest {placed.get(name)} (dtype, shape, first byte, bytes)"
+    )
+
+
+def _tiling_damage(manifest: Manifest) -> Iterator[Damage]:
+    for fqn in manifest.tensors:
+        if isinstance(manifest.tensors, ColumnTensors) and not manifest.tensors.may_overlap(fqn):
+            continue  # a regular grid of as many elements: that was checked with the manifest
+        record = manifest.tensors[fqn]
+        fault = find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks])
+        if fault is None:
+            continue
+        region, state = (fault.hole, "no chunk holds") if fault.hole else (fault.overlap, "two chunks hold")
+        spans = zip(region.offsets, region.ends, strict=True) if region else ()
+        where = ",".join(f"{start}:{end}" for start, end in spans)
+        yield Damage("coverage", None, 0, 0, [fqn], f"{state} {fqn}[{where}] of shape {list(record.shape)}")

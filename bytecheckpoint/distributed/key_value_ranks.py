@@ -1,0 +1,397 @@
+"""The ranks of a process group, and the messages between them.
+
+All of them travel through the key-value store of the group, never through its collectives: a store needs no device,
+can be used by the background thread of a save while the training thread runs collectives of its own, goes on after
+`destroy_process_group`, and lets the coordinator see which rank is missing. What the messages say is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import TypeVar
+
+import msgspec
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
+from bytecheckpoint.distributed.polling import poll, store_lost, within
+from bytecheckpoint.distributed.store_values import get_message, get_messages, keys_of, put_message
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+
+T = TypeVar("T")
+
+COORDINATOR = 0
+"""The rank that plans and commits."""
+
+_MAX_GRACE_S = 5.0
+"""How much longer a rank waits for the coordinator than the coordinator for it, so that the verdict arrives; at most
+as long again as the timeout itself."""
+_FAREWELL_S = 5.0
+"""How long the coordinator stays for others to read its last word; at most as long as the timeout."""
+_STORE_GRACE_S = 4.0
+"""How much longer an exchange with the store may take than its longest wait, of which entering the call may take 2."""
+_SMALL_BYTES = 1 << 10
+"""Up to this a message to the coordinator may stay in the store until the call is over."""
+_POLLS_PER_LOOK = 4
+"""While messages are awaited, so many looks for them are made before one for failures."""
+
+
+class RankFailedError(Exception):
+    """Another rank failed. Carries the error that all are to raise; on others than the coordinator that is final."""
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+ABANDONED = "abandoned"
+"""The key of a call that ended because a rank did not come, so that this rank can tell when it does."""
+
+_OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
+"""What a message from the coordinator starts with: there is one for each rank, this is the one for all, one has failed.
+"""
+_END_OF_CALL = b"\0"
+"""Ends the name of the call, with which the first message of each rank begins."""
+_HAS_FAILURE = "failed"
+"""The key that is set once any rank has failed, so that nobody need look for each."""
+_DEPARTED = "departed"
+"""The key that counts the ranks that need nothing of this call any more."""
+_REMAINS = "remains"
+"""The key of the list of keys that the last rank to depart removes, where that is not the coordinator."""
+
+
+class GroupRanks:
+    """The ranks of a process group. Messages go up (rank to coordinator) and down, each under a numbered key.
+
+    Groups of more than `block_ranks` are divided into blocks of so many consecutive ranks, which hosts mostly are. The
+    first rank of each, its leader, puts the messages of its block together, so that nobody handles one of every rank.
+
+    Each rank says goodbye when it has read the last word, of success or failure. The coordinator, whose process may
+    hold the store, stays until then, and removes the keys of the call. Where a goodbye is late, the last rank to say it
+    removes them.
+    """
+
+    def __init__(
+        self,
+        enter: Callable[[], Store],
+        rank: int,
+        names: Sequence[int],
+        timeout_s: float,
+        *,
+        block_ranks: int,
+        call: str,
+    ) -> None:
+        """`enter` gives the store of this call. It is called with the first message, where waiting has a limit. `call`
+        is the public function that was called, which has to be the same on all ranks.
+        """
+        self._call = call
+        self.rank = rank
+        self.names = names
+        self.num_ranks = len(names)
+        self._enter = enter
+        self._entered: Store | None = None
+        self._block_ranks = block_ranks
+        self._leaders = range(0, len(names), block_ranks)
+        self._leader = rank - rank % block_ranks
+        self._has_blocks = len(self._leaders) > 1
+        self._timeout_s = timeout_s
+        self._patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
+        self._num_polls = 0
+        self._num_up = 0
+        self._num_down = 0
+        self._left: list[str] = []
+        """Keys that are to go when the call is over."""
+        self._has_given_up = False
+        self._is_store_lost = False
+        self._has_failed = False
+        """Known on the coordinator."""
+
+    @property
+    def _store(self) -> Store:
+        if self._entered is None:
+            self._entered = self._enter()
+        return self._entered
+
+    @property
+    def meeting_host(self) -> str | None:
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return store.host if isinstance(store, TCPStore) else None
+
+    def enter(self) -> None:
+        try:
+            self._entered = self._entered or self._enter()
+        except CheckpointError:  # a signal handler's
+            raise
+        except (TimeoutError, RuntimeError) as error:
+            self._is_store_lost = True
+            raise store_lost(error) from error
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return self._exchange(lambda: self._gather(payload))
+
+    def broadcast(self, payload: bytes) -> bytes:
+        return self._exchange(lambda: self._broadcast(payload))
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        return self._exchange(lambda: self._scatter(payloads))
+
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        if self.rank == COORDINATOR:
+            return self.scatter(decide(self.gather(payload)))
+        if self.rank == self._leader and self._has_blocks:  # which waits twice, for its block and for the answer
+            self.gather(payload)
+            return self._exchange(self._receive_down)
+        return self._exchange(lambda: self._ask(payload))
+
+    def fail(self, error: CheckpointError) -> CheckpointError:
+        if self._is_store_lost:
+            return error
+        try:
+            return self._exchange(lambda: self._fail(error))
+        except CheckpointError:
+            return error  # nobody is there to be told, and what is known here says more
+
+    def farewell(self) -> None:
+        with suppress(CheckpointError):  # the work is done and known to be; only keys may stay behind
+            self._exchange(self._leave)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        number, self._num_up = self._num_up, self._num_up + 1
+        if number == 0:
+            payload = self._call.encode() + _END_OF_CALL + payload
+        if self.rank != COORDINATOR:
+            self._put(self._up_key(number, self.rank), payload)
+            if self.rank == self._leader:
+                self._pass_on(number, payload)
+            return []
+        members = [self._up_key(number, rank) for rank in self._members(COORDINATOR)]
+        blocks = [self._block_key(number, leader) for leader in self._leaders[1:]]
+        keys = members + blocks
+        if not poll(lambda: self._have_come(keys), self._timeout_s) and (absent := self._absent(number)):
+            raise self._missing(absent)
+        messages = get_messages(self._store, keys)
+        for key, message in zip(keys, messages, strict=True):
+            if len(message) > _SMALL_BYTES:
+                self._remove(keys_of(key, message))
+            else:  # training waits for the answer, and a small message can stay until the end of the call
+                self._left.append(key)
+        of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
+        gathered = [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
+        return self._of_this_call(gathered) if number == 0 else gathered
+
+    def _of_this_call(self, messages: Sequence[bytes]) -> list[bytes]:
+        """The first messages of all ranks, without the names of their calls. Raises CheckpointMismatchError (conflict)
+        where these differ.
+        """
+        parts = [message.partition(_END_OF_CALL) for message in messages]
+        for rank, (call, _, _) in enumerate(parts):
+            if call.decode() != self._call:
+                names = self.names[rank], self.names[COORDINATOR]
+                raise CheckpointMismatchError(
+                    f"rank {names[0]} called {call.decode()} while rank {names[1]} called {self._call}; nothing was "
+                    "done: all ranks of a process group have to make the same calls in the same order",
+                    kind="conflict",
+                )
+        return [payload for _, _, payload in parts]
+
+    def _ask(self, payload: bytes) -> bytes:
+        self._gather(payload)
+        return self._receive_down()
+
+    def _have_come(self, keys: Sequence[str]) -> bool:
+        have_come = self._is_set(*keys)
+        self._num_polls += 1
+        looks = have_come or self._num_polls % _POLLS_PER_LOOK == 0
+        if looks and self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
+            raise RankFailedError(merge_errors(self._failures()))
+        return have_come
+
+    def _members(self, leader: int) -> range:
+        """The ranks of a block but for its leader."""
+        return range(leader + 1, min(leader + self._block_ranks, self.num_ranks))
+
+    def _pass_on(self, number: int, payload: bytes) -> None:
+        """Sends on what the block says, as its leader. Where a member does not come or has failed, this does nothing:
+        the coordinator sees that for itself, and all are to hear the same of it.
+        """
+        keys = [self._up_key(number, rank) for rank in self._members(self.rank)]
+        # Before this message has come no other is sent down but a verdict. The coordinator may begin to wait later.
+        verdict = self._down_key(self._num_down, "all")
+        over = (_HAS_FAILURE, verdict)
+        if not poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._patience_s):
+            return
+        if not any(map(self._is_set, over)):
+            payloads = [payload, *get_messages(self._store, keys)]
+            self._put(self._block_key(number, self.rank), msgspec.msgpack.encode(payloads))
+            for key, message in zip([self._up_key(number, self.rank), *keys], payloads, strict=True):
+                self._remove(keys_of(key, message))
+
+    def _absent(self, number: int) -> list[int]:
+        """Who has not sent the message that the coordinator has waited for in vain."""
+        silent = [leader for leader in self._leaders[1:] if not self._is_set(self._block_key(number, leader))]
+        suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *self._members(leader))]
+        absent = [rank for rank in suspects[1:] if not self._is_set(self._up_key(number, rank))]
+        absent = [rank for rank in absent if not self._is_set(self._block_key(number, rank - rank % self._block_ranks))]
+        # A leader may have been lost with what its block had said.
+        return absent or [leader for leader in silent if not self._is_set(self._block_key(number, leader))]
+
+    def _broadcast(self, payload: bytes) -> bytes:
+        if self.rank != COORDINATOR:
+            return self._receive_down()
+        self._send_down(_SHARED + payload)
+        return payload
+
+    def _scatter(self, payloads: Sequence[bytes]) -> bytes:
+        if self.rank != COORDINATOR:
+            return self._receive_down()
+        if len(set(payloads)) == 1:
+            return self._broadcast(payloads[COORDINATOR])
+        for leader in self._leaders if self._has_blocks else ():
+            of_block = list(payloads[leader : leader + self._block_ranks])
+            self._put(self._down_key(self._num_down, _block(leader)), msgspec.msgpack.encode(of_block))
+        for rank in () if self._has_blocks else range(1, self.num_ranks):
+            self._put(self._down_key(self._num_down, str(rank)), payloads[rank])
+        self._send_down(_OWN)
+        return payloads[COORDINATOR]
+
+    def _fail(self, error: CheckpointError) -> CheckpointError:
+        if self.rank == COORDINATOR:
+            self._has_failed = True
+            if error.kind == "rank_missing" and self._is_set(_HAS_FAILURE):
+                error = merge_errors([error, *self._failures()])
+            self._send_down(_FAILURE + encode_failure(error))
+            if error.kind == "rank_missing":
+                put_message(self._store, ABANDONED, b"")  # stays for those who come late
+            self._leave(missing=error.ranks if error.kind == "rank_missing" else ())
+            return error
+        self._put(self._failure_key(self.rank), _FAILURE + encode_failure(error))
+        self._put(_HAS_FAILURE, b"")
+        try:
+            while not self._has_given_up:  # messages that were under way come first
+                self._receive_down()
+        except RankFailedError as verdict:
+            return verdict.error
+        return error
+
+    def _leave(self, missing: Sequence[int] = (), left: Sequence[str] = ()) -> None:
+        """Says goodbye, or on the coordinator waits for that of all but the missing (global) ranks. What has been left
+        in the store then goes: nobody reads any more.
+        """
+        goodbyes = [self._goodbye_key(rank) for rank in range(1, self.num_ranks)]
+        if self.rank != COORDINATOR:
+            # Counted first: when the coordinator has all goodbyes, nobody will make the counter anew.
+            if self._store.add(_DEPARTED, 1) == self.num_ranks:
+                self._remove_remains(left, [key for key in goodbyes if key != self._goodbye_key(self.rank)])
+            else:
+                self._put(self._goodbye_key(self.rank), msgspec.msgpack.encode(left) if left else b"")
+            return
+        awaited = [key for key, name in zip(goodbyes, self.names[1:], strict=True) if name not in missing]
+        has_all = poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s)) and not missing
+        if not has_all:  # the last word stays, for those who come late
+            self._put(_REMAINS, msgspec.msgpack.encode((self._has_failed, self._left)))
+            has_all = self._store.add(_DEPARTED, 1) == self.num_ranks
+        if has_all:
+            self._remove_all(self._left, goodbyes, has_failed=self._has_failed)
+
+    def _remove_remains(self, left: Sequence[str], goodbyes: Sequence[str]) -> None:
+        """Removes the keys of a call whose coordinator has not waited for this rank, the last one."""
+        remains = get_message(self._store, _REMAINS)
+        has_failed, keys = msgspec.msgpack.decode(remains, type=tuple[bool, list[str]])
+        self._remove_all([*keys, *left, *keys_of(_REMAINS, remains)], goodbyes, has_failed=has_failed)
+
+    def _remove_all(self, keys: Sequence[str], goodbyes: Sequence[str], *, has_failed: bool) -> None:
+        """Removes these keys, and those that the goodbyes list. A goodbye is put just after its rank was counted."""
+        poll(lambda: self._is_set(*goodbyes), _FAREWELL_S)
+        said = get_messages(self._store, goodbyes) if has_failed and self._is_set(*goodbyes) else []
+        lists = [msgspec.msgpack.decode(message, type=list[str]) for message in said if message]
+        self._remove([*goodbyes, *keys, *chain.from_iterable(lists), _HAS_FAILURE, _DEPARTED])
+
+    def _send_down(self, message: bytes) -> None:
+        self._put(self._down_key(self._num_down, "all"), message)
+        self._num_down += 1
+
+    def _receive_down(self) -> bytes:
+        number = self._num_down
+        key = self._down_key(number, "all")
+        if not poll(lambda: self._is_set(key), self._patience_s):
+            self._has_given_up = True
+            put_message(self._store, ABANDONED, b"")
+            raise self._missing([COORDINATOR], ", or waits for another rank that is")
+        self._num_down += 1
+        message = get_message(self._store, key)
+        if message[:1] == _FAILURE:
+            if not self._has_blocks:  # else a leader may be about to read it
+                self._remove(self._left)  # what the coordinator has not read it never will
+            self._leave(left=self._left if self._has_blocks else ())
+            raise RankFailedError(decode_failure(message))
+        if message[:1] == _SHARED:
+            return message[1:]
+        if not self._has_blocks:
+            return get_message(self._store, self._down_key(number, str(self.rank)))
+        of_block = get_message(self._store, self._down_key(number, _block(self._leader)))
+        return msgspec.msgpack.decode(of_block, type=list[bytes])[self.rank - self._leader]
+
+    def _failures(self) -> list[CheckpointError]:
+        keys = [self._failure_key(rank) for rank in range(1, self.num_ranks)]
+        return [decode_failure(get_message(self._store, key)) for key in keys if self._is_set(key)]
+
+    def _put(self, key: str, message: bytes) -> None:
+        self._left += put_message(self._store, key, message)
+
+    def _is_set(self, *keys: str) -> bool:
+        return not keys or bool(self._store.check(list(keys)))
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+    def _missing(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
+        names = tuple(self.names[rank] for rank in ranks)
+        return CheckpointError(
+            f"{_name(names)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make this call"
+            f"{hint}. Look at its log; raise options.timeout_s if it is only slow",
+            kind="rank_missing",
+            ranks=names,
+        )
+
+    def _exchange(self, do: Callable[[], T]) -> T:
+        """Does it within a limit of time; a store that is gone or silent is an error that says so."""
+        try:
+            return within(self._patience_s + _STORE_GRACE_S, do)
+        except CheckpointError:
+            raise
+        except (TimeoutError, RuntimeError) as error:
+            self._is_store_lost = True
+            raise store_lost(error) from error
+
+    @staticmethod
+    def _up_key(number: int, rank: int) -> str:
+        return f"up/{number}/{rank}"
+
+    @staticmethod
+    def _block_key(number: int, leader: int) -> str:
+        return f"up/{number}/{_block(leader)}"
+
+    @staticmethod
+    def _down_key(number: int, reader: str) -> str:
+        return f"down/{number}/{reader}"
+
+    @staticmethod
+    def _failure_key(rank: int) -> str:
+        return f"failed/{rank}"
+
+    @staticmethod
+    def _goodbye_key(rank: int) -> str:
+        return f"goodbye/{rank}"
+
+
+def _block(leader: int) -> str:
+    return f"block-{leader}"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

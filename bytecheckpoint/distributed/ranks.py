@@ -1,0 +1,249 @@
+"""How the ranks of one save or load agree. A phase in which one rank fails fails on all, and a rank that does not
+come is named; nothing here knows what is being agreed on, nor how messages travel.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from bytecheckpoint.distributed.key_value_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError
+from bytecheckpoint.distributed.polling import meanwhile, store_lost
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
+
+__all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
+
+
+BLOCK_RANKS = 64
+"""A rank exchanges messages with no more than about this many others, or as many blocks of ranks as there are."""
+_CATCH_UP_S = 2.0
+"""How long a rank whose call the others gave up on looks out for their next one."""
+
+
+class Ranks(Protocol):
+    """The ranks that take part in one call, as seen by one of them."""
+
+    rank: int
+    """Within the group."""
+    names: Sequence[int]
+    """The global rank of each rank of the group, as error messages give it."""
+    num_ranks: int
+
+    @property
+    def meeting_host(self) -> str | None:
+        """A host that all ranks reach, as they call it; None where they met in another way than over the network."""
+
+    def enter(self) -> None:
+        """Returns when it is certain which call this is: the process may make no other one before."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload by rank, on the coordinator; an empty list elsewhere."""
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """The coordinator's payload, on every rank."""
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """The payload that the coordinator has for this rank; what others pass is ignored."""
+
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Every rank's payload goes to the coordinator, whose `decide` makes of them what each rank is told; what
+        others pass is ignored. The same as `gather` and `scatter`, and cheaper.
+        """
+
+    def fail(self, error: CheckpointError) -> CheckpointError:
+        """Tells the others, and returns the error that every rank is to raise."""
+
+    def farewell(self) -> None:
+        """Ends the call: nobody leaves before all have read what they were told."""
+
+
+class SoleRank:
+    """A process on its own."""
+
+    rank = COORDINATOR
+    names: Sequence[int] = (0,)
+    num_ranks = 1
+    meeting_host = None
+
+    def enter(self) -> None:
+        """There is no other call."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def broadcast(self, payload: bytes) -> bytes:
+        return payload
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        return payloads[0]
+
+    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        return decide([payload])[0]
+
+    def fail(self, error: CheckpointError) -> CheckpointError:
+        return error
+
+    def farewell(self) -> None:
+        """Nobody is waiting."""
+
+
+def join_ranks(
+    process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject, enters_later: bool = False
+) -> Ranks:
+    """The ranks of the given group, or of the default one, or this process alone where there is none.
+
+    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. Which
+    call this is is found out while the caller goes on, and waited for with the first message, or by `enter`; if it
+    `enters_later` that is also when it is asked.
+    Raises CheckpointMismatchError (conflict) on a process that is not in the group.
+    """
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return SoleRank()
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):  # what new_group gives to those who are not in the group
+        raise CheckpointMismatchError(
+            "this process is not a member of the process_group that it passes; nothing was done: call save and load on "
+            "the members of the group only",
+            kind="conflict",
+            path=about.path,
+            step=about.step,
+            ranks=(dist.get_rank(),),
+        )
+    rank, names = dist.get_rank(group), dist.get_process_group_ranks(group)
+    if len(names) == 1:
+        return SoleRank()
+    store = _group_store(group)
+    ask = partial(meanwhile, lambda: _next_call(store, rank))
+    # Now, and not with the first message: a rank that is late for that has not missed the call.
+    try:
+        call = None if enters_later else ask()
+    except RuntimeError as error:
+        raise _located(store_lost(error), SoleRank(), about) from error
+
+    def enter() -> Store:
+        nonlocal call
+        call = call or ask()
+        return PrefixStore(f"bytecheckpoint/{call.result(timeout_s + _CATCH_UP_S)}", store)
+
+    call_name = about.call or ("save" if about.is_save else "load")
+    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS, call=call_name)
+
+
+def _next_call(store: Store, rank: int) -> int:
+    """The number of the call that this rank makes, the same on all ranks. Counted in the store: no state is kept here.
+
+    A rank that has missed a call, which the others then gave up on, skips it: else it would be one behind for ever.
+    """
+    call = store.add(_calls_key(rank), 1)
+    if rank == COORDINATOR:
+        while _was_abandoned(store, call):
+            call = store.add(_calls_key(rank), 1)
+        return call
+    deadline = time.monotonic() + _CATCH_UP_S
+    while _was_abandoned(store, call) and time.monotonic() < deadline:
+        current = store.add(_calls_key(COORDINATOR), 0)
+        if current > call:
+            return store.add(_calls_key(rank), current - call)
+        time.sleep(0.02)
+    return call  # if it was abandoned, the verdict on it is still there to be read
+
+
+def _calls_key(rank: int) -> str:
+    return f"bytecheckpoint/calls/{rank}"
+
+
+def _was_abandoned(store: Store, call: int) -> bool:
+    return bool(store.check([f"bytecheckpoint/{call}/{ABANDONED}"]))
+
+
+def _group_store(group: dist.ProcessGroup) -> Store:
+    """The store under a process group. torch has no public way to it, and its collectives are not ours to use."""
+    store: Store = dist.distributed_c10d._get_process_group_store(group)
+    return store
+
+
+@contextmanager
+def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
+    """A phase that every rank goes through: where it fails on one, every rank raises that error, with the rank named.
+
+    An error that is no CheckpointError becomes one of kind `rank_failed`, chained to its cause.
+    """
+    try:
+        yield
+    except RankFailedError as failure:
+        raise (ranks.fail(failure.error) if ranks.rank == COORDINATOR else failure.error) from None
+    except CheckpointError as error:
+        # Of a refusal the frames inside of the library tell its reader nothing.
+        cause = error.__cause__ if error.kind in _REFUSALS else error
+        raise ranks.fail(_located(error, ranks, about)) from cause
+    except Exception as error:
+        raise ranks.fail(_wrapped(error, ranks, what, about)) from error
+
+
+class Subject(NamedTuple):
+    """What a call is about, for its errors."""
+
+    path: str
+    step: int | None
+    is_save: bool
+    aftermath: str = ""
+    """What a failure in this phase leaves behind, as a sentence; empty where nothing has changed yet."""
+    call: str = ""
+    """The public function, where it is neither save nor load."""
+
+
+_SHARED_KINDS = {
+    *("conflict", "coverage", "missing_key", "unexpected_key", "shape", "dtype"),
+    *("exists", "not_found", "not_committed", "replaced", "rank_missing"),
+}
+"""Where the coordinator finds these, it has looked at what all ranks said, or at what is the same for all: it is not
+to blame."""
+
+
+_REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused"} - {"rank_missing"}
+"""What a call is refused with, for what it asks and what stands there: nothing has failed."""
+
+
+def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:
+    """The same error with what the phase knows: on which rank, and in which checkpoint."""
+    cls = CheckpointSaveError if about.is_save and type(error) is CheckpointError else type(error)
+    message, at = error.message, error.ranks
+    is_shared = ranks.rank == COORDINATOR and error.kind in _SHARED_KINDS
+    if ranks.num_ranks > 1 and not at and not is_shared:
+        at = (ranks.names[ranks.rank],)
+        message = f"rank {at[0]} on {socket.gethostname()}: {message}"
+    step = about.step if error.step is None else error.step
+    return cls(_sentences(message, about), kind=error.kind, path=error.path or about.path, step=step, ranks=at)
+
+
+def _wrapped(error: Exception, ranks: Ranks, what: str, about: Subject) -> CheckpointError:
+    cls = CheckpointSaveError if about.is_save else CheckpointError
+    name = ranks.names[ranks.rank]
+    where = f" on rank {name} ({socket.gethostname()})" if ranks.num_ranks > 1 else ""
+    message = f"{what} failed{where}: {type(error).__name__}: {error}"
+    return cls(_sentences(message, about), kind="rank_failed", path=about.path, step=about.step, ranks=(name,))
+
+
+def _sentences(message: str, about: Subject) -> str:
+    return f"{message}. {about.aftermath}" if about.aftermath else message
+
+
+def check_same(doing: str, targets: Sequence[str], names: Sequence[int]) -> None:
+    """Raises CheckpointMismatchError (conflict) where ranks, whose global numbers are `names`, were told different
+    things.
+    """
+    odd = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
+    if odd:
+        raise CheckpointMismatchError(
+            f"ranks were told to {doing} different places: rank {names[COORDINATOR]} {targets[COORDINATOR]}, rank "
+            f"{names[odd[0]]} {targets[odd[0]]}; nothing was changed: pass the same to all ranks",
+            kind="conflict",
+            ranks=tuple(names[rank] for rank in odd),
+        )

@@ -1,0 +1,45 @@
+"""What the coordinator says of a rank that is not done in time: how long its bytes take at the rate of its own, so that
+a slow storage is told from a rank that is stuck. It knows plans, and neither stores nor messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.planner.save_plan import SavePlan
+from bytecheckpoint.storage.transfer_rate import describe_rate
+
+
+@contextmanager
+def telling_the_rate(
+    ranks: Ranks, plan: SavePlan | None, write_s: float, *, did: str = "wrote", is_all: bool = True
+) -> Iterator[None]:
+    """Within the block the coordinator, which has the plan, waits for what the others have written. It took so long
+    for its own bytes, unless it is not all of them that it moved then; nothing is said then.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except CheckpointError as error:
+        waited_s = time.monotonic() - started
+        others = {name for name in ranks.names if name != ranks.names[ranks.rank]}
+        is_late = error.kind == "rank_missing" and bool(error.ranks) and others.issuperset(error.ranks)
+        if not is_late or plan is None or not is_all or not plan.num_bytes[ranks.rank]:
+            raise
+        rate = _rate(ranks, plan, error.ranks, did=did, write_s=write_s, waited_s=waited_s)
+        message = f"{error.message}. {rate}"
+        raise type(error)(message, kind=error.kind, ranks=error.ranks) from error
+
+
+def _rate(ranks: Ranks, plan: SavePlan, missing: tuple[int, ...], *, did: str, write_s: float, waited_s: float) -> str:
+    own_bytes = plan.num_bytes[ranks.rank]
+    most_bytes, slowest = max((plan.num_bytes[ranks.names.index(name)], name) for name in missing)
+    return (
+        f"Rank {ranks.names[ranks.rank]} {did} its {own_bytes / 1e6:,.1f} MB of values in {write_s:,.1f} s, "
+        f"{describe_rate(own_bytes, write_s)}, at which the {most_bytes / 1e6:,.1f} MB of rank {slowest} take "
+        f"{most_bytes * write_s / own_bytes:,.1f} s; {write_s + waited_s:,.1f} s had gone by"
+    )

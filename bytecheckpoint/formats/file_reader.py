@@ -1,0 +1,92 @@
+"""A file of a store, read here and there: readers of foreign formats look at a few bytes of it, most of them close to
+one another. Also what they say of files that are not what they should be.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NoReturn
+
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+BLOCK_BYTES = 4096
+_MAX_BLOCKS = 256
+"""That are kept; of each file a MiB."""
+
+
+class FileBytes:
+    """Reads ranges of a file of known length. What is read is kept for a while, in blocks."""
+
+    def __init__(self, store: Store, name: str, byte_length: int) -> None:
+        self._store = store
+        self._name = name
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self.byte_length = byte_length
+
+    @property
+    def path(self) -> str:
+        """As messages show it."""
+        return join_name(str(self._store), self._name)
+
+    def read(self, byte_offset: int, byte_length: int) -> bytes:
+        """Raises CheckpointCorruptError (truncated) for what the file lacks, and what `Store.read_into` raises."""
+        end = byte_offset + byte_length
+        if byte_offset < 0 or byte_length < 0 or end > self.byte_length:
+            self.damaged(f"bytes {byte_offset} to {end} are asked for, and it has {self.byte_length}", kind="truncated")
+        first, last = byte_offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        if last - first > _MAX_BLOCKS // 2:
+            return self._read(byte_offset, byte_length)
+        content = b"".join(map(self._block, range(first, last)))
+        start = byte_offset - first * BLOCK_BYTES
+        return content[start : start + byte_length]
+
+    def _block(self, number: int) -> bytes:
+        block = self._blocks.get(number)
+        if block is None:
+            start = number * BLOCK_BYTES
+            block = self._read(start, min(BLOCK_BYTES, self.byte_length - start))
+            self._blocks[number] = block
+            if len(self._blocks) > _MAX_BLOCKS:
+                self._blocks.popitem(last=False)
+        return block
+
+    def _read(self, byte_offset: int, byte_length: int) -> bytes:
+        content = bytearray(byte_length)
+        if byte_length:
+            self._store.read_into(self._name, byte_offset, memoryview(content))
+        return bytes(content)
+
+    def damaged(self, what: str, *, kind: str = "bad_manifest") -> NoReturn:
+        """Raises CheckpointCorruptError of this kind."""
+        raise damaged(self.path, what, kind=kind)
+
+
+def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCorruptError:
+    """The error for a foreign file that cannot be right."""
+    return CheckpointCorruptError(
+        f"{path} is damaged: {what}; nothing was loaded: copy the file again from a good replica, or take another "
+        "checkpoint",
+        kind=kind,
+        path=path,
+    )
+
+
+def not_readable(path: str, what: str, advice: str) -> CheckpointCorruptError:
+    """The error for what is sound, as far as one can tell, but cannot be read in place."""
+    return CheckpointCorruptError(
+        f"{path}: {what}, which this release cannot read in place; nothing was loaded and nothing is known to be wrong "
+        f"with the file: {advice}",
+        kind="unsupported_version",
+        path=path,
+    )
+
+
+def too_much(path: str, what: str) -> UnsafeCheckpointError:
+    """The error for a file that would take more memory than any honest one."""
+    return UnsafeCheckpointError(
+        f"{path}: {what}; it was not read further and nothing was loaded: do not trust this file",
+        kind="limits_exceeded",
+        path=path,
+    )

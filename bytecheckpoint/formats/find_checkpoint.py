@@ -1,0 +1,168 @@
+"""The checkpoint that a path means, of this library's format or of a foreign one, and its manifest: the one place that
+knows there are several formats.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
+from bytecheckpoint.formats.detect import Place, find_file, find_folder, find_step, read_manifest
+from bytecheckpoint.formats.file_reader import damaged
+from bytecheckpoint.manifest.encoding import Manifest, encode_manifest
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.open_store import at_home, is_plain_path, open_store
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+_HUB_LEVELS = 2
+"""A snapshot of the Hugging Face cache is `<model>/snapshots/<revision>`, of links into `<model>/blobs`."""
+
+
+class Found(NamedTuple):
+    """A checkpoint, whose manifest was not read yet."""
+
+    store: Store
+    levels: int
+    """How far the store's root lies above the path: a file is found in its folder."""
+    folder: str
+    """Inside the store."""
+    foreign: Place | None
+
+    @property
+    def path(self) -> str:
+        """As messages show it."""
+        return join_name(str(self.store), self.folder, self.foreign.file if self.foreign else "")
+
+    @property
+    def manifest_path(self) -> str:
+        """What errors about the manifest name."""
+        return self.path if self.foreign else join_name(self.path, layout.MANIFEST_NAME)
+
+
+class Opening(NamedTuple):
+    """How the stores on the way to a checkpoint are opened."""
+
+    storage_options: Mapping[str, object] | None
+    timeout_s: float | None = None
+    """As for `open_store`."""
+
+    def store(self, path: str) -> Store:
+        return open_store(path, storage_options=self.storage_options, writer_threads=1, timeout_s=self.timeout_s)
+
+
+def open_above(path: str, levels: int, opening: Opening) -> Store:
+    """The store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
+    path = from_root(path)
+    for _ in range(levels):
+        path = split_path(path)[0]
+    return opening.store(path)
+
+
+def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Opening) -> Found:
+    """The checkpoint at a path, or the one of a step under it, as `layout.find_checkpoint` finds it; where there is
+    none of this library, one of a foreign format.
+
+    Raises CheckpointNotFoundError (not_found, not_committed), and for a file what `find_file` raises.
+    """
+    path = from_root(path)
+    store = opening.store(path)
+    try:
+        found_here = Found(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
+        return _in_hub(found_here, path, opening)  # a manifest that was put there points to what its links lead to
+    except CheckpointNotFoundError:
+        found = _find_foreign(path, store, step, opening)
+        if found is None:
+            raise
+        return found
+
+
+def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
+    """The files of the folder at a path: a store, and the folder inside it."""
+    path = from_root(path)
+    found = _in_hub(Found(opening.store(path), 0, "", None), path, opening)
+    return found.store, found.folder
+
+
+def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening) -> Found | None:
+    try:
+        listing = store.list("")
+    except CheckpointNotFoundError:  # a file
+        listing = {}
+    if isinstance(step, int):
+        place = find_step(store, step, listing)
+        return None if place is None else Found(store, 0, place.folder, place)
+    if listing:
+        place = find_folder(store, "", listing) or (find_step(store, None, listing) if step == "latest" else None)
+        return None if place is None else _in_hub(Found(store, 0, place.folder, place), path, opening)
+    parent, name = split_path(path)
+    if not name:
+        return None
+    above = opening.store(parent)
+    try:
+        num_bytes = above.list("").get(name)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return None  # the path was looked at, and nothing is there: the folder above is no concern of the caller's
+    if num_bytes is None:
+        return None
+    found = _in_hub(Found(above, 1, "", None), parent, opening)
+    return found._replace(foreign=find_file(found.store, found.folder, name, num_bytes))
+
+
+def _in_hub(found: Found, path: str, opening: Opening) -> Found:
+    """The same as part of a folder in which its links end, where it is a snapshot of the Hugging Face cache."""
+    above, revision = split_path(path)
+    model, snapshots = split_path(above)
+    if snapshots != "snapshots" or not revision or found.folder:
+        return found
+    store = opening.store(model)
+    if "blobs" not in store.list(""):
+        return found
+    folder = f"{snapshots}/{revision}"
+    place = found.foreign and found.foreign._replace(folder=folder)
+    return Found(store, found.levels + _HUB_LEVELS, folder, place)
+
+
+def from_root(path: str) -> str:
+    """The same path, so that folders above it have names. A URL, and what `open_store` refuses, stay as they are."""
+    path = at_home(path)
+    return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """The folder that a path or URL is in, and its name there; no name for a root."""
+    stripped = path.rstrip("/")
+    parent, separator, name = stripped.rpartition("/")
+    if not separator:
+        return ("." if stripped else "/"), stripped
+    if parent.endswith(":/") or not name:  # what follows is a host or a bucket
+        return stripped, ""
+    return parent or "/", name
+
+
+def manifest_bytes(found: Found) -> bytes:
+    """The encoded manifest of a checkpoint, for one rank to pass on to all; a foreign one was checked, all of it.
+
+    Raises what `layout.read_manifest_bytes` and `formats.read_manifest` raise.
+    """
+    if found.foreign is None:
+        return layout.read_manifest_bytes(found.store, found.folder)
+    try:
+        content = encode_manifest(read_manifest(found.store, found.foreign))
+    except CheckpointSaveError as error:
+        raise damaged(found.path, f"it says of its tensors what cannot be: {error.__cause__}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, OverflowError, MemoryError) as error:
+        raise damaged(found.path, f"it cannot be read: {type(error).__name__}: {error}") from error
+    layout.parse_manifest(content, path=found.manifest_path, whole=True)
+    return content
+
+
+def manifest_of(found: Found) -> Manifest:
+    """The manifest of a checkpoint, checked."""
+    return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=True)

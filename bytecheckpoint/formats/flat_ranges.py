@@ -1,0 +1,108 @@
+"""Tensors that lie in flat buffers, of which each rank has written a part: which range of a tensor is where.
+
+Ranges are in elements. A run is consecutive elements of a tensor that lie in consecutive bytes of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.region import split_flat_range
+
+
+class Buffer(NamedTuple):
+    """Consecutive elements in a file."""
+
+    file: int
+    byte_offset: int
+    num_items: int
+
+
+class Run(NamedTuple):
+    """Elements `start` to `start + length` of a flat tensor, and where the first one is."""
+
+    start: int
+    length: int
+    file: int
+    byte_offset: int
+
+
+def runs_of(start: int, length: int, buffers: Sequence[Buffer], at: int, *, item_bytes: int) -> Iterator[Run]:
+    """Elements `start` to `start + length` of a tensor, which lie from element `at` on in these buffers, taken as one.
+
+    Raises ValueError where the buffers end before.
+    """
+    end = at + length
+    first = 0
+    for buffer in buffers:
+        low, high = max(at, first), min(end, first + buffer.num_items)
+        if low < high:
+            yield Run(start + low - at, high - low, buffer.file, buffer.byte_offset + (low - first) * item_bytes)
+        first += buffer.num_items
+    if length and first < end:
+        raise ValueError(f"elements {at} to {end} are asked for, and there are {first}")
+
+
+def chunks_of_runs(shape: Sequence[int], runs: Sequence[Run], *, item_bytes: int) -> list[Chunk]:
+    """The chunks of a tensor that lies in these runs."""
+    chunks = []
+    for start, length, file, byte_offset in runs:
+        at = byte_offset
+        for region in split_flat_range(shape, start, length):
+            num_bytes = region.numel * item_bytes
+            chunks.append(Chunk(region, file, at, num_bytes))
+            at += num_bytes
+    return chunks
+
+
+class Placed(NamedTuple):
+    """A tensor in flat memory that is divided over ranks in equal parts."""
+
+    shape: tuple[int, ...]
+    first: int
+    """Where it begins in the flat memory of all ranks together."""
+
+
+def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> tuple[list[Placed], int]:
+    """Tensors that follow one another, each with so many elements of padding behind it; and where they end."""
+    lengths = [prod(shape) + padding for shape, padding in zip(shapes, paddings or [0] * len(shapes), strict=True)]
+    ends = list(accumulate(lengths, initial=0))
+    return [Placed(tuple(shape), first) for shape, first in zip(shapes, ends, strict=False)], ends[-1]
+
+
+def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
+    """Elements that each rank has of flat memory, which is filled up to a multiple of `alignment` elements a rank."""
+    total = -(-num_items // (alignment * num_ranks)) * alignment * num_ranks
+    return total // num_ranks
+
+
+def shared_runs(placed: Placed, part: int, of_ranks: Sequence[Buffer], *, item_bytes: int) -> Iterator[Run]:
+    """Where a tensor is whose flat memory each rank has a part of, one after the other, as ZeRO 1 and 2 do."""
+    numel = prod(placed.shape)
+    for rank, buffer in enumerate(of_ranks):
+        low, high = max(placed.first, rank * part), min(placed.first + numel, (rank + 1) * part)
+        if low < high:
+            yield from runs_of(low - placed.first, high - low, [buffer], low - rank * part, item_bytes=item_bytes)
+
+
+def divided_runs(
+    shape: Sequence[int], at: int, of_ranks: Sequence[Sequence[Buffer]], *, item_bytes: int
+) -> Iterator[Run]:
+    """Where a tensor is that is divided over the ranks by itself, as ZeRO 3 does: each has the same number of elements
+    from `at` on in its own buffers, the last ones filled up.
+    """
+    numel = prod(shape)
+    share = divided_share(shape, len(of_ranks))
+    for rank, buffers in enumerate(of_ranks):
+        start = rank * share
+        length = max(0, min(share, numel - start))
+        yield from runs_of(start, length, buffers, at, item_bytes=item_bytes)
+
+
+def divided_share(shape: Sequence[int], num_ranks: int) -> int:
+    """Elements of it that each rank keeps."""
+    return -(-prod(shape) // num_ranks)

@@ -1,0 +1,1 @@
+"""Checkpoint folders of frameworks: DCP, Megatron, DeepSpeed, the Hugging Face Trainer."""

@@ -1,0 +1,257 @@
+"""Folders of torch.distributed.checkpoint: a `.metadata` file, and `.distcp` files in which each tensor, or part of it,
+is an archive of torch.save. Whatever sharded the state (FSDP2, tensor parallelism, Megatron), they look the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.formats import strided_views
+from bytecheckpoint.formats.file_reader import FileBytes, damaged, not_readable, too_much
+from bytecheckpoint.formats.frameworks import megatron_dist
+from bytecheckpoint.formats.frameworks.dcp_metadata import Item, Metadata, StoredChunk, StoredTensor, read_metadata
+from bytecheckpoint.formats.frameworks.megatron_dist_optimizer import unstacked, unstacked_shape
+from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
+from bytecheckpoint.formats.manifest_builder import Parts, plain_tree
+from bytecheckpoint.formats.plain_values import TensorRef
+from bytecheckpoint.formats.torch_save.file import ZIP_MAGIC, TorchArchive, chunks_of, unpickle
+from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES
+from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find_value
+from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.region import shifted
+from bytecheckpoint.storage.paths import check_name, join_name
+from bytecheckpoint.storage.store import Store
+
+METADATA_NAME = ".metadata"
+_MAX_HEAD_BYTES = 4096
+_CHECKSUM_BYTES = 4
+
+
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+    """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
+    parts = Parts(join_name(str(store), folder))
+    backend = megatron_dist.read_backend(store, folder, listing)
+    has_metadata = METADATA_NAME in listing
+    megatron_dist.refuse_other_backends(backend, parts.path, has_metadata=has_metadata)
+    root = read_state(store, folder, "", parts=parts)
+    if backend is not None:
+        root = megatron_dist.with_common_state(root, store, folder, listing, parts)
+    take_apart(parts, root)
+    return parts
+
+
+def read_state(store: Store, folder: str, inside: str, *, parts: Parts, below: str = "") -> dict[Any, Any]:
+    """What is saved in the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for each of its
+    tensors. These are added to the parts, their names below this one.
+    """
+    at = join_name(folder, inside)
+    listing = store.list(at)
+    num_bytes = listing[METADATA_NAME] or 0
+    file = FileBytes(store, join_name(at, METADATA_NAME), num_bytes)
+    if num_bytes > MAX_PICKLE_BYTES:
+        raise too_much(file.path, f"it has {num_bytes} bytes, at most {MAX_PICKLE_BYTES} are read")
+    metadata = read_metadata(file.read(0, num_bytes), file.path)
+    reader = _Folder(store, folder, inside, parts=parts, below=below)
+    reader.open_files(metadata)
+    for fqn, tensor in metadata.tensors.items():
+        reader.add_tensor(fqn, tensor, unstacked_shape(metadata.attributes, fqn, tensor.shape, file.path))
+    return reader.read_objects(metadata)
+
+
+def take_apart(parts: Parts, root: dict[Any, Any]) -> None:
+    """Adds the plain data of a state that `read_state` gave."""
+
+    def refuse(fqn: str, _view: StoredView) -> None:
+        raise damaged(parts.path, f"{fqn!r:.200} is a tensor in the wrong place")
+
+    parts.take_apart(root, on_tensor=refuse)
+
+
+class _Head(NamedTuple):
+    """How an archive begins, before the storage of the tensor in it."""
+
+    num_bytes: int
+    checksum_offset: int
+    content: bytes
+    """Without that checksum."""
+    view: StoredView
+    storage_bytes: int
+
+
+def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
+    return head[:checksum_offset] + head[checksum_offset + _CHECKSUM_BYTES :]
+
+
+class _Folder:
+    """The data files, and what has been found in them."""
+
+    def __init__(self, store: Store, folder: str, inside: str, *, parts: Parts, below: str) -> None:
+        self._store = store
+        self._folder = folder
+        self._inside = inside
+        self._below = below
+        self._listings: dict[str, Mapping[str, int | None]] = {}
+        self._numbers: dict[str, int] = {}
+        self._files: dict[int, FileBytes] = {}
+        self._views: dict[bytes, Any] = {}
+        """What pickles say: those of equal parts are equal."""
+        self._heads: dict[int, _Head] = {}
+        """By length of the archive, the latest."""
+        self.parts = parts
+
+    def open_files(self, metadata: Metadata) -> None:
+        items = [chunk.item for tensor in metadata.tensors.values() for chunk in tensor.chunks]
+        for item in sorted((*items, *metadata.objects.values()), key=lambda item: item[:3]):
+            if item.file not in self._numbers:
+                self._open(check_name(item.file))
+            num_bytes = self._file(item).byte_length
+            if item.byte_offset + item.byte_length > num_bytes:
+                what = f"it has {num_bytes} bytes, and {METADATA_NAME} has something at byte {item.byte_offset} of it"
+                raise damaged(self._file(item).path, what, kind="truncated")
+
+    def _file(self, item: Item) -> FileBytes:
+        return self._files[self._numbers[item.file]]
+
+    def _open(self, name: str) -> None:
+        full_name = join_name(self._inside, name)
+        parent, _, last = join_name(self._folder, full_name).rpartition("/")
+        if parent not in self._listings:
+            self._listings[parent] = self._store.list(parent)
+        num_bytes = self._listings[parent].get(last)
+        if num_bytes is None:
+            path = join_name(self.parts.path, full_name)
+            raise CheckpointNotFoundError(
+                f"{path} is not there, and {METADATA_NAME} says that tensors lie in it; nothing was loaded: restore "
+                "it, or take another checkpoint",
+                kind="missing_file",
+                path=path,
+            )
+        number = self._numbers[name] = self.parts.add_file(full_name, num_bytes)
+        self._files[number] = FileBytes(self._store, join_name(self._folder, full_name), num_bytes)
+
+    def add_tensor(self, fqn: str, tensor: StoredTensor, shape: tuple[int, ...] | None) -> None:
+        """`shape` is the true one of a tensor that Megatron has cut to pieces and stacked."""
+        dtype = tensor.dtype
+        chunks = [found for chunk in tensor.chunks for found in self._chunks(fqn, dtype, tensor.shape, chunk)]
+        if shape is not None:
+            self._refuse_too_many(fqn, sum(prod(chunk.region.lengths[:-1]) for chunk in chunks), tensor)
+            chunks = [found for chunk in chunks for found in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
+        self._refuse_too_many(fqn, len(chunks), tensor)
+        stored_shape = tensor.shape if shape is None else shape
+        self.parts.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
+
+    def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: StoredTensor) -> None:
+        """Before they are made, where that is known."""
+        if num_chunks > max(strided_views.MAX_CHUNKS, len(tensor.chunks)):
+            what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"
+            raise not_readable(self.parts.path, what, "save contiguous tensors")
+
+    def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> list[Chunk]:
+        if len(chunk.offsets) != len(shape) or len(chunk.lengths) != len(shape):
+            raise damaged(self.parts.path, f"{fqn!r:.200} of shape {list(shape)} has a part at {list(chunk.offsets)}")
+        if 0 in chunk.lengths:
+            return []
+        number = self._numbers[chunk.item.file]
+        view, start, num_bytes = self._place(chunk.item, fqn)
+        if view.dtype != dtype or view.shape != chunk.lengths:
+            what = f"{dtype}{list(chunk.lengths)} in {METADATA_NAME}, {view.dtype}{list(view.shape)} in the file"
+            raise damaged(self._files[number].path, f"a part of {fqn!r:.200} is {what}")
+        path = self._files[number].path
+        inside = chunks_of(view, fqn, file=number, byte_offset=start, byte_length=num_bytes, path=path)
+        return [each._replace(region=shifted(each.region, chunk.offsets)) for each in inside]
+
+    def _place(self, item: Item, fqn: str) -> tuple[StoredView, int, int]:
+        """The tensor that an archive is, and where its storage begins in the file and how many bytes it has.
+
+        Most archives begin with the same bytes as an earlier one of their length, but for a checksum: then their
+        storage is in the same place. Where the storage alone is in the file, the metadata has the rest.
+        """
+        file = self._file(item)
+        if item.tensor is not None:
+            view = self._view(item.tensor, fqn)
+            if itemsize(view.dtype) * view.storage.num_items != item.byte_length:
+                file.damaged(f"a part of {fqn!r:.200} has {item.byte_length} bytes, {METADATA_NAME} says other numbers")
+            return view, item.byte_offset, item.byte_length
+        known = self._heads.get(item.byte_length)
+        if known is not None:
+            head = file.read(item.byte_offset, known.num_bytes)
+            if _without_checksum(head, known.checksum_offset) == known.content:
+                return known.view, item.byte_offset + known.num_bytes, known.storage_bytes
+        archive = self._archive(item, fqn)
+        view = self._view(archive.pickle, fqn)
+        start, storage_bytes = archive.storage(view.storage)
+        head_bytes = start - item.byte_offset
+        if head_bytes <= _MAX_HEAD_BYTES:
+            at = archive.checksum_offset(view.storage)
+            content = _without_checksum(file.read(item.byte_offset, head_bytes), at)
+            self._heads[item.byte_length] = _Head(head_bytes, at, content, view, storage_bytes)
+        return view, start, storage_bytes
+
+    def _archive(self, item: Item, fqn: str) -> TorchArchive:
+        file = self._file(item)
+        magic = file.read(item.byte_offset, min(item.byte_length, len(ZIP_MAGIC)))
+        if magic != ZIP_MAGIC:
+            file.damaged(
+                f"{fqn!r:.200} should be at byte {item.byte_offset}, and no archive of torch.save begins there"
+            )
+        return TorchArchive(file, item.byte_offset, item.byte_offset + item.byte_length)
+
+    def _view(self, content: bytes, fqn: str) -> StoredView:
+        view = self._views.get(content)
+        if view is None:
+            view = self._views[content] = unpickle(content, self.parts.path, find_value)
+        if not isinstance(view, StoredView):
+            raise damaged(self.parts.path, f"{fqn!r:.200} is no tensor in its file")
+        return view
+
+    def read_objects(self, metadata: Metadata) -> dict[Any, Any]:
+        """Plain data, in the containers that it came from, with the tensors that stand there as well."""
+        root: dict[Any, Any] = {}
+        values = {fqn: TensorRef(self._below + fqn) for fqn in metadata.tensors}
+        values |= {fqn: self._object(fqn, item) for fqn, item in metadata.objects.items()}
+        for fqn, value in values.items():
+            path = metadata.paths.get(fqn, (fqn,))
+            self._put(root, path if ".".join(map(str, path)) == fqn else (fqn,), value)
+        return {key: _with_lists(value) for key, value in root.items()}
+
+    def _object(self, fqn: str, item: Item) -> Any:
+        number = self._numbers[item.file]
+        file = self._files[number]
+        archive = self._archive(item, fqn)
+
+        def add(name: str, view: StoredView) -> None:
+            start, num_bytes = archive.storage(view.storage)
+            chunks = chunks_of(view, name, file=number, byte_offset=start, byte_length=num_bytes, path=file.path)
+            self.parts.add_tensor(name, view.dtype, view.shape, chunks)
+
+        value = unpickle(archive.pickle, file.path, find_megatron_value)
+        name = self._below + fqn
+        if isinstance(value, StoredView):
+            add(name, value)
+            return TensorRef(name)
+        return plain_tree(value, name, path=file.path, on_tensor=add)
+
+    def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+        at = root
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+            if type(at) is not dict:
+                raise damaged(
+                    self.parts.path, f"{'.'.join(map(str, path))!r:.200} lies in something that is no container"
+                )
+        if path[-1] in at:
+            raise damaged(self.parts.path, f"it has {'.'.join(map(str, path))!r:.200} twice")
+        at[path[-1]] = value
+
+
+def _with_lists(value: Any) -> Any:
+    """The containers with lists where keys were positions: those of dicts are texts."""
+    if type(value) is not dict:
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    is_list = bool(items) and all(type(key) is int for key in items) and set(items) == set(range(len(items)))
+    return [items[index] for index in range(len(items))] if is_list else items

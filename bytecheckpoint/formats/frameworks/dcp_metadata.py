@@ -1,0 +1,207 @@
+"""The `.metadata` of a torch.distributed.checkpoint folder: a pickle of torch's own classes, read as records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.formats.file_reader import damaged, not_readable
+from bytecheckpoint.formats.plain_values import MAX_DEPTH, MAX_DIMS, DtypeName, Size
+from bytecheckpoint.formats.torch_save.file import unpickle
+from bytecheckpoint.formats.torch_save.unpickler import PickleError
+from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, find_value, instances
+
+_METADATA = "torch.distributed.checkpoint.metadata."
+_CLASSES: Mapping[str, Any] = MappingProxyType(
+    instances(
+        *(
+            _METADATA + name
+            for name in (
+                "Metadata",
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "MetadataIndex",
+                "TensorProperties",
+                "StorageMeta",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        # plans of the ranks, which Megatron keeps there
+        "torch.distributed.checkpoint.filesystem._StoragePrefix",
+        "torch.distributed.checkpoint.planner.SavePlan",
+        "torch.distributed.checkpoint.planner.WriteItem",
+        "torch.distributed.checkpoint.planner.WriteItemType",
+        "torch.distributed.checkpoint.planner.TensorWriteData",
+        "torch.distributed.checkpoint.planner.BytesIOWriteData",
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+        "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+        # torch up to 2.2
+        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        # the open-source ByteCheckpoint, whose package has this library's name
+        "bytecheckpoint.checkpointer.meta_type.Metadata",
+        "bytecheckpoint.checkpointer.meta_type._StorageInfo",
+    )
+)
+
+_Place = tuple[str, str]
+"""A name, and where a chunk begins in the tensor, as a text: nobody can choose the hash of one, as of numbers."""
+
+
+class Item(NamedTuple):
+    """Where the bytes of a chunk, or of an object, are."""
+
+    file: str
+    byte_offset: int
+    byte_length: int
+    tensor: bytes | None = None
+    """The pickle of a tensor whose storage alone is in the file, as the open-source ByteCheckpoint writes it; None for
+    an archive of torch.save."""
+
+
+class StoredChunk(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    item: Item
+
+
+class StoredTensor(NamedTuple):
+    """A tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[StoredChunk]
+
+
+class Metadata(NamedTuple):
+    """What the file says."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, Item]
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Of names that were made by joining the keys of nested containers: those keys."""
+    attributes: Mapping[str, Any]
+    """What else it has: frameworks add to it."""
+
+
+def read_metadata(content: bytes, path: str) -> Metadata:
+    """Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (pickle_refused)."""
+    found = unpickle(content, path, _find_class)
+    try:
+        return _parse(found, path)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise damaged(path, f"it does not describe a checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _find_class(module: str, name: str) -> Any:
+    found = _CLASSES.get(f"{module}.{name}")
+    return find_value(module, name) if found is None else found
+
+
+def _parse(found: Any, path: str) -> Metadata:
+    fields = dict(_fields(found, "Metadata", "MCoreMetadata"))
+    tensors_of = {_place(index): content for index, content in (fields.pop("all_tensor_metadata", None) or {}).items()}
+    items = _items(fields.pop("storage_data", None), tensors_of, path)
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Item] = {}
+    for fqn, description in fields.pop("state_dict_metadata").items():
+        if type(fqn) is not str:
+            raise PickleError("a name in it is no text")
+        if _is_a(description, "BytesStorageMetadata"):
+            objects[fqn] = _taken(items, fqn, None)
+            continue
+        of_tensor = _fields(description, "TensorStorageMetadata")
+        shape = _lengths(of_tensor["size"])
+        chunks = [StoredChunk(*place, _taken(items, fqn, place[0])) for place in _chunks(of_tensor["chunks"])]
+        tensors[fqn] = StoredTensor(_dtype(of_tensor["properties"]), shape, chunks)
+    return Metadata(tensors, objects, dict(_paths(fields.pop("planner_data", None))), fields)
+
+
+def _is_a(value: Any, *names: str) -> bool:
+    return isinstance(value, Instance) and value.kind.rpartition(".")[2] in names
+
+
+def _fields(value: Any, *names: str) -> dict[str, Any]:
+    if not _is_a(value, *names):
+        raise PickleError(f"it has no {names[0]} where one should be")
+    fields: dict[str, Any] = value.fields
+    return fields
+
+
+def _chunks(chunks: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for chunk in chunks:
+        fields = _fields(chunk, "ChunkStorageMetadata")
+        yield _lengths(fields["offsets"]), _lengths(fields["sizes"])
+
+
+def _place(index: Any) -> _Place:
+    fields = _fields(index, "MetadataIndex")
+    offset = fields.get("offset")
+    if type(fields["fqn"]) is not str:
+        raise PickleError("a name in it is no text")
+    return _key(fields["fqn"], None if offset is None else _lengths(offset))
+
+
+def _key(fqn: str, offset: tuple[int, ...] | None) -> _Place:
+    return fqn, "" if offset is None else repr(offset)
+
+
+def _items(storage_data: Any, tensors: Mapping[_Place, Any], path: str) -> dict[_Place, Item]:
+    items = {}
+    for index, info in storage_data.items():
+        of_index, of_info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        if of_info.get("transform_descriptors"):
+            how = ", ".join(map(str, of_info["transform_descriptors"]))
+            advice = "load it with torch.distributed.checkpoint, and save it without extensions"
+            raise not_readable(path, f"{of_index['fqn']!r:.200} was changed on its way to the file ({how:.80})", advice)
+        place = _place(index)
+        tensor = tensors.get(place)
+        numbers = of_info["offset"], of_info["length"]
+        if (
+            not all(type(number) is int and number >= 0 for number in numbers)
+            or type(of_info["relative_path"]) is not str
+            or not (tensor is None or type(tensor) is bytes)
+        ):
+            raise PickleError(f"the place of {of_index['fqn']!r:.200} is none")
+        items[place] = Item(of_info["relative_path"], *numbers, tensor)
+    return items
+
+
+def _taken(items: Mapping[_Place, Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
+    item = items.get(_key(fqn, offset))
+    if item is None and offset is not None:
+        item = items.get(_key(fqn, None))
+    if item is None:
+        where = "" if offset is None else f" at {list(offset)}"
+        raise PickleError(f"it does not say where {fqn!r:.200}{where} is")
+    return item
+
+
+def _dtype(properties: Any) -> str:
+    state = properties.state if _is_a(properties, "TensorProperties") else None
+    dtype = state["dtype"] if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
+    if not isinstance(dtype, DtypeName):
+        raise PickleError("it has a tensor without a dtype")
+    return dtype.name
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
+        raise PickleError("it has a shape that is none")
+    return lengths
+
+
+def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    """Planners of other kinds keep something else there."""
+    for fqn, path in planner_data.items() if isinstance(planner_data, dict) else ():
+        if isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(type(key) in {str, int} for key in path):
+            yield fqn, path

@@ -1,0 +1,216 @@
+"""What ZeRO keeps flat: full-precision weights and optimizer state, found by the order and the shapes of parameters
+that DeepSpeed writes beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.formats.file_reader import damaged, not_readable
+from bytecheckpoint.formats.flat_ranges import (
+    Buffer,
+    Run,
+    chunks_of_runs,
+    divided_runs,
+    divided_share,
+    lay_out,
+    partition_length,
+    shared_runs,
+)
+from bytecheckpoint.formats.manifest_builder import holds_tensor
+from bytecheckpoint.formats.plain_values import MAX_DIMS, Size
+from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
+
+if TYPE_CHECKING:
+    from bytecheckpoint.formats.manifest_builder import Parts
+    from bytecheckpoint.formats.torch_save.files import Saved
+
+_READ = frozenset(
+    {"base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "optimizer_state_dict"}
+)
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Values of a dynamic loss scaler that change in training."""
+_ALIGNMENT = 2
+"""Elements to which DeepSpeed aligns the part of each rank."""
+
+
+class ZeroState(NamedTuple):
+    """What was found."""
+
+    names: frozenset[str]
+    """Parameters whose weights lie in flat buffers."""
+    tree: dict[str, Any]
+    """The optimizer, without its tensors."""
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """State of the optimizer's wrapper."""
+
+
+def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result: Result) -> ZeroState:
+    """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
+
+    Raises LookupError, TypeError, ValueError and AttributeError where the files are none of DeepSpeed's, and what
+    `Saved.buffer` raises.
+    """
+    states = [saved.value["optimizer_state_dict"] for saved in optimizers]
+    found = states[0].get("partition_count", len(optimizers))
+    num_ranks = max(found) if isinstance(found, list) else found
+    if num_ranks != len(optimizers):
+        raise damaged(optimizers[0].path, f"{num_ranks} ranks have saved it, and there are files of {len(optimizers)}")
+    if states[0].get("ds_zero_partition_groups"):
+        advice = "make it universal with DeepSpeed's ds_to_universal"
+        raise not_readable(optimizers[0].path, "parameters are divided over groups of ranks (MiCS, hpZ)", advice)
+    shapes = [{name: lengths_of(shape) for name, shape in group.items()} for group in models[0].value["param_shapes"]]
+    given = _Given(optimizers, states, shapes)
+    if states[0].get("zero_stage") == 3:
+        _read_divided(given, result)
+    else:
+        _read_shared(given, result)
+    for saved, state in zip(optimizers, states, strict=True):
+        for key in sorted(state.keys() - _READ):
+            result.leave_out(f"{saved.name}: {key}", state[key], "this release does not know it")
+    return ZeroState(frozenset(name for group in shapes for name in group), result.tree, _facts(states[0]))
+
+
+def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    scaler = state.get("loss_scaler")
+    fields = scaler.fields if isinstance(scaler, Instance) else {}
+    if fields.get("dynamic") is not True:
+        return {}
+    return {"loss_scaler": {name: fields[name] for name in _LOSS_SCALE if name in fields}}
+
+
+def lengths_of(value: Any) -> tuple[int, ...]:
+    """A shape as a pickle has it."""
+    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
+        raise ValueError(f"{lengths!r:.80} is no shape")
+    return lengths
+
+
+class Result:
+    """What is put together: tensors of the manifest, and the optimizer's tree."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.tree: dict[str, Any] = {"state": {}, "groups": {}}
+
+    def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Sequence[Run]) -> None:
+        chunks = chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
+        self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
+
+    def add_view(self, fqn: str, view: StoredView, saved: Saved) -> None:
+        """A tensor that is whole in a file."""
+        self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+
+    def leave_out(self, name: str, value: Any, why: str) -> None:
+        """Names a value that is not read, if it holds a tensor."""
+        if holds_tensor(value):
+            self._parts.leave_out(name, why)
+
+    def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: Saved) -> None:
+        """What all of these parameters have one of, such as the count of steps."""
+        for name in names:
+            if isinstance(value, StoredView):
+                self.add_view(f"optimizer.state.{name}.{key}", value, saved)
+            else:
+                self.tree["state"].setdefault(name, {})[key] = value
+
+    def add_group(self, names: Sequence[str], group: Mapping[str, Any]) -> None:
+        values = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        if names:
+            self.tree["groups"][names[0]] = {"params": dict.fromkeys(names), "values": values}
+
+
+class _Given(NamedTuple):
+    """The files of all ranks."""
+
+    saved: Sequence[Saved]
+    states: Sequence[dict[str, Any]]
+    """What each says of the optimizer."""
+    shapes: Sequence[dict[str, tuple[int, ...]]]
+    """Of the parameters in each group, in their order."""
+
+    def buffers(self, views: Sequence[Any], what: str) -> tuple[list[Buffer], str]:
+        """Flat tensors, one of each rank, and their dtype."""
+        found = [saved.buffer(view, what) for saved, view in zip(self.saved, views, strict=True)]
+        return [buffer for buffer, _ in found], found[0][1]
+
+
+def _read_shared(given: _Given, result: Result) -> None:
+    """ZeRO 1 and 2: the parameters of a group follow one another, and each rank has an equal part of all."""
+    first = given.states[0]
+    alignment = first.get("param_alignment_paddings")
+
+    for index, shapes in enumerate(given.shapes):
+        placed, end = lay_out(list(shapes.values()), None if alignment is None else alignment[index])
+        part = partition_length(end, len(given.saved), _ALIGNMENT)
+        weights = [state["single_partition_of_fp32_groups"][index] for state in given.states]
+        by_rank = [_state_of_group(state["base_optimizer_state"], index) for state in given.states]
+        flat = {"model.{}": weights}
+        for key, value in by_rank[0].items():
+            if _is_flat(value, {part, *weights[0].shape}):
+                flat[f"optimizer.state.{{}}.{key}"] = [of_rank[key] for of_rank in by_rank]
+            else:
+                result.add_one_value(shapes, key, value, given.saved[0])
+        for fqn, views in flat.items():
+            buffers, dtype = given.buffers(views, fqn)
+            for name, where in zip(shapes, placed, strict=True):
+                runs = shared_runs(where, part, buffers, item_bytes=itemsize(dtype))
+                result.add(fqn.format(name), dtype, where.shape, list(runs))
+        result.add_group(list(shapes), _param_group(first["base_optimizer_state"], index))
+
+
+def _read_divided(given: _Given, result: Result) -> None:
+    """ZeRO 3: every rank has an equal part of each parameter, and these follow one another, in several buffers."""
+    weights = [state["fp32_flat_groups"] for state in given.states]
+    states = [state["optimizer_state_dict"]["state"] for state in given.states]
+    num_buffers = len(weights[0])
+    flat = {"model.{}": weights}
+    lengths = {length for view in weights[0] for length in view.shape}
+    for key, value in states[0].get(0, {}).items():
+        if _is_flat(value, lengths):
+            fqn = f"optimizer.state.{{}}.{key}"
+            flat[fqn] = [[of_rank[index][key] for index in range(num_buffers)] for of_rank in states]
+        else:
+            names = [name for shapes in given.shapes for name in shapes]
+            result.add_one_value(names, key, value, given.saved[0])
+    for fqn, views in flat.items():
+        by_buffer = [given.buffers([of_rank[index] for of_rank in views], fqn) for index in range(num_buffers)]
+        dtype = by_buffer[0][1]
+        of_ranks = list(zip(*(buffers for buffers, _ in by_buffer), strict=True))
+        at = 0
+        for name, shape in (item for shapes in given.shapes for item in shapes.items()):
+            runs = divided_runs(shape, at, of_ranks, item_bytes=itemsize(dtype))
+            result.add(fqn.format(name), dtype, shape, list(runs))
+            at += divided_share(shape, len(given.saved))
+    _add_groups(given, result)
+
+
+def _add_groups(given: _Given, result: Result) -> None:
+    """Of the user, each of which is several buffers here."""
+    groups = given.states[0]["optimizer_state_dict"]["param_groups"]
+    known = [list(shapes) for shapes in given.shapes]
+    if sorted(index for group in groups for index in group["params"]) != list(range(len(known))):
+        result.add_group([name for names in known for name in names], groups[0])
+        return
+    for group in groups:
+        result.add_group([name for index in group["params"] for name in known[index]], group)
+
+
+def _is_flat(value: Any, lengths: set[int]) -> bool:
+    return isinstance(value, StoredView) and len(value.shape) == 1 and value.shape[0] in lengths
+
+
+def _state_of_group(base: Any, index: int) -> dict[str, Any]:
+    """What the optimizer that DeepSpeed has wrapped keeps for a group; of elastic checkpoints a list of such."""
+    states = base["state"] if isinstance(base, dict) else dict(enumerate(base))
+    found: dict[str, Any] = states.get(index, {})
+    return found
+
+
+def _param_group(base: Any, index: int) -> Mapping[str, Any]:
+    groups = base["param_groups"] if isinstance(base, dict) else []
+    return groups[index] if index < len(groups) else {}

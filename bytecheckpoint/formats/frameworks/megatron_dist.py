@@ -1,0 +1,73 @@
+"""What Megatron keeps beside the tensors of a `torch_dist` folder: a marker, arguments, counters, schedules and random
+state. Releases differ in where they put them; here they stand under the names that they have in Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from bytecheckpoint.formats.file_reader import FileBytes, damaged, not_readable
+from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
+from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.torch_save.files import missing_file, open_saved
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+MARKER_NAME, _COMMON_FILE = "metadata.json", "common.pt"
+_COMMON_KEY = "common_state/shard_0_1"
+_SHARDED_OBJECT = re.compile(r"/shard_[\d.]+_[\d.]+\Z")
+_BACKEND, _READ_BACKEND = "sharded_backend", "torch_dist"
+_MAX_MARKER_BYTES = 1 << 16
+
+
+def read_backend(store: Store, folder: str, listing: Mapping[str, int | None]) -> str | None:
+    """What Megatron says has written the folder; None where it is none of Megatron's."""
+    num_bytes = listing.get(MARKER_NAME)
+    if not num_bytes or num_bytes > _MAX_MARKER_BYTES:
+        return None
+    content = FileBytes(store, join_name(folder, MARKER_NAME), num_bytes).read(0, num_bytes)
+    try:
+        marker = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    backend = marker.get(_BACKEND) if isinstance(marker, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool) -> None:
+    """Raises CheckpointCorruptError (unsupported_version) for a folder of `zarr` and the like, and
+    CheckpointNotFoundError (missing_file) for one that has lost its `.metadata`.
+    """
+    if backend is not None and backend != _READ_BACKEND:
+        advice = "load it with Megatron and save it with --ckpt-format torch_dist"
+        raise not_readable(path, f"Megatron wrote it as {backend!r:.80}", advice)
+    if not has_metadata:
+        raise missing_file(path, f"has no .metadata, and {MARKER_NAME} says that Megatron saved it as {backend}")
+
+
+def with_common_state(
+    root: dict[Any, Any], store: Store, folder: str, listing: Mapping[str, int | None], parts: Parts
+) -> dict[Any, Any]:
+    """The state with Megatron's objects as Megatron knows them: each of them is saved as a list of one, and the common
+    state, which has a place of its own, is spread out.
+    """
+    found = {key: value[0] if _is_sharded_object(key, value) else value for key, value in root.items()}
+    common = found.pop(_COMMON_KEY, {})
+    num_bytes = listing.get(_COMMON_FILE)
+    if num_bytes is not None and not common:
+        saved = open_saved(store, folder, _COMMON_FILE, num_bytes, parts=parts, find_global=find_megatron_value)
+        common = saved.plain(parts, saved.value, "")
+    if not isinstance(common, dict):
+        raise damaged(parts.path, f"the common state of Megatron is no dict but a {type(common).__name__}")
+    for key, value in common.items():
+        found.setdefault(key if key not in found else f"{_COMMON_KEY}.{key}", value)
+    iteration = common.get("iteration")
+    parts.step = iteration if type(iteration) is int and iteration >= 0 else None
+    return found
+
+
+def _is_sharded_object(key: Any, value: Any) -> bool:
+    return type(key) is str and bool(_SHARDED_OBJECT.search(key)) and type(value) is list and len(value) == 1

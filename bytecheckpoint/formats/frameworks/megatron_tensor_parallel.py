@@ -1,0 +1,110 @@
+"""How Megatron cuts the tensors of its layers over the ranks of tensor parallelism, told by their names, and how the
+parts make up the whole. Where a name tells nothing, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bytecheckpoint.formats.file_reader import damaged, not_readable
+from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
+from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.region import shifted
+
+_ROWS, _COLUMNS, _GATED, _SAME = "rows", "columns", "gated", "same"
+
+_RULES = (
+    (_GATED, r"(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*"),
+    (_COLUMNS, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.weight\d*"),
+    (_SAME, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.bias\d*"),
+    (_ROWS, r"(word_embeddings|word_embeddings_for_head|output_layer|linear_qkv|query_key_value)\.(weight|bias)"),
+    (_ROWS, r"(linear_q|linear_kv|query|key_value)\.(weight|bias)"),
+    (_SAME, r"(\w*layer_?norm\d?|\w*_norm|norm)\.(weight|bias)"),
+    (_SAME, r"(layer_norm_weight|layer_norm_bias|ln_bias|ln_weight)"),
+    (_SAME, r"(position_embeddings|tokentype_embeddings|router)\.(weight|bias)"),
+    (_SAME, r"(router\.expert_bias|shared_experts\.gate_weight|rotary_pos_emb\.inv_freq)"),
+)
+_PATTERNS = [(rule, re.compile(rf"(?:\A|\.){pattern}\Z")) for rule, pattern in _RULES]
+
+
+class Part(NamedTuple):
+    """What a rank has of a tensor."""
+
+    saved: Saved
+    view: StoredView
+
+
+class Whole(NamedTuple):
+    """A tensor, put together."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+
+def whole_of(fqn: str, parts: Sequence[Part], *, is_gated: bool | None) -> Whole:
+    """A tensor from the parts of all ranks, in their order. `is_gated`: a first linear layer of an MLP is two, of which
+    each rank has a part of the one, followed by its part of the other; None where that is not known.
+
+    Raises CheckpointCorruptError (bad_manifest, unsupported_version).
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return Whole(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
+    rule = _rule_of(fqn)
+    if rule is None or (rule == _GATED and is_gated is None):
+        what = f"{fqn!r:.200} is of no kind whose parts this release knows how to put together"
+        raise not_readable(first.saved.path, what, "load it with Megatron and save it with --ckpt-format torch_dist")
+    if rule == _GATED and not is_gated:
+        rule = _ROWS
+    _refuse_odd_parts(fqn, parts, rule)
+    if rule == _SAME:
+        return Whole(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
+    if rule != _GATED:
+        return _joined(fqn, parts, 1 if rule == _COLUMNS else 0)
+    halves = [_half(part, index) for index in (0, 1) for part in parts]
+    return _joined(fqn, halves, 0)
+
+
+def is_same_on_all(fqn: str) -> bool:
+    """Whether every rank has a copy of this tensor."""
+    return _rule_of(fqn) == _SAME
+
+
+def _rule_of(fqn: str) -> str | None:
+    return next((rule for rule, pattern in _PATTERNS if pattern.search(fqn)), None)
+
+
+def _refuse_odd_parts(fqn: str, parts: Sequence[Part], rule: str) -> None:
+    """Parts are of one dtype and shape: Megatron cuts evenly."""
+    first = parts[0]
+    for part in parts:
+        if (part.view.dtype, part.view.shape) != (first.view.dtype, first.view.shape):
+            here, there = (f"{each.dtype}{list(each.shape)}" for each in (part.view, first.view))
+            raise damaged(part.saved.path, f"its part of {fqn!r:.200} is {here}, and {there} in {first.saved.path}")
+    num_dims = len(first.view.shape)
+    if num_dims < (2 if rule == _COLUMNS else 1) or (rule == _GATED and first.view.shape[0] % 2):
+        raise damaged(first.saved.path, f"its part of {fqn!r:.200} has the shape {list(first.view.shape)}")
+
+
+def _half(part: Part, index: int) -> Part:
+    saved, view = part
+    num_rows = view.shape[0] // 2
+    start = view.item_offset + index * num_rows * view.strides[0]
+    shape = (num_rows, *view.shape[1:])
+    return Part(saved, StoredView(view.storage, view.dtype, start, shape, view.strides))
+
+
+def _joined(fqn: str, parts: Sequence[Part], dim: int) -> Whole:
+    chunks: list[Chunk] = []
+    at = 0
+    for saved, view in parts:
+        offsets = [at if index == dim else 0 for index in range(len(view.shape))]
+        chunks += [each._replace(region=shifted(each.region, offsets)) for each in saved.chunks(view, fqn)]
+        at += view.shape[dim]
+    view = parts[0].view
+    shape = (*view.shape[:dim], at, *view.shape[dim + 1 :])
+    return Whole(view.dtype, shape, chunks)

@@ -1,0 +1,302 @@
+"""What readers of foreign formats find, put together to a manifest: files, tensors as chunks in them, plain data as
+trees. It knows no format.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.formats.file_reader import damaged, too_much
+from bytecheckpoint.formats.plain_values import INT64, MAX_DEPTH, DtypeName, Size, TensorRef, encode_value
+from bytecheckpoint.formats.torch_optimizer import as_saved_here, without_tensors
+from bytecheckpoint.formats.torch_save.unpickler_globals import (
+    ByteStream,
+    Instance,
+    PickledArray,
+    PickledDtype,
+    StoredView,
+)
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+
+MAX_PIECES = 1 << 20
+"""Of all tensors together, beyond the parts that the files name one by one: a view of few bytes can say tens of
+thousands."""
+MAX_VALUES = 1 << 20
+_ATOMS_A_VALUE = 16
+"""Numbers and texts in a list, which cost less."""
+_BYTES_A_VALUE = 256
+_NUM_NAMED = 100
+"""Names of what is left out for one reason."""
+_LIGHTNING = "pytorch-lightning_version"
+"""Key of all checkpoints of Lightning."""
+EXTRA_STATE = "_extra_state"
+"""The key under which modules keep extra state: an object of its own, wherever it stands."""
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DtypeName, Size})
+
+OnTensor = Callable[[str, StoredView], None]
+"""Takes a tensor of a pickle and the FQN at which it stands."""
+
+
+def join_fqn(fqn: str, key: object) -> str:
+    return f"{fqn}.{key}" if fqn else str(key)
+
+
+@dataclass(slots=True)
+class Parts:
+    """What was found so far."""
+
+    path: str
+    """Of the checkpoint, for messages."""
+    files: list[DataFile] = field(default_factory=list)
+    tensors: dict[str, TensorRecord] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    trees: dict[str, Any] = field(default_factory=dict)
+    """Plain data by FQN."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    num_pieces: int = 0
+    """Chunks so far that no file names."""
+    left_out: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Reason -> names of files and of values that are not read."""
+
+    def add_file(self, name: str, byte_length: int) -> int:
+        """Its number."""
+        self.files.append(DataFile(name, byte_length))
+        return len(self.files) - 1
+
+    def add_tensor(
+        self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk], *, num_parts: int = 1
+    ) -> None:
+        """A tensor of which the files name so many parts.
+
+        Raises CheckpointMismatchError (conflict) for a name that is taken, UnsafeCheckpointError (limits_exceeded) for
+        too many pieces.
+        """
+        self._refuse_taken(fqn)
+        self.num_pieces += max(0, len(chunks) - num_parts)
+        if self.num_pieces > MAX_PIECES:
+            raise too_much(self.path, f"its tensors lie in more than {MAX_PIECES} pieces, because they are strided")
+        self.tensors[fqn] = tensor_record(dtype, tuple(shape), chunks)
+
+    def add_alias(self, fqn: str, stored_fqn: str) -> None:
+        """Another name of a tensor that was added."""
+        self._refuse_taken(fqn)
+        self.aliases[fqn] = stored_fqn
+
+    def take_in(self, other: Parts, entry: str) -> None:
+        """Adds the tensors of another checkpoint as an entry of this one.
+
+        Raises CheckpointMismatchError (conflict) for a name that is taken.
+        """
+        first = len(self.files)
+        self.files += other.files
+        for fqn, record in other.tensors.items():
+            chunks = [chunk._replace(file=first + chunk.file) for chunk in record.chunks]
+            self.add_tensor(join_fqn(entry, fqn), record.dtype, record.shape, chunks, num_parts=len(chunks))
+        for alias, fqn in other.aliases.items():
+            self.add_alias(join_fqn(entry, alias), join_fqn(entry, fqn))
+        self.trees[entry] = {fqn: TensorRef(join_fqn(entry, fqn)) for fqn in [*other.tensors, *other.aliases]}
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Names a file, or a value in one, that the manifest will not have."""
+        names = self.left_out.setdefault(why, {})
+        names[name] = None
+
+    def _refuse_taken(self, fqn: str) -> None:
+        if fqn in self.tensors or fqn in self.aliases:
+            raise two_of(self.path, fqn)
+
+    def take_apart(self, value: Any, *, on_tensor: OnTensor) -> None:
+        """Adds the plain data of a whole state, with TensorRefs for the tensors in it. Each of these is given to
+        `on_tensor`, or is a TensorRef already: a tensor that was added, and gets the name of where it stands. Each
+        optimizer of a list, and each scheduler of Lightning's, is an entry of its own: `optimizer_states.0`.
+
+        What is no dict stands below the name `value`; an optimizer alone has no name.
+        """
+        renamed: dict[str, str] = {}
+        walk = _Walk(self.path, on_tensor, renamed)
+        root = value if isinstance(value, dict) else {"value": value}
+        if as_saved_here(root) is not None:
+            self.trees[""] = walk.plain(root, "", MAX_DEPTH)
+        else:
+            walk.extra = {}
+            for key, item in _by_entry(root):
+                name = key if type(key) is str else str(key)
+                found = walk.plain(item, name, MAX_DEPTH)
+                if not isinstance(found, TensorRef) or is_extra_state(name):
+                    self.trees[name] = found
+            self.trees |= walk.extra
+        self._rename(renamed)
+
+    def _rename(self, renamed: Mapping[str, str]) -> None:
+        moved = [(new, self.tensors.pop(old)) for old, new in renamed.items()]
+        for new, record in moved:
+            self._refuse_taken(new)
+            self.tensors[new] = record
+
+    def manifest(self, foreign_format: str) -> Manifest:
+        return Manifest(
+            save_id="",
+            step=self.step,
+            foreign_format=foreign_format,
+            files=self.files,
+            tensors=self.tensors,
+            aliases=self.aliases,
+            objects={fqn: encode_value(tree, path=self.path) for fqn, tree in self.trees.items()},
+            metadata=self._metadata(),
+        )
+
+    def _metadata(self) -> Mapping[str, Any]:
+        if not self.left_out:
+            return self.metadata
+        reasons = (f"{_some_of(list(names))}: {why}" for why, names in self.left_out.items())
+        return {**self.metadata, "left_out": "; ".join(reasons)}
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return f"{', '.join(names[:_NUM_NAMED])}{more}"
+
+
+def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    for key, item in root.items():
+        are_dicts = type(item) is list and bool(item) and all(isinstance(each, dict) for each in item)
+        is_lightning = _LIGHTNING in root and key == "lr_schedulers"
+        if are_dicts and (is_lightning or all(as_saved_here(each) is not None for each in item)):
+            yield from ((f"{key}.{index}", each) for index, each in enumerate(item))
+        else:
+            yield key, item
+
+
+def two_of(path: str, fqn: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{path} holds two tensors that come to the name {fqn!r:.200}; nothing was loaded: save them under names that "
+        "differ, or give the path of one of its files",
+        kind="conflict",
+        path=path,
+    )
+
+
+def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
+    """The value at an FQN with TensorRefs for the tensors in it, each of which is given to `on_tensor`.
+
+    Raises CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError (limits_exceeded).
+    """
+    walk = _Walk(path, on_tensor, {})
+    return walk.plain(value, fqn, MAX_DEPTH)
+
+
+class _Walk:
+    """Counts what it meets: a small pickle can say the same list a billion times."""
+
+    def __init__(self, path: str, on_tensor: OnTensor, renamed: dict[str, str]) -> None:
+        self._path = path
+        self._on_tensor = on_tensor
+        self._num_values = 0
+        self._renamed = renamed
+        self.extra: dict[str, Any] | None = None
+        """Extra state of modules, by FQN, where it is taken out."""
+
+    def plain(self, value: Any, fqn: str, depth: int) -> Any:
+        self._count(1, len(fqn))
+        if depth == 0:
+            raise too_much(self._path, f"its plain data is nested more than {MAX_DEPTH} deep")
+        match value:
+            case StoredView():
+                self._on_tensor(fqn, value)
+                return TensorRef(fqn)
+            case TensorRef():
+                if value.fqn != fqn:
+                    self._renamed[value.fqn] = fqn
+                return TensorRef(fqn)
+            case Instance():
+                return self._dict(value.fields, fqn, depth)
+            case PickledArray():
+                return self._atom(value.array)
+            case PickledDtype():
+                return value.dtype.str
+            case ByteStream():
+                return self._atom(value.content)
+            case dict():
+                return self._dict(value, fqn, depth)
+        if type(value) in {list, tuple, set, frozenset}:
+            return self._sequence(value, fqn, depth)
+        if type(value) in _ATOMS or isinstance(value, np.generic | np.ndarray):
+            return self._atom(value)
+        raise damaged(self._path, f"its pickle has a {type(value).__name__} at {fqn!r:.200}, where a value should be")
+
+    def _atom(self, value: Any) -> Any:
+        self._count(0, _num_bytes(value))
+        return value
+
+    def _count(self, num_values: int, num_bytes: int) -> None:
+        self._num_values += num_values + num_bytes // _BYTES_A_VALUE
+        if self._num_values > MAX_VALUES:
+            what = f"of more than {MAX_VALUES} values, or {MAX_VALUES * _BYTES_A_VALUE} bytes"
+            raise too_much(self._path, f"its plain data is {what}")
+
+    def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
+        """A list, a tuple, or a set as a list."""
+        if _ATOMS.issuperset(map(type, value)):
+            self._count(len(value) // _ATOMS_A_VALUE, sum(map(_num_bytes, value)))
+            return value if type(value) in {list, tuple} else list(value)
+        items = [self.plain(item, join_fqn(fqn, index), depth - 1) for index, item in enumerate(value)]
+        return tuple(items) if type(value) is tuple else items
+
+    def _dict(self, value: Mapping[Any, Any], fqn: str, depth: int) -> Any:
+        optimizer = as_saved_here(value)
+        if optimizer is not None:
+            return without_tensors(self._items(optimizer, fqn, depth))
+        return self._items(value, fqn, depth)
+
+    def _items(self, value: Mapping[Any, Any], fqn: str, depth: int) -> dict[Any, Any]:
+        taken: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        for key, item in value.items():
+            is_kept = type(key) is str or (type(key) is int and key in INT64)
+            name = key if is_kept else str(key)
+            child = join_fqn(fqn, name)
+            found = self.plain(item, child, depth - 1)
+            if self.extra is not None and is_extra_state(child):
+                self.extra[child] = found
+            else:
+                taken[name] = found
+        return taken
+
+
+def _num_bytes(value: Any) -> int:
+    """What is written down for an atom or an array, about."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 8
+    if isinstance(value, np.generic | np.ndarray):
+        return value.nbytes
+    return value.num_bytes if isinstance(value, Size) else 0
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor stands anywhere in a value of a pickle."""
+    seen: set[int] = set()  # a small pickle can say the same list a billion times
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, StoredView):
+            return True
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Instance):
+            item = item.fields
+        rest += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
+    return False
+
+
+def is_extra_state(fqn: str) -> bool:
+    return fqn.rpartition(".")[2] == EXTRA_STATE

@@ -1,0 +1,51 @@
+"""A tensor that is a view of a storage, as chunks of raw bytes: one where its elements lie row-major, several where
+only rows, blocks or single elements do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.region import Region
+
+MAX_CHUNKS = 1 << 16
+"""Of one tensor. A transposed matrix of more elements is better refused than read element by element."""
+
+
+def last_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> int:
+    """One past the highest element of the storage that a view with elements takes."""
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    return item_offset + reach + 1
+
+
+def num_outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many of the first dimensions have to be taken apart, so that what is left lies row-major without gaps."""
+    expected = 1
+    for dim in reversed(range(len(shape))):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return dim + 1
+        expected *= shape[dim]
+    return 0
+
+
+def num_chunks(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many `strided_chunks` gives."""
+    return prod(shape[: num_outer_dims(shape, strides)]) if prod(shape) else 0
+
+
+def strided_chunks(
+    shape: Sequence[int], strides: Sequence[int], *, file: int, byte_offset: int, item_bytes: int
+) -> Iterator[Chunk]:
+    """The chunks of a view whose first element is at `byte_offset` of its file."""
+    num_outer = num_outer_dims(shape, strides)
+    inner = tuple(shape[num_outer:])
+    lengths = (1,) * num_outer + inner
+    num_bytes = prod(inner) * item_bytes
+    if not prod(shape):
+        return
+    for indices in product(*map(range, shape[:num_outer])):
+        at = byte_offset + item_bytes * sum(map(int.__mul__, indices, strides))
+        yield Chunk(Region(indices + (0,) * len(inner), lengths), file, at, num_bytes)

@@ -1,0 +1,112 @@
+"""The state_dict of a torch optimizer as this library writes optimizers down (docs/format.md): by parameter name where
+the checkpoint knows the names, else by position.
+
+torch itself knows three forms: parameters by number, by name (torch.distributed.checkpoint.state_dict), and by name
+with the whole state_dict flattened to one level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytecheckpoint.formats.plain_values import INT64, TensorRef
+
+BY_POSITION = "by_position"
+"""Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups."""
+
+_STATE, _GROUPS = "state.", "param_groups."
+
+
+def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
+    """The optimizer that this dict is, with tensors where they are; None where it is none."""
+    if "param_groups" in value and value.keys() <= {"state", "param_groups"}:
+        return _nested(value.get("state", {}), value["param_groups"])
+    are_texts = set(map(type, value)) == {str}
+    if are_texts and all(map(_is_flattened, value)) and any(key.startswith(_GROUPS) for key in value):
+        return _flattened(value)
+    return None
+
+
+def _is_flattened(key: str) -> bool:
+    return key.startswith((_STATE, _GROUPS)) and key.count(".") > 1
+
+
+def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer without what its tensors' names say already."""
+    state = {}
+    for name, values in tree["state"].items():
+        plain = {key: value for key, value in values.items() if not isinstance(value, TensorRef)}
+        if plain:
+            state[name] = plain
+    return {**tree, "state": state}
+
+
+def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
+    if not isinstance(state, dict) or type(groups) is not list or not all(map(_is_group, groups)):
+        return None
+    if not all(isinstance(values, dict) for values in state.values()):
+        return None
+    keys = [key for group in groups for key in group["params"]]
+    if not all(type(key) is str or (type(key) is int and key in INT64) for key in keys):
+        return None
+    names = _names(groups)
+    is_by_position = names is None and all(type(key) is int for key in keys)
+    if len(set(map(str, keys))) < len(keys) or not (is_by_position or names or set(map(type, keys)) <= {str}):
+        return None
+    # Numbers are positions, unless the state_dict was put together by hand.
+    by_key = dict(zip(keys, names or map(str, range(len(keys)) if is_by_position else keys), strict=True))
+    by_text = {str(key): name for key, name in by_key.items()}
+    tree: dict[str, Any] = {
+        "state": {by_text.get(str(key), str(key)): values for key, values in state.items()},
+        "groups": {},
+    }
+    for index, group in enumerate(groups):
+        params = dict.fromkeys(by_key[key] for key in group["params"])
+        values = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        tree["groups"][next(iter(params), f"#{index}")] = {"params": params, "values": values}
+    return tree | {BY_POSITION: True} if is_by_position else tree
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, dict) and type(group.get("params")) is list
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
+    """Those that torch has put beside the numbers, where the optimizer was made from named parameters."""
+    names = [group.get("param_names") for group in groups]
+    counts = [len(group["params"]) for group in groups]
+    if not all(type(of_group) is list for of_group in names) or [len(each or ()) for each in names] != counts:
+        return None
+    found = [name for of_group in names for name in of_group or ()]
+    return found if len(set(found)) == len(found) and all(type(name) is str for name in found) else None
+
+
+def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {"state": {}, "groups": {}}
+    for path, item in value.items():
+        if path.startswith(_GROUPS):
+            name, _, key = path.removeprefix(_GROUPS).rpartition(".")
+            group = tree["groups"].setdefault(name, {"params": {name: None}, "values": {}})
+            if key not in {"params", "param_names"}:
+                group["values"][key] = item
+    for path, item in value.items():
+        if path.startswith(_STATE):
+            name, keys = _split(path.removeprefix(_STATE), tree["groups"])
+            at = tree["state"].setdefault(name, {})
+            for key in keys[:-1]:
+                at = at.setdefault(key, {})
+            at[keys[-1]] = item
+    return tree
+
+
+def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """The name of a parameter, and the keys of a piece of its state: several where that is nested, as torchtitan
+    flattens it. A parameter that is in no group has one key.
+    """
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:count])
+        if name in names:
+            return name, parts[count:]
+    return ".".join(parts[:-1]), parts[-1:]

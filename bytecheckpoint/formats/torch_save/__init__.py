@@ -1,0 +1,1 @@
+"""Files of torch.save: their archive, their pickle, and folders of one file per rank."""

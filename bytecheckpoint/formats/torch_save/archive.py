@@ -1,0 +1,191 @@
+"""The directory of a zip archive that torch.save wrote: which member has its bytes where. Nothing is ever unpacked, and
+what torch.save never writes (compression, encryption, comments, members that overlap) is refused.
+
+An archive is a part of a file, or all of it: torch's distributed checkpoints hold one archive after the other.
+"""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from typing import NamedTuple
+
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
+from bytecheckpoint.formats.file_reader import FileBytes, not_readable, too_much
+
+MAX_DIRECTORY_BYTES = 1 << 28
+
+_END = struct.Struct("<4s4H2LH")  # signature, disks (2), entries (2), directory bytes and offset, comment bytes
+_END_64_LOCATOR = struct.Struct("<4sLQL")  # signature, disk, offset of the following, disks
+_END_64 = struct.Struct("<4sQ2H2L4Q")  # signature, size, versions, disks, entries (2), directory bytes and offset
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_LOCAL_CHECKSUM = 14
+_FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
+_ZIP_64_EXTRA = 1
+_ENCRYPTED = 1
+
+
+class Member(NamedTuple):
+    """A member as the archive's directory describes it."""
+
+    header_offset: int
+    """From the start of the archive."""
+    byte_length: int
+    limit: int
+    """Where the next member, or the directory, begins."""
+    checksum: int
+    """The CRC-32 of its bytes, as their writer says."""
+
+
+class _Directory(NamedTuple):
+    num_entries: int
+    byte_length: int
+    byte_offset: int
+
+
+def directory_offset(file: FileBytes) -> int | None:
+    """The byte of a file at which the directory of the archive begins that is all of it; None where it is no archive
+    that torch.save writes.
+    """
+    with suppress(CheckpointCorruptError, UnsafeCheckpointError):
+        return ZipArchive(file, 0, file.byte_length).directory_offset
+    return None
+
+
+class ZipArchive:
+    """The members of an archive that is bytes `start` to `end` of a file.
+
+    Everything raises CheckpointCorruptError (truncated, bad_manifest, unsupported_version) or UnsafeCheckpointError
+    (limits_exceeded, path_escape).
+    """
+
+    def __init__(self, file: FileBytes, start: int, end: int) -> None:
+        self.file = file
+        self._start = start
+        self._end = end
+        self.members = self._read_members()
+
+    def data_offset(self, name: str) -> int:
+        """Where a member's bytes begin, from the start of the file."""
+        member = self.members[name]
+        fields = _LOCAL.unpack(self._read(member.header_offset, _LOCAL.size))
+        name_bytes, extra_bytes = fields[9:11]
+        start = member.header_offset + _LOCAL.size + name_bytes + extra_bytes
+        found = self._read(member.header_offset + _LOCAL.size, min(name_bytes, 4096))
+        if fields[0] != b"PK\x03\x04" or found != name.encode():
+            self.file.damaged(f"its member {name!r:.200} does not begin where the directory says")
+        if start + member.byte_length > member.limit:
+            self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
+        return self._start + int(start)
+
+    def checksum_offset(self, name: str) -> int:
+        """Where the checksum of a member's bytes is that stands before them, from the start of the archive."""
+        return self.members[name].header_offset + _LOCAL_CHECKSUM
+
+    def read(self, name: str, *, max_bytes: int) -> bytes:
+        """The bytes of a member."""
+        num_bytes = self.members[name].byte_length
+        if num_bytes > max_bytes:
+            raise too_much(
+                self.file.path, f"its member {name!r:.200} has {num_bytes} bytes, at most {max_bytes} are read"
+            )
+        return self.file.read(self.data_offset(name), num_bytes)
+
+    def _read(self, byte_offset: int, byte_length: int) -> bytes:
+        if byte_offset + byte_length > self._end - self._start:
+            self.file.damaged("its directory points behind its end", kind="truncated")
+        return self.file.read(self._start + byte_offset, byte_length)
+
+    def _read_members(self) -> dict[str, Member]:
+        directory = self._find_directory()
+        self.directory_offset = directory.byte_offset
+        """From the start of the archive."""
+        content = self._read(directory.byte_offset, directory.byte_length)
+        found: dict[str, tuple[int, int, int]] = {}
+        position = 0
+        for _ in range(directory.num_entries):
+            if position + _ENTRY.size > len(content):
+                self.file.damaged(f"its directory ends before the last of its {directory.num_entries} members")
+            name, where, position = self._read_entry(content, position)
+            if name in found:
+                self.file.damaged(f"it has two members named {name!r:.200}")
+            found[name] = where
+        return self._with_limits(found, directory.byte_offset)
+
+    def _with_limits(self, found: dict[str, tuple[int, int, int]], directory_offset: int) -> dict[str, Member]:
+        in_order = sorted(found.items(), key=lambda item: item[1])
+        limits = [header_offset for _, (header_offset, *_) in in_order[1:]] + [directory_offset]
+        members = {}
+        for (name, (header_offset, byte_length, checksum)), limit in zip(in_order, limits, strict=True):
+            if header_offset + _LOCAL.size + len(name.encode()) + byte_length > limit:
+                self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
+            members[name] = Member(header_offset, byte_length, limit, checksum)
+        return members
+
+    def _find_directory(self) -> _Directory:
+        end = self._end - self._start - _END.size
+        fields = _END.unpack(self._read(end, _END.size)) if end >= 0 else (b"",)
+        if fields[0] != b"PK\x05\x06":
+            self.file.damaged("it does not end as an archive of torch.save does; it was cut short", kind="truncated")
+        if any(fields[1:3]) or fields[3] != fields[4] or fields[7]:
+            self.file.damaged("it is an archive in several parts or with a comment, which torch.save does not write")
+        num_entries, num_bytes, offset = fields[4:7]
+        if _FULL_32 in (num_bytes, offset) or num_entries == _FULL_16:
+            num_entries, num_bytes, offset = self._find_directory_64(end - _END_64_LOCATOR.size)
+        if num_bytes > MAX_DIRECTORY_BYTES:
+            raise too_much(
+                self.file.path, f"its directory has {num_bytes} bytes, at most {MAX_DIRECTORY_BYTES} are read"
+            )
+        if offset + num_bytes > end:
+            self.file.damaged("its directory reaches behind its end")
+        return _Directory(num_entries, num_bytes, offset)
+
+    def _find_directory_64(self, at: int) -> tuple[int, int, int]:
+        locator = _END_64_LOCATOR.unpack(self._read(at, _END_64_LOCATOR.size)) if at >= 0 else (b"",)
+        if locator[0] != b"PK\x06\x07":
+            self.file.damaged("the end of its directory is not where a large archive has it")
+        fields = _END_64.unpack(self._read(locator[2], _END_64.size))
+        if fields[0] != b"PK\x06\x06" or fields[6] != fields[7]:
+            self.file.damaged("the end of its directory is not what a large archive has there")
+        return fields[7], fields[8], fields[9]
+
+    def _read_entry(self, content: bytes, position: int) -> tuple[str, tuple[int, int, int], int]:
+        """Name of the member at this position of the directory; its header offset, length and checksum; and the next
+        position.
+        """
+        fields = _ENTRY.unpack_from(content, position)
+        name_bytes, extra_bytes, comment_bytes = fields[10:13]
+        start = position + _ENTRY.size
+        end = start + name_bytes + extra_bytes + comment_bytes
+        if fields[0] != b"PK\x01\x02" or end > len(content):
+            self.file.damaged("its directory is not one of a zip archive")
+        try:
+            name = content[start : start + name_bytes].decode()
+        except UnicodeDecodeError:
+            self.file.damaged("a member's name is no Unicode")
+        if fields[3] & _ENCRYPTED or fields[4]:
+            how = "encrypted" if fields[3] & _ENCRYPTED else "compressed"
+            advice = "load it with torch.load where it comes from, and save it with torch.save"
+            raise not_readable(self.file.path, f"its member {name!r:.200} is {how}", advice)
+        numbers = {"raw": fields[9], "stored": fields[8], "offset": fields[16]}
+        self._widen(numbers, content[start + name_bytes : start + name_bytes + extra_bytes])
+        if numbers["raw"] != numbers["stored"]:
+            self.file.damaged(f"its member {name!r:.200} is not compressed, and has two lengths")
+        return name, (numbers["offset"], numbers["stored"], fields[7]), end
+
+    def _widen(self, numbers: dict[str, int], extra: bytes) -> None:
+        """Takes the numbers that do not fit into 32 bits from where large archives have them."""
+        wide = [key for key, value in numbers.items() if value == _FULL_32]
+        position = 0
+        while wide and position + 4 <= len(extra):
+            kind, num_bytes = struct.unpack_from("<2H", extra, position)
+            position += 4
+            if kind == _ZIP_64_EXTRA:
+                if num_bytes < 8 * len(wide) or position + num_bytes > len(extra):
+                    break
+                numbers |= dict(zip(wide, struct.unpack_from(f"<{len(wide)}Q", extra, position), strict=True))
+                return
+            position += num_bytes
+        if wide:
+            self.file.damaged("a member's length or place is missing in its directory")

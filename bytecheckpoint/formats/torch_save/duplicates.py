@@ -1,0 +1,89 @@
+"""Whether tensors in two files of torch.save are copies of each other: by the checksums that torch has written, where
+it has, and else by their bytes. It knows no format.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.formats import strided_views
+from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
+from bytecheckpoint.manifest.encoding import Chunk
+
+_MAX_TENSOR_BYTES = 1 << 24
+_MAX_ALL_BYTES = 1 << 30
+_MAX_PIECES = 1 << 10
+_HEAD_BYTES = 1 << 12
+
+Copy = tuple[Saved, StoredView]
+
+
+class Comparer:
+    """Compares as many bytes as a checkpoint may ask for."""
+
+    def __init__(self) -> None:
+        self._bytes_left = _MAX_ALL_BYTES
+
+    def same(self, one: Copy, other: Copy, fqn: str) -> bool | None:
+        """Whether they have the same elements; None where it takes too much to tell.
+
+        Raises CheckpointCorruptError (bad_manifest, truncated) for a tensor that is not in its file.
+        """
+        here, there = one[1], other[1]
+        if (here.dtype, here.shape) != (there.dtype, there.shape):
+            return False
+        if 0 in here.shape:
+            return True
+        told = _by_checksums(one, other)
+        return self._by_bytes(one, other, fqn) if told is None else told
+
+    def _by_bytes(self, one: Copy, other: Copy, fqn: str) -> bool | None:
+        num_bytes = _num_bytes(one[1])
+        if max(strided_views.num_chunks(view.shape, view.strides) for _, view in (one, other)) > _MAX_PIECES:
+            return None
+        first, second = (_Content(saved, saved.chunks(view, fqn)) for saved, view in (one, other))
+        if not first.begins_like(second):
+            return False
+        if num_bytes > min(_MAX_TENSOR_BYTES, self._bytes_left):
+            return None
+        self._bytes_left -= num_bytes
+        return first.read() == second.read()
+
+
+class _Content(NamedTuple):
+    """The elements of a tensor, in their order."""
+
+    saved: Saved
+    chunks: list[Chunk]
+
+    def read(self) -> bytes:
+        return b"".join(self.saved.archive.read(chunk.byte_offset, chunk.byte_length) for chunk in self.chunks)
+
+    def begins_like(self, other: _Content) -> bool:
+        """Which costs little, and tells different weights of any size."""
+        num_bytes = min(_HEAD_BYTES, self.chunks[0].byte_length, other.chunks[0].byte_length)
+        heads = (each.saved.archive.read(each.chunks[0].byte_offset, num_bytes) for each in (self, other))
+        return next(heads) == next(heads)
+
+
+def _by_checksums(one: Copy, other: Copy) -> bool | None:
+    """A checksum of 0 stands where torch was told to write no checksums, or no data."""
+    (first, here), (second, there) = one, other
+    checksums = first.archive.checksum(here.storage), second.archive.checksum(there.storage)
+    alike = (here.storage.num_items, here.item_offset, here.strides) == (
+        there.storage.num_items,
+        there.item_offset,
+        there.strides,
+    )
+    if not all(checksums) or not alike:
+        return None
+    if checksums[0] == checksums[1]:
+        return True
+    return False if _num_bytes(here) == first.archive.storage(here.storage)[1] else None
+
+
+def _num_bytes(view: StoredView) -> int:
+    return itemsize(view.dtype) * prod(view.shape)

@@ -1,0 +1,276 @@
+"""What torch's own sharded tensors say of themselves in a file of torch.save that one rank wrote: ShardedTensor, which
+FSDP1 gives, and DTensor. Each is read as the regions of the whole tensor that the rank has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bytecheckpoint.formats.file_reader import too_much
+from bytecheckpoint.formats.plain_values import INT64, MAX_DIMS, Size
+from bytecheckpoint.formats.torch_save.unpickler import PickleError
+from bytecheckpoint.formats.torch_save.unpickler_globals import Call, Instance, StoredView, find_value, refused
+from bytecheckpoint.region import Region, whole
+
+_TORCH = "torch.distributed."
+_PLACEMENTS = ("Shard", "_StridedShard", "_StridedShardOffsetMode", "Replicate", "Partial", "_Partial", "_MaskPartial")
+_SPECS = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+_CLASSES = frozenset(
+    f"{_TORCH}{module}.{name}"
+    for module, names in (
+        ("_shard.sharded_tensor.api", ("ShardedTensor", "ShardedTensor.ProcessGroupState")),
+        ("_shard.sharded_tensor.shard", ("Shard",)),
+        (
+            "_shard.sharded_tensor.metadata",
+            ("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING"),
+        ),
+        ("_shard.metadata", ("ShardMetadata",)),
+        ("_shard.sharding_spec.api", ("EnumerableShardingSpec",)),
+        ("_shard.sharding_spec.chunk_sharding_spec", ("ChunkShardingSpec",)),
+        ("remote_device", ("_remote_device",)),
+        ("tensor", ("DTensor",)),
+        ("_tensor", ("DTensor",)),
+        ("_tensor.api", ("DTensor",)),
+        ("tensor._api", ("DTensor",)),
+        ("tensor.placement_types", _PLACEMENTS),
+        ("_tensor.placement_types", (*_PLACEMENTS, *_SPECS)),
+        ("tensor._ops._embedding_ops", ("_MaskPartial",)),
+        ("_tensor.ops.embedding_ops", ("_MaskPartial",)),
+        ("tensor._dtensor_spec", _SPECS),
+        ("_tensor._dtensor_spec", _SPECS),
+        ("device_mesh", ("DeviceMesh",)),
+        ("_tensor.device_mesh", ("DeviceMesh",)),
+        ("_mesh_layout", ("_MeshLayout", "_FlatLayout")),
+        ("_pycute.layout", ("Layout",)),
+    )
+    for name in names
+)
+"""All that these tensors name: of another class nothing is known."""
+_ENUMERATIONS = ("MEM_FORMAT_ENCODING", "_StridedShardOffsetMode")
+_SHARDED_TENSOR, _DTENSOR = "ShardedTensor", "DTensor"
+_SHARD, _STRIDED, _WHOLE = "Shard", "_StridedShard", "Replicate"
+_MAX_RANKS = 1 << 17
+MAX_PARTS = 1 << 23
+
+
+class Sharded(NamedTuple):
+    """A tensor of which a rank has parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Region, StoredView], ...]
+    all_regions: Callable[[], Iterable[Region]]
+    """Gives those that all ranks together have, each once and none of them empty. They may be as many as ranks: whoever
+    asks stops at the first that is missing."""
+
+
+class _Axis(NamedTuple):
+    """Of a mesh."""
+
+    placement: Any
+    size: int
+    """In ranks."""
+
+
+class _Class:
+    """Stands for one of torch's classes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def make(self, *args: Any) -> Instance:
+        return Instance(self.name, *args)
+
+
+def find_sharded_value(module: str, name: str) -> Any:
+    """What stands for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
+    if f"{module}.{name}" in _CLASSES:
+        return _Class(f"{module}.{name}")
+    found = _VALUES.get(f"{module}.{name}")
+    return find_value(module, name) if found is None else found
+
+
+def _attribute(owner: Any, name: Any) -> _Class:
+    """A class inside of one of torch's."""
+    if not isinstance(owner, _Class) or type(name) is not str:
+        raise PickleError("it asks for an attribute")
+    full_name = f"{owner.name}.{name}"
+    if full_name not in _CLASSES and not owner.name.endswith(_ENUMERATIONS):
+        raise refused(full_name)
+    return _Class(full_name)
+
+
+def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """A tensor of a class of its own: its state says what it is made of."""
+    if not isinstance(kind, _Class):
+        return find_value("torch._tensor", "_rebuild_from_type_v2").make(function, kind, args, state)
+    made = kind.make(*(args if type(args) is tuple else ()))
+    made.take_state(state)
+    return made
+
+
+_VALUES: Mapping[str, Any] = MappingProxyType(
+    {
+        "builtins.getattr": Call(_attribute),
+        "__builtin__.getattr": Call(_attribute),
+        "torch._tensor._rebuild_from_type_v2": Call(_rebuild),
+        "torch._utils._rebuild_wrapper_subclass": Call(lambda *_: None),
+    }
+)
+
+
+def is_sharded(value: Any) -> bool:
+    return isinstance(value, Instance) and _name(value) in {_SHARDED_TENSOR, _DTENSOR}
+
+
+class ShardedReader:
+    """Reads those of one checkpoint, each object once: a small pickle can say the same one under a million names.
+
+    The objects have to live as long as this does.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._num_parts = 0
+        self._known: dict[int, Sharded] = {}
+        self._regions: dict[int, frozenset[Region]] = {}
+
+    def read(self, value: Instance) -> Sharded:
+        """Raises PickleError, LookupError, TypeError, ValueError or AttributeError for what is none of torch's, and
+        UnsafeCheckpointError (limits_exceeded).
+        """
+        found = self._known.get(id(value))
+        if found is None:
+            is_dtensor = _name(value) != _SHARDED_TENSOR
+            found = self._known[id(value)] = _read_dtensor(value) if is_dtensor else self._read_sharded_tensor(value)
+        self._num_parts += 1 + len(found.parts)
+        if self._num_parts > MAX_PARTS:
+            raise too_much(self._path, f"its sharded tensors have more than {MAX_PARTS} parts, of all ranks")
+        return found
+
+    def _read_sharded_tensor(self, value: Instance) -> Sharded:
+        local_shards, metadata, *_ = value.state
+        shape = _lengths(metadata.fields["size"])
+        dtype = metadata.fields["tensor_properties"].state[0].name
+        parts = []
+        for shard in local_shards:
+            region, view = _region(shard.fields["metadata"]), shard.fields["tensor"]
+            parts.append((region, _checked(view, region)))
+        shards = metadata.fields["shards_metadata"]
+        return Sharded(dtype, shape, tuple(parts), lambda: self._regions_of(shards))
+
+    def _regions_of(self, shards: Any) -> frozenset[Region]:
+        found = self._regions.get(id(shards))
+        if found is None:
+            regions = map(_region, shards)
+            found = self._regions[id(shards)] = frozenset(region for region in regions if region.numel)
+        return found
+
+
+def refuse_others(value: Any) -> None:
+    """Raises UnsafeCheckpointError (pickle_refused) for a class of torch's, or an object of one that is no tensor."""
+    if isinstance(value, _Class):
+        raise refused(value.name)
+    if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_TORCH):
+        raise refused(value.kind)
+
+
+def _name(value: Any) -> str:
+    return value.kind.rpartition(".")[2] if isinstance(value, Instance) else ""
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    if len(lengths) > MAX_DIMS or not all(
+        type(length) is int and length in INT64 and length >= 0 for length in lengths
+    ):
+        raise PickleError("it has a shape that is none")
+    return lengths
+
+
+def _region(shard: Instance) -> Region:
+    return Region(_lengths(shard.fields["shard_offsets"]), _lengths(shard.fields["shard_sizes"]))
+
+
+def _checked(view: Any, region: Region) -> StoredView:
+    if not isinstance(view, StoredView) or view.shape != region.lengths:
+        found = list(view.shape) if isinstance(view, StoredView) else type(view).__name__
+        raise PickleError(f"a rank's part of a tensor is {found}, and should have the shape {list(region.lengths)}")
+    return view
+
+
+def _read_dtensor(value: Instance) -> Sharded:
+    spec = value.fields["_spec"].fields
+    view, mesh, placements = value.fields["_local_tensor"], spec["mesh"].fields, spec["placements"]
+    meta = spec["tensor_meta"]
+    shape = _lengths(meta.args[0] if meta.args else meta.fields["shape"])
+    sizes = _mesh_sizes(mesh)
+    if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) != len(placements) or len(sizes) > MAX_DIMS:
+        raise PickleError(f"a tensor is placed along {len(placements)} axes of a mesh of {list(sizes)!r:.200} ranks")
+
+    axes = [_Axis(placement, size) for placement, size in zip(placements, sizes, strict=True)]
+    cuts = sorted(axes, key=lambda axis: _name(axis.placement) == _STRIDED)  # out of what the others leave
+    if not isinstance(view, StoredView):
+        raise PickleError("a rank's part of a tensor is none")
+    coordinate = mesh["_coordinate_on_dim"]
+    parts = []
+    if coordinate is not None:  # else this rank is not in the mesh
+        at = _lengths(coordinate)
+        region = whole(shape)
+        order = sorted(zip(axes, at, strict=True), key=lambda each: _name(each[0].placement) == _STRIDED)
+        for axis, index in order:
+            region = _cut(region, axis, index)
+        parts = [(region, _checked(view, region))] if region.numel else []
+    return Sharded(view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), cuts))
+
+
+def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
+    """How many ranks there are along each axis: releases of torch keep it in different places."""
+    ranks = mesh.get("mesh")
+    if isinstance(ranks, StoredView):
+        return ranks.shape
+    layout = mesh["_layout"]
+    axes = layout.fields.get("axes")
+    sizes = [axis.fields["shape"] for axis in axes] if axes is not None else layout.fields["shape"]
+    return tuple(prod(_flat(size)) for size in (sizes if isinstance(sizes, list | tuple) else [sizes]))
+
+
+def _flat(size: Any) -> Iterator[int]:
+    """The numbers of a layout, which may be nested one level deep."""
+    for each in size if isinstance(size, list | tuple) else [size]:
+        yield from _lengths(each if isinstance(each, list | tuple) else [each])
+
+
+def _everywhere(region: Region, axes: Sequence[_Axis]) -> Iterator[Region]:
+    """The parts of a region that have elements, of all ranks: along axes that do not cut, all have the same."""
+    if not region.numel:
+        return
+    if not axes:
+        yield region
+        return
+    for index in range(axes[0].size if _name(axes[0].placement) in {_SHARD, _STRIDED} else 1):
+        part = _cut(region, axes[0], index)
+        if not part.numel:
+            return  # nor has one that follows
+        yield from _everywhere(part, axes[1:])
+
+
+def _cut(region: Region, axis: _Axis, index: int) -> Region:
+    """What the rank of this index along an axis has of what the axes before it leave."""
+    name = _name(axis.placement)
+    if name == _WHOLE:
+        return region
+    if name not in {_SHARD, _STRIDED}:
+        raise PickleError(f"a tensor is placed as {name or axis.placement!r:.80}, so that no rank has a part")
+    offsets, lengths = list(region.offsets), list(region.lengths)
+    dim = axis.placement.fields["dim"]
+    if type(dim) is not int or not 0 <= dim < len(lengths):
+        raise PickleError(f"a tensor of {len(lengths)} dimensions is cut along dimension {dim!r:.20}")
+    part = -(-lengths[dim] // axis.size)
+    start = min(index * part, lengths[dim])
+    offsets[dim] += start
+    lengths[dim] = min(part, lengths[dim] - start)
+    return Region(tuple(offsets), tuple(lengths))

@@ -1,0 +1,359 @@
+"""What the pickles of torch.save may name, and what is put in the place of each: records for tensors and storages,
+plain values for the rest. Every other name is refused, and nothing that a pickle names is imported or run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
+from bytecheckpoint.errors import UnsafeCheckpointError
+from bytecheckpoint.formats.plain_values import MAX_DIMS, DtypeName, Size
+from bytecheckpoint.formats.torch_save.unpickler import PickleError, check_key, check_keys
+
+_NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_OLD_NAMES = {"builtins.long": "builtins.int", "builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str"}
+"""Names of Python 2, which pickles of the protocol of torch.save have."""
+
+
+class StorageKind(NamedTuple):
+    """Stands for a class of storages."""
+
+    dtype: str | None
+    """None for bytes."""
+
+
+class StorageRef(NamedTuple):
+    """A storage that the pickle points to."""
+
+    key: str
+    """Names the member that is its bytes."""
+    dtype: str | None
+    num_items: int
+    """Elements of that dtype, or bytes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredView:
+    """A tensor: which elements of a storage it is."""
+
+    storage: StorageRef
+    dtype: str
+    item_offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What the record itself takes, not the tensor."""
+        return len(self.shape) + len(self.strides)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """Stands for a class or function: what a call of it is read as."""
+
+    make: Callable[..., Any]
+
+
+class Instance:
+    """Stands for an object of a class that is known by name."""
+
+    def __init__(self, kind: str, *args: Any) -> None:
+        self.kind = kind
+        self.args = args
+        self.state: Any = None
+
+    def take_state(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its attributes, those in slots as well; none where its state is something else."""
+        state = self.state
+        if type(state) is tuple and len(state) == 2 and isinstance(state[1], dict) and not state[0]:
+            state = state[1]
+        return state if isinstance(state, dict) else {}
+
+
+class ByteStream:
+    """Stands for an io.BytesIO."""
+
+    def __init__(self, content: Any = b"") -> None:
+        self.content = _to_bytes(content)
+
+    def take_state(self, state: Any) -> None:
+        content, _, attributes = state
+        if attributes:
+            raise PickleError("it has a stream with attributes of its own")
+        self.content = _to_bytes(content)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.content)
+
+
+class PickledArray:
+    """Stands for a numpy array until its state is known."""
+
+    def __init__(self) -> None:
+        self.array: np.ndarray = np.empty(0)
+
+    def take_state(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, content = state
+        self.array = _array(content, dtype, shape, "F" if is_fortran else "C")
+
+
+class PickledDtype:
+    """Stands for a numpy dtype."""
+
+    def __init__(self, text: Any, *_: Any) -> None:
+        if type(text) is not str or not _NUMPY_DTYPE.match(text):
+            raise PickleError(f"it holds numpy data of the dtype {text!r:.80}, which is no plain data")
+        self.dtype = np.dtype(text)
+
+    def take_state(self, state: Any) -> None:
+        _, order, subdtype, names, fields, *_rest = state
+        if subdtype or names or fields:
+            raise PickleError("it holds a numpy array of records, which is no plain data")
+        if order in {"<", ">"}:
+            self.dtype = self.dtype.newbyteorder(order)
+
+
+def find_value(module: str, name: str) -> Any:
+    """What stands for a global of a torch.save file.
+
+    Raises UnsafeCheckpointError (pickle_refused) for every name that is not known.
+    """
+    full_name = f"{_OLD_MODULES.get(module, module)}.{name}"
+    full_name = _OLD_NAMES.get(full_name, full_name)
+    found = VALUES.get(full_name)
+    if found is None and module == "torch" and name in DTYPE_ITEMSIZES:
+        return DtypeName(name)
+    if found is None:
+        raise refused(full_name)
+    return found
+
+
+def refused(name: str) -> UnsafeCheckpointError:
+    """The error for a global that no value stands for. Callers put the path before it."""
+    return UnsafeCheckpointError(
+        f"its pickle names {name!r:.200}, which is neither a tensor nor plain data; nothing of it was imported or run, "
+        "and nothing was loaded. If you trust whoever wrote it, load it with the program that it comes from and save "
+        "tensors and plain data (numbers, texts, lists, dicts) only",
+        kind="pickle_refused",
+    )
+
+
+def instances(*names: str) -> dict[str, Any]:
+    """Stand-ins for these classes."""
+
+    def stand_in(kind: str) -> Call:
+        return Call(lambda *args: Instance(kind, *args))
+
+    return {name: stand_in(name) for name in names}
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise PickleError(f"it has {value!r:.80} where a number from 0 on stands")
+    return value
+
+
+def _wholes(values: Any) -> tuple[int, ...]:
+    lengths = values.lengths if isinstance(values, Size) else values
+    if type(lengths) not in {tuple, list}:
+        raise PickleError(f"it has a {type(values).__name__} where a shape stands")
+    return tuple(map(_whole, lengths))
+
+
+def find_storage(pid: Any) -> StorageRef:
+    """What stands for the `("storage", kind, key, location, numel)` of a torch.save file."""
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], StorageKind):
+        raise PickleError("it points to something outside of it that is no storage")
+    if type(pid[2]) is not str:
+        raise PickleError("it points to a storage by something that is no text")
+    return StorageRef(pid[2], pid[1].dtype, _whole(pid[4]))
+
+
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredView:
+    """`rest` is requires_grad, hooks and metadata."""
+    if not isinstance(storage, StorageRef) or storage.dtype is None:
+        raise PickleError("it makes a tensor from something that is no storage of elements")
+    _refuse_metadata(rest[2:])
+    return _checked(StoredView(storage, storage.dtype, _whole(offset), _wholes(size), _wholes(strides)))
+
+
+def _rebuild_any_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredView:
+    """`rest` is requires_grad, hooks, dtype and metadata."""
+    if not isinstance(storage, StorageRef) or not isinstance(rest[2], DtypeName):
+        raise PickleError("it makes a tensor from something that is no storage")
+    _refuse_metadata(rest[3:])
+    return _checked(StoredView(storage, rest[2].name, _whole(offset), _wholes(size), _wholes(strides)))
+
+
+def _refuse_metadata(metadata: tuple[Any, ...]) -> None:
+    if metadata and metadata[0]:
+        raise PickleError(f"it has a tensor that is stored as another one ({metadata[0]!r:.80}); resolve it first")
+
+
+def _checked(view: StoredView) -> StoredView:
+    if len(view.shape) > MAX_DIMS:
+        raise PickleError(f"it has a tensor of {len(view.shape)} dimensions, at most {MAX_DIMS} are read")
+    if len(view.shape) != len(view.strides):
+        raise PickleError(f"it has a tensor of shape {view.shape} and strides {view.strides}")
+    return view
+
+
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _rebuild_from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
+    if kind is not _TENSOR or not isinstance(function, Call) or type(args) is not tuple:
+        raise PickleError("it has a tensor of a class of its own")
+    return function.make(*args)
+
+
+def _size(lengths: Any = ()) -> Size:
+    return Size(_wholes(lengths))
+
+
+def _to_bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
+    if type(text) is bytes:
+        return text
+    if type(text) is not str or encoding not in {"latin1", "latin-1"}:
+        raise PickleError("it encodes something that is no text")
+    return text.encode("latin-1")
+
+
+def _counter(counts: Any = None) -> Counter[Any]:
+    if counts is not None and type(counts) is not dict:
+        raise PickleError("it counts something that is no dict")
+    return Counter(counts or {})
+
+
+def _array(content: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
+    if not isinstance(dtype, PickledDtype) or type(content) is not bytes or order not in {"C", "F"}:
+        raise PickleError("it holds a numpy array of objects, which is no plain data")
+    return np.frombuffer(content, dtype.dtype).reshape(_wholes(shape), order=order)
+
+
+def _numpy_scalar(dtype: Any, content: Any = None) -> np.generic:
+    return _array(content, dtype, ())[()]  # type: ignore[return-value]  # an index of no dimension gives a scalar
+
+
+def _numbers(*args: Any) -> complex:
+    if any(type(arg) not in {int, float} for arg in args):
+        raise PickleError("it makes a complex number of something else")
+    return complex(*args)
+
+
+def _list_of(items: Any = ()) -> list[Any]:
+    if type(items) not in {list, tuple, set, frozenset}:
+        raise PickleError(f"it makes a list of a {type(items).__name__}")
+    return list(items)
+
+
+def _joined(*parts: Any) -> str:
+    if any(type(part) is not str for part in parts):
+        raise PickleError("it makes a path of something that is no text")
+    return parts[0] + "/".join(parts[1:]) if parts and parts[0] == "/" else "/".join(parts)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise PickleError("it names a layout by something that is no text")
+    return value
+
+
+def _device(kind: Any, index: Any = None) -> str:
+    return _text(kind) if index is None else f"{_text(kind)}:{_whole(index)}"
+
+
+def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    if type(pairs) not in {list, tuple} or any(type(pair) not in {list, tuple} or len(pair) != 2 for pair in pairs):
+        raise PickleError("it makes a dict of something that is no list of pairs")
+    check_keys([key for key, _ in pairs])
+    return OrderedDict((check_key(key), value) for key, value in pairs)
+
+
+def _reconstructed(kind: Any, *_: Any) -> Any:
+    """What protocols 0 and 1 call to make an object."""
+    if not isinstance(kind, Call):
+        raise PickleError("it makes an object of something that is no class")
+    return kind.make()
+
+
+_STORAGES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+_TENSOR = Call(_rebuild_parameter)
+"""Stands for the classes torch.Tensor and Parameter."""
+
+VALUES: Mapping[str, Any] = MappingProxyType(
+    {
+        "collections.OrderedDict": Call(_ordered),
+        "collections.Counter": Call(_counter),
+        "collections.defaultdict": Call(lambda *_: defaultdict(None)),
+        "builtins.dict": Call(lambda *_: {}),
+        "builtins.list": Call(_list_of),
+        "builtins.set": Call(_list_of),
+        "builtins.frozenset": Call(_list_of),
+        **{f"builtins.{name}": name for name in ("int", "float", "str", "bool", "object")},
+        "builtins.bytearray": Call(_to_bytes),
+        "builtins.bytes": Call(_to_bytes),
+        "builtins.complex": Call(_numbers),
+        "_codecs.encode": Call(_to_bytes),
+        "_io.BytesIO": Call(ByteStream),
+        "copyreg._reconstructor": Call(_reconstructed),
+        "pathlib.PosixPath": Call(_joined),
+        "pathlib.PurePosixPath": Call(_joined),
+        "pathlib._local.PosixPath": Call(_joined),
+        **instances("argparse.Namespace", "types.SimpleNamespace"),
+        "torch.Size": Call(_size),
+        "torch.device": Call(_device),
+        "torch.Tensor": _TENSOR,
+        "torch.nn.parameter.Parameter": _TENSOR,
+        "torch.nn.parameter.Buffer": _TENSOR,
+        "torch.serialization._get_layout": Call(_text),
+        "torch.storage.UntypedStorage": StorageKind(None),
+        **{f"torch.{name}Storage": StorageKind(dtype) for name, dtype in _STORAGES.items()},
+        **{f"torch.cuda.{name}Storage": StorageKind(dtype) for name, dtype in _STORAGES.items()},
+        "torch._utils._rebuild_tensor": Call(_rebuild_tensor),
+        "torch._utils._rebuild_tensor_v2": Call(_rebuild_tensor),
+        "torch._utils._rebuild_tensor_v3": Call(_rebuild_any_tensor),
+        "torch._utils._rebuild_parameter": Call(_rebuild_parameter),
+        "torch._utils._rebuild_parameter_with_state": Call(_rebuild_parameter),
+        "torch._tensor._rebuild_from_type_v2": Call(_rebuild_from_type),
+        "numpy.dtype": Call(PickledDtype),
+        "numpy.ndarray": Call(PickledArray),
+        **dict.fromkeys(
+            ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+            Call(lambda *_: PickledArray()),
+        ),
+        **dict.fromkeys(("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"), Call(_numpy_scalar)),
+        **dict.fromkeys(("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"), Call(_array)),
+    }
+)
+"""By full name. A set is read as a list, a path, device or layout as its text."""

@@ -1,0 +1,1 @@
+"""The steps of a load: open, match, read, exchange, scatter."""

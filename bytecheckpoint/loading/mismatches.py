@@ -1,0 +1,236 @@
+"""All that ranks find about a state and a checkpoint, merged into one verdict that every rank gets: a key that one rank
+lacks another one may have.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+import msgspec
+import numpy as np
+import xxhash
+
+from bytecheckpoint.adapters.checkpoint_view import Stored, UnusedRule, is_at_or_below
+from bytecheckpoint.adapters.expectation import Problem
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.loading.match import Match
+
+_NUM_SHOWN = 10
+_NUM_MATCHED = 200
+_KINDS = ("missing_key", "unexpected_key", "shape", "dtype", "coverage", "conflict")
+
+
+class _Findings(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank found."""
+
+    problems: list[Problem]
+    top_level: list[str]
+    """The names that are the keys of its state."""
+    wanted: bytes
+    """A bit for each name that all ranks see, in order: this rank has a place for it."""
+    unexpected: list[str]
+    """Of the names that only this rank sees, those under a name of its state that it has no place for."""
+    names_digest: int
+    """Of the names that all ranks see, as this one does."""
+    unused: list[UnusedRule]
+    """What matches nothing in the checkpoint, nor in its state."""
+    fills: bool
+    """Something of its state is filled."""
+    has_places: bool
+    """Its state is empty, or has a place that something could fill."""
+    is_all_skipped: bool
+    """Include and exclude leave nothing of what the state wants."""
+    other_name: str
+    """The name of the state below which the checkpoint can stand instead; "" where there is none."""
+    has_experts: bool
+    """The checkpoint has experts in separate tensors, which can be stacks instead."""
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What all ranks found, without repetitions."""
+
+    problems: list[Problem]
+    unexpected: list[str]
+    unused: list[UnusedRule]
+    """What matches nothing on any rank."""
+    fills: bool
+    """Something is filled, on whichever rank, or there is nothing to fill."""
+    is_open: bool = False
+    """Something is missing, and the checkpoint may have it in another way."""
+    other_name: str = ""
+    """The one that all ranks gave, if so; else ""."""
+
+
+def share_findings(
+    ranks: Ranks,
+    match: Match,
+    stored: Stored,
+    state_names: Iterable[str],
+    *,
+    strict: bool,
+    other_name: str = "",
+    has_experts: bool = False,
+) -> Verdict:
+    """What does not fit on any rank; with `strict` one error about all of it, raised on every rank.
+
+    Keys are unexpected where the checkpoint has them under a top-level name of the state and no rank takes them.
+    """
+    names, own_names = stored.common_names, stored.own_names
+    top_level = set(map(str, state_names))
+    wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
+    unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
+    digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
+    findings = _Findings(
+        problems=match.problems,
+        top_level=sorted(top_level),
+        wanted=np.packbits(wanted).tobytes(),
+        unexpected=unexpected,
+        names_digest=digest,
+        unused=stored.unused_rules,
+        fills=bool(match.shards) or not match.claims.isdisjoint(stored.plain),
+        has_places=bool(match.claims or match.skipped or match.problems or not top_level),
+        is_all_skipped=bool(match.skipped) and not match.shards,
+        other_name=other_name,
+        has_experts=has_experts,
+    )
+
+    def judge(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
+        _check_same_names(ranks, all_findings)
+        verdict = _merge(all_findings, names)
+        other = _common_name(all_findings)
+        if _is_lacking(all_findings) and (other or all_findings[COORDINATOR].has_experts):
+            verdict = Verdict([], [], [], fills=True, is_open=True, other_name=other)
+        elif strict and (verdict.problems or verdict.unexpected or verdict.unused or not verdict.fills):
+            raise _mismatch(verdict, stored, {name for of_rank in all_findings for name in of_rank.top_level})
+        return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
+
+    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=Verdict)
+
+
+def _is_lacking(findings: Sequence[_Findings]) -> bool:
+    is_missing = any(problem.kind == "missing_key" for of_rank in findings for problem in of_rank.problems)
+    return is_missing or all(of_rank.is_all_skipped for of_rank in findings)
+
+
+def _common_name(findings: Sequence[_Findings]) -> str:
+    names = {of_rank.other_name for of_rank in findings}
+    return names.pop() if len(names) == 1 else ""
+
+
+def warn_of_idle(verdict: Verdict, path: str) -> None:
+    """Says in one warning which rules match nothing, and where nothing was filled: both are mostly misspelt names."""
+    told = [f"{rule} matches nothing in the checkpoint" for rule in verdict.unused]
+    if not verdict.fills:
+        told.append("nothing of the state was filled")
+    if told:
+        warnings.warn(f"loading {path}: {'; '.join(told)}. Check the names", stacklevel=3)
+
+
+def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
+    odd = [rank for rank, of_rank in enumerate(findings) if of_rank.names_digest != findings[COORDINATOR].names_digest]
+    if odd:
+        raise CheckpointMismatchError(
+            f"ranks pass different key_map, include or exclude: rank {ranks.names[odd[0]]} sees other names in the "
+            f"checkpoint than rank {ranks.names[COORDINATOR]}; nothing was loaded: pass the same to all ranks",
+            kind="conflict",
+            ranks=tuple(ranks.names[rank] for rank in odd),
+        )
+
+
+def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
+    wanted = np.zeros(len(names), bool)
+    for of_rank in findings:
+        wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(names)).astype(bool)
+    top_level = {name for of_rank in findings for name in of_rank.top_level}
+    unexpected = [name for name, is_wanted in zip(names, wanted, strict=True) if not is_wanted]
+    unexpected = [name for name in unexpected if is_at_or_below(name, top_level)]
+    unexpected += sorted({name for of_rank in findings for name in of_rank.unexpected})
+    problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
+    unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
+    # A state of nothing but modules without tensors has nothing that a load could fill.
+    fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.has_places for of_rank in findings)
+    return Verdict(list(problems.values()), unexpected, unused, fills)
+
+
+def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> CheckpointMismatchError:
+    missing = [fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"]
+    lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for kind, fqn, text in verdict.problems:
+        near = _near(fqn, verdict.unexpected) if kind == "missing_key" and len(lines[kind]) < _NUM_SHOWN else ""
+        lines[kind].append(text + near)
+    for fqn in verdict.unexpected:
+        near = _near(fqn, missing) if len(lines["unexpected_key"]) < _NUM_SHOWN else ""
+        lines["unexpected_key"].append(f"{fqn}: in the checkpoint, not in the state{near}")
+    for rule in verdict.unused:
+        lines["conflict"].append(_unused_text(rule, stored))
+    if not verdict.fills and not any(lines.values()):
+        lines["conflict"].append(_nothing_text(stored, top_level))
+    found = {kind: of_kind for kind, of_kind in lines.items() if of_kind}
+    counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
+    return CheckpointMismatchError(
+        f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. Rename with "
+        "key_map, choose with include and exclude, or load what fits with strict=False:\n"
+        + _listed(found)
+        + _entries_text(missing, stored),
+        kind=next(iter(found)),
+    )
+
+
+def refuse_unused(stored: Stored, path: str) -> None:
+    """Raises CheckpointMismatchError (conflict) for rules that match nothing in the checkpoint."""
+    unused = stored.unused_rules
+    if unused:
+        texts = "; ".join(_unused_text(rule, stored) for rule in unused)
+        raise CheckpointMismatchError(f"{texts}; nothing was read: check the names", kind="conflict", path=path)
+
+
+def _unused_text(rule: UnusedRule, stored: Stored) -> str:
+    names = stored.names_of_all_ranks
+    parts = (name.split(".") for name in names)
+    around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
+    wanted = rule.rule if rule.option != "key_map" else rule.rule.strip("()'\"").split("'")[0]
+    text = f"{rule} matches nothing in the checkpoint"
+    if wanted in around:
+        return f"{text}, which has names below it, as {min(name for name in names if name.startswith(f'{wanted}.'))}"
+    candidates = sorted(names | around, key=len)[:_NUM_MATCHED]
+    near = get_close_matches(wanted.rstrip(".*"), candidates, n=1, cutoff=0.5)
+    return f"{text} (near: {near[0]})" if near else text
+
+
+def _nothing_text(stored: Stored, top_level: set[str]) -> str:
+    if not top_level:
+        return "the state names nothing, so that nothing would be filled; pass what is to be filled"
+    left_out = "include and exclude leave out all of the state" if stored.skipped else "the state has nothing to fill"
+    return f"{left_out}, so that nothing would be loaded; it names {_some(sorted(top_level))}"
+
+
+def _entries_text(missing: Sequence[str], stored: Stored) -> str:
+    """What the names of the checkpoint begin with, where none begins as a name of the state does."""
+    entries = {name.partition(".")[0] for name in stored.common_names}
+    lost = sorted({name.partition(".")[0] for name in missing} - entries)
+    if not lost:
+        return ""
+    has = f"has the entries {_some(sorted(entries))}" if entries else "holds nothing"
+    return f"\nThe checkpoint has no entry {_some([repr(name) for name in lost])}: it {has}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NUM_SHOWN]) + (f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else "")
+
+
+def _near(fqn: str, others: Sequence[str]) -> str:
+    matches = get_close_matches(fqn, [other for other in others[:_NUM_MATCHED] if other != fqn], n=1)
+    return f" (near: {matches[0]})" if matches else ""
+
+
+def _listed(found: Mapping[str, Sequence[str]]) -> str:
+    lines = []
+    for kind, of_kind in found.items():
+        lines += [f"  {kind}: {text}" for text in of_kind[:_NUM_SHOWN]]
+        if len(of_kind) > _NUM_SHOWN:
+            lines.append(f"  {kind}: and {len(of_kind) - _NUM_SHOWN} more")
+    return "\n".join(lines)

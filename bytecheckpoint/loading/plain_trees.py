@@ -1,0 +1,261 @@
+"""The plain data of a checkpoint as a target gets it: what is chosen of it, under its new names, and as the nested
+state that torch saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.key_map import renamer
+from bytecheckpoint.adapters.optimizers.forms import flat_optimizer_state
+from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
+from bytecheckpoint.adapters.plain.plain_data import (
+    TensorRef,
+    decode_plain,
+    encode_plain,
+    join_fqn,
+    keep_in_tree,
+    leaves,
+)
+from bytecheckpoint.adapters.plain.plain_types import as_plain
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.loading.select import LeftOut, Selection, Wish, optimizers_in
+from bytecheckpoint.manifest.encoding import Manifest
+
+_NOTHING = object()
+_OF_NAMES = frozenset({"elsewhere", "outside_model"})
+"""Keys of an optimizer's tree that say where its parameters were, which names say as well."""
+
+
+class TensorStub(NamedTuple):
+    """Stands in a state for a tensor of the target."""
+
+    number: int
+    """Several may have the same: they are one memory then, as tied weights are."""
+
+
+class PlainData:
+    """What is chosen of a checkpoint's plain data."""
+
+    def __init__(self, manifest: Manifest, selection: Selection, wish: Wish) -> None:
+        self._manifest = manifest
+        self._selection = selection
+        self._wish = wish
+        self._rename = renamer(list(wish.rename), "")
+        self.left_out: list[LeftOut] = []
+        """What `nested` has left out."""
+        self._numbers = {tensor.fqn: number for number, tensor in enumerate(selection.wanted)}
+        self._refuse_torn_optimizers()
+
+    def objects(self) -> dict[str, bytes]:
+        """As a manifest has them."""
+        if self._wish.takes_all and not self._wish.rename:
+            return dict(self._manifest.objects)
+        return {fqn: encode_plain(tree, fqn, keep_in_tree) for fqn, tree in self._trees().items()}
+
+    def rank_objects(self) -> dict[str, Mapping[int, bytes]]:
+        """The same of those that differ from rank to rank. Their entries keep their names; what they refer to are the
+        tensors under their new ones.
+        """
+        if self._wish.takes_all and not self._wish.rename:
+            return dict(self._manifest.rank_objects)
+        found: dict[str, Mapping[int, bytes]] = {}
+        for fqn, by_rank in self._manifest.rank_objects.items():
+            trees = {rank: self._chosen(fqn, decode_plain(data)) for rank, data in by_rank.items()}
+            taken = {rank: tree for rank, tree in trees.items() if tree is not _NOTHING}
+            if taken:
+                found[fqn] = {rank: encode_plain(tree, fqn, keep_in_tree) for rank, tree in taken.items()}
+        return found
+
+    def _trees(self) -> dict[str, Any]:
+        """By their names in the target."""
+        chosen = {fqn: self._chosen(fqn, tree) for fqn, tree in self._selection.trees.items()}
+        # What has a dot belongs to a module, and goes by the names of its parameters.
+        return {self._rename(fqn) if "." in fqn else fqn: tree for fqn, tree in chosen.items() if tree is not _NOTHING}
+
+    def _chosen(self, fqn: str, value: Any) -> Any:
+        if is_optimizer_tree(value):
+            return value if self._has_optimizer(fqn, value) else _NOTHING
+        if isinstance(value, TensorRef):
+            return self._chosen_ref(fqn, value)
+        if isinstance(value, dict) and value:
+            items = {key: self._chosen(join_fqn(fqn, key), item) for key, item in value.items()}
+            left = {key: item for key, item in items.items() if item is not _NOTHING}
+            return type(value)(left) if left else _NOTHING
+        if type(value) in (list, tuple) and _holds_tensor(value):
+            items_of = [self._chosen(join_fqn(fqn, index), item) for index, item in enumerate(value)]
+            left_of = [item for item in items_of if item is not _NOTHING]
+            if left_of and len(left_of) < len(items_of):
+                raise CheckpointMismatchError(
+                    f"{fqn!r:.200} is a list of which include, exclude and rename take only a part; nothing was "
+                    "written: choose and name all of it alike",
+                    kind="conflict",
+                )
+            return type(value)(left_of) if left_of else _NOTHING
+        return value if self._wish.takes(fqn) else _NOTHING
+
+    def _chosen_ref(self, fqn: str, ref: TensorRef) -> Any:
+        names = self._selection.names
+        if fqn in self._manifest.tensors or fqn in self._manifest.aliases:
+            return TensorRef(fqn) if names.get(fqn) == fqn else _NOTHING  # a new name has a place of its own
+        return TensorRef(names[ref.fqn]) if ref.fqn in names else _NOTHING
+
+    def _has_optimizer(self, fqn: str, tree: Any) -> bool:
+        """Whether anything of it is chosen, or it by its own name."""
+        prefix, takes = join_fqn(fqn, "state."), self._wish.takes
+        if any(name.startswith(prefix) for name in self._selection.names) or any(map(takes, leaves(tree, fqn))):
+            return True
+        return bool(self._wish.include) and takes(fqn)
+
+    def _refuse_torn_optimizers(self) -> None:
+        """Raises CheckpointMismatchError (conflict) where an optimizer would no longer find its parameters."""
+        renamed = {fqn for fqn, name in self._selection.names.items() if name != fqn} if self._wish.rename else set()
+        for fqn, tree in optimizers_in(self._selection.trees).items() if renamed else ():
+            parameters = {name for group in tree["groups"].values() for name in group["params"]}
+            named = parameters | {f"model.{name}" for name in parameters}
+            state = join_fqn(fqn, "state.")
+            # Without the name of the model a parameter has the one that its optimizer knows it by.
+            alike = {f"model.{name}" for name in parameters if self._selection.names.get(f"model.{name}") == name}
+            torn = sorted(name for name in renamed - alike if name in named or name.startswith(state))
+            if torn and self._has_optimizer(fqn, tree) and self._wish.to != "hf":
+                raise CheckpointMismatchError(
+                    f"rename gives {torn[0]!r:.200} another name, by which the optimizer {fqn!r} knows its parameters; "
+                    "nothing was written: leave the optimizer out with exclude, or keep the names and rename when "
+                    "loading, with key_map",
+                    kind="conflict",
+                )
+
+    def nested(self) -> dict[Any, Any]:
+        """The state as torch saves it, with stubs for tensors: entries are dicts, optimizers what their state_dict()
+        gives, values of single ranks dicts by rank.
+        """
+        placed: set[str] = set()
+        root = self._shared(placed)
+        for fqn, by_rank in self.rank_objects().items():
+            values = {rank: self._with_stubs(decode_plain(data), fqn, placed) for rank, data in by_rank.items()}
+            self._place(root, fqn, values)
+        for name in [*self._numbers, *self._selection.aliases]:
+            if name not in placed:
+                self._place(root, name, self._stub(name))
+        return root
+
+    def shared(self) -> dict[Any, Any]:
+        """The part of it that holds plain data which all ranks share, also with stubs for tensors."""
+        return self._shared(set())
+
+    def _shared(self, placed: set[str]) -> dict[Any, Any]:
+        root: dict[Any, Any] = {}
+        for fqn, tree in self._trees().items():
+            value = self._with_stubs(tree, fqn, placed)
+            if fqn:
+                self._place(root, fqn, value)
+            else:
+                root = value
+        return root
+
+    def _stub(self, name: str) -> TensorStub:
+        return TensorStub(self._numbers[self._selection.aliases.get(name, name)])
+
+    def _with_stubs(self, value: Any, fqn: str, placed: set[str]) -> Any:
+        if is_optimizer_tree(value):
+            return self._optimizer(value, fqn, placed)
+        if isinstance(value, TensorRef):
+            name = value.fqn
+            if name not in self._numbers and name not in self._selection.aliases:
+                return None
+            placed.add(name)
+            return self._stub(name)
+        if isinstance(value, dict):
+            return type(value)({key: self._with_stubs(item, join_fqn(fqn, key), placed) for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)(self._with_stubs(item, join_fqn(fqn, at), placed) for at, item in enumerate(value))
+        return value if self._wish.is_in_memory else as_plain(value)
+
+    def _optimizer(self, tree: Mapping[str, Any], fqn: str, placed: set[str]) -> dict[str, Any]:
+        """What `torch.optim.Optimizer.state_dict()` gives, with parameters by name or, if it had none, by position; or
+        the same flat.
+
+        Raises CheckpointMismatchError (conflict) where it is to be flat and has no names.
+        """
+        known = {name for group in tree["groups"].values() for name in group["params"]}
+
+        def key_of(name: str) -> str | int:
+            return int(name) if tree.get(BY_POSITION) else name
+
+        state = {key_of(name): dict(values) for name, values in tree["state"].items()}
+        prefix = join_fqn(fqn, "state.")
+        for name in [each for each in self._numbers if each.startswith(prefix)]:
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
+            while parameter and parameter not in known:
+                parameter, _, head = parameter.rpartition(".")
+                key = f"{head}.{key}"
+            if parameter:
+                state.setdefault(key_of(parameter), {})[key] = self._stub(name)
+                placed.add(name)
+        groups = [
+            {**group["values"], "params": [key_of(name) for name in group["params"]]}
+            for group in tree["groups"].values()
+        ]
+        rest = {key: value for key, value in tree.items() if key not in {"state", "groups", BY_POSITION}}
+        if not self._wish.flatten_optimizer:
+            return {"state": state, "param_groups": groups, **rest}
+        if tree.get(BY_POSITION):
+            raise CheckpointMismatchError(
+                f"the parameters of the optimizer {fqn!r:.200} have no names, by which a flat one knows them; nothing "
+                "was written: convert without --flatten-optimizer, or leave the optimizer out with --exclude",
+                kind="conflict",
+            )
+        why = "a flat optimizer has no place for it"
+        self.left_out += [LeftOut(join_fqn(fqn, key), 0, 0, why) for key in rest if key not in _OF_NAMES]
+        return flat_optimizer_state({"state": state, "param_groups": groups})
+
+    def _place(self, root: dict[Any, Any], name: str, value: Any) -> None:
+        """Below its entry, where the checkpoint has entries; else under the whole of its name."""
+        entry, _, rest = name.partition(".")
+        is_entry = entry in root if self._is_flat else True
+        inside = root.setdefault(entry, {}) if rest and is_entry else None
+        if isinstance(inside, dict) and rest not in inside:
+            inside[rest] = value
+        else:
+            root[name] = value
+
+    @property
+    def _is_flat(self) -> bool:
+        """Whether names may have dots of their own, because torch or others have written them."""
+        return self._manifest.foreign_format not in {"", "deepspeed"}
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    return isinstance(value, TensorRef) or (type(value) in (list, tuple) and any(map(_holds_tensor, value)))
+
+
+def without_numpy(value: Any, fqn: str) -> Any:
+    """The same with tensors for arrays, lists where torch has no such dtype, and plain numbers for numpy's.
+
+    Raises CheckpointMismatchError (conflict), which names the value, for what is none of these.
+    """
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+        except TypeError:
+            return value.tolist()
+        except ValueError as error:
+            raise CheckpointMismatchError(
+                f"{fqn!r:.200}, an array of {value.dtype}, cannot become a tensor: {error}; nothing was written: leave "
+                "it out with exclude, or convert to another format",
+                kind="conflict",
+            ) from error
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return type(value)({key: without_numpy(item, join_fqn(fqn, key)) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        items: Sequence[Any] = [without_numpy(item, join_fqn(fqn, index)) for index, item in enumerate(value)]
+        return type(value)(items)
+    return value

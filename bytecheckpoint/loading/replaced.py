@@ -1,0 +1,48 @@
+"""A checkpoint that is replaced or deleted while it is read: files that it misses then are no damage, and the reader
+begins again. It reads the manifest that stands there now, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.storage.layout import DATA_FOLDER, committed_save_id
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+
+@contextmanager
+def noticing_replacement(store: Store, folder: str, manifest: Manifest) -> Iterator[None]:
+    """Turns the error about a missing file into one of kind `replaced` where another checkpoint stands there now."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        if error.kind == "missing_file":
+            refuse_replaced(store, folder, manifest, cause=error)
+        raise
+
+
+def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: BaseException | None) -> None:
+    """Raises CheckpointNotFoundError (replaced) where the folder holds another checkpoint than this one, or none."""
+    own = f"{DATA_FOLDER}/{manifest.save_id}-"
+    zeros_file = manifest.map_notes.zeros_file  # which a name map has added
+    written = [file for number, file in enumerate(manifest.files) if number != zeros_file]
+    if not all(file.name.startswith(own) for file in written):
+        return  # files of another format, or of a link: their manifest stands elsewhere
+    try:
+        stands = committed_save_id(store, folder)
+    except CheckpointError:
+        return
+    if stands == manifest.save_id:
+        return
+    path = join_name(str(store), folder)
+    what = f"was replaced by another save ({stands})" if stands else "was deleted"
+    raise CheckpointNotFoundError(
+        f"the checkpoint at {path} (save {manifest.save_id}) {what} while it was read. Nothing is damaged: open or "
+        "load it again",
+        kind="replaced",
+        path=path,
+    ) from cause

@@ -1,0 +1,152 @@
+"""Bytes that were read, put where they belong in tensors: the load's half of what staging is to a save. It knows
+nothing of where in a file they lay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.shards import LocalShard, flat_bytes, torch_dtype
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.memory.batched_copy import FEW_PIECES, scatter_pieces
+from bytecheckpoint.memory.device_to_host import has_streams
+from bytecheckpoint.memory.host_to_device import Lane, Lanes
+from bytecheckpoint.memory.tensor_bytes import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
+from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
+from bytecheckpoint.planner.load_plan import box_layout
+
+
+class Targets:
+    """Shards as the destinations of a load, by number."""
+
+    def __init__(self, shards: Sequence[LocalShard], stored_dtypes: Sequence[str], lanes: Lanes) -> None:
+        # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
+        addresses, byte_lengths = [], []
+        for given, stored_dtype in zip(shards, stored_dtypes, strict=True):
+            # It may have been moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with a
+            # process moves it.
+            has_moved = given.address and given.tensor.data_ptr() != given.address
+            shard = given._replace(address=0) if has_moved else given
+            is_raw = takes_bytes(shard, stored_dtype)
+            byte_lengths.append(shard.tensor.nbytes if is_raw else 0)
+            on_host = is_raw and (shard.address or lanes.to(shard.tensor) is None)
+            addresses.append((shard.address or shard.tensor.data_ptr()) if on_host else 0)
+        self.shards = shards
+        self.stored_dtypes = stored_dtypes
+        self.addresses = np.array(addresses, np.int64)
+        """Of the first byte of each, where it is on the host and takes stored bytes as they are; else 0."""
+        self.byte_lengths = np.array(byte_lengths, np.int64)
+        """Of each, wherever it is, that takes stored bytes as they are; else 0."""
+        self._lanes = lanes
+
+    def lane(self, number: int) -> Lane | None:
+        """The way to a shard, where it is on a device that has one."""
+        return self._lanes.to(self.shards[number].tensor)
+
+
+def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
+    """Whether stored bytes can be put into the shard's memory as they are."""
+    if shard.address or shard.dtype != stored_dtype:
+        return shard.dtype == stored_dtype
+    tensor = shard.tensor
+    return (tensor.is_cpu or has_streams(tensor.device)) and is_row_major(tensor)
+
+
+def memory_of(part: Part, targets: Targets) -> memoryview | None:
+    """The host memory that the bytes of a part are for, where they can be put there as they are."""
+    if not isinstance(part, FlatPart) or not targets.addresses[part.want]:
+        return None
+    memory = as_bytes(targets.shards[part.want].tensor)
+    return memory[part.target_byte_offset : part.target_byte_offset + part.byte_length]
+
+
+def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
+    """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
+    others = parts
+    if len(parts) >= FEW_PIECES:
+        flat = [part for part in parts if not isinstance(part, BoxPart)]
+        others = [part for part in parts if isinstance(part, BoxPart)] if len(flat) < len(parts) else []
+        _place_together(flat, byte_offset, targets, fetched)
+    for part in others:
+        content = fetched[part.byte_offset - byte_offset :][: part.byte_length]
+        if isinstance(part, BoxPart):
+            _place_box(part, content, targets)
+        else:
+            _place_flat(part, content, targets)
+
+
+def _place_together(parts: Sequence[FlatPart], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
+    wants, starts, lengths, skipped = np.fromiter(chain.from_iterable(parts), np.int64).reshape(-1, 4).T
+    starts, ends = starts - byte_offset, starts + lengths - byte_offset
+    addresses = targets.addresses[wants]
+    is_simple = (addresses != 0) & (skipped + lengths <= targets.byte_lengths[wants]) & (ends <= fetched.nbytes)
+    source = ctypes.addressof(ctypes.c_char.from_buffer(fetched))
+    scatter_pieces(source + starts[is_simple], (addresses + skipped)[is_simple], lengths[is_simple])
+    for number in np.flatnonzero(~is_simple).tolist():
+        part = parts[number]
+        _place_flat(part, fetched[part.byte_offset - byte_offset :][: part.byte_length], targets)
+
+
+def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
+    want, _, length, skipped = part
+    address, lane = int(targets.addresses[want]), targets.lane(want)
+    if skipped + length > targets.byte_lengths[want] or content.nbytes < length or not (address or lane or not length):
+        fqn = targets.shards[want].fqn
+        raise ValueError(f"the plan puts {length} bytes where {fqn} has no memory that takes them")
+    if lane is not None and length:
+        memory = flat_bytes(targets.shards[want].tensor)[skipped : skipped + length]
+        lane.copy(memory, content, None)
+    elif length:
+        ctypes.memmove(address + skipped, ctypes.addressof(ctypes.c_char.from_buffer(content)), length)
+
+
+def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
+    lengths, strides = box_layout(part)
+    shard, stored_dtype, lane = targets.shards[part.want], targets.stored_dtypes[part.want], targets.lane(part.want)
+    dtype = torch_dtype(stored_dtype)
+    destination = view_region(shard, part.region)
+    integers = SAME_SIZE_INTEGERS.get(itemsize(stored_dtype))
+    is_raw = stored_dtype == shard.dtype and not destination.is_conj() and not destination.is_neg()
+    if is_raw and integers is not None:
+        dtype, destination = integers, destination.view(integers)
+
+    def shaped(stored: torch.Tensor) -> torch.Tensor:
+        return stored.view(dtype).as_strided(lengths, strides)
+
+    if lane is not None and stored_dtype == shard.dtype:
+        lane.copy(destination, content, shaped)
+        return
+    stored = torch.frombuffer(content, dtype=torch.uint8)
+    if stored.data_ptr() % dtype.itemsize:
+        stored = stored.clone()  # files of others may hold it so; torch crashes on complex numbers that are not aligned
+    if stored_dtype != shard.dtype:
+        _check_values_fit(shard, shaped(stored))
+    if lane is None:
+        destination.copy_(shaped(stored))
+        return
+    # Converted on the host, so that the result is the same as there.
+    converted = shaped(stored).to(destination.dtype).contiguous()
+    lane.copy(destination, as_bytes(converted), lambda raw: raw.view(destination.dtype).view(lengths))
+
+
+def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
+    """Raises CheckpointMismatchError (dtype) for values that an integer dtype does not have: torch would make others of
+    them. That a floating-point dtype rounds is what it is for.
+    """
+    dtype = torch_dtype(shard.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    differs = (stored.to(dtype).to(stored.dtype) != stored).reshape(-1)
+    if differs.any():
+        value = stored.reshape(-1)[differs][0].item()
+        raise CheckpointMismatchError(
+            f"{shard.fqn}: {value} and perhaps other values in the checkpoint are no {shard.dtype}, which the state "
+            "has: load into another dtype",
+            kind="dtype",
+        )

@@ -1,0 +1,1 @@
+"""The manifest: what a checkpoint is made of, and how it is encoded, decoded and validated."""

@@ -1,0 +1,250 @@
+"""What must hold of the chunks of a manifest, whoever wrote it: each lies in its tensor and in its file, and no two
+share a byte. Checked as numpy columns, all at once, because there may be millions; a load checks those that it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from bytecheckpoint.manifest.frames import CODECS, FRAME_BYTES, MAX_ENCODED_BYTES
+from bytecheckpoint.manifest.validation import (
+    MAX_BYTES,
+    Columns,
+    bad_manifest,
+    first_true,
+    itemsizes_of,
+    numels_of,
+    reduce_runs,
+    run_starts,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from bytecheckpoint.errors import CheckpointCorruptError
+    from bytecheckpoint.manifest.encoding import DataFile
+
+    Int64s = NDArray[np.int64]
+
+
+class FileBounds:
+    """Where the files of a manifest begin and end when they are laid on one long line of bytes, and their extents."""
+
+    def __init__(self, files: Sequence[DataFile]) -> None:
+        self.files = files
+
+    @cached_property
+    def byte_lengths(self) -> Int64s:
+        return np.array([file.byte_length for file in self.files], dtype=np.int64)
+
+    @cached_property
+    def starts(self) -> Int64s:
+        return run_starts(self.byte_lengths)
+
+    @cached_property
+    def extent_lengths(self) -> Int64s:
+        """A file without extents counts as one."""
+        cuts = [file.extent_lengths or [file.byte_length] * (file.byte_length > 0) for file in self.files]
+        return np.array([length for of_file in cuts for length in of_file], dtype=np.int64)
+
+    @cached_property
+    def extent_bounds(self) -> Int64s:
+        return np.concatenate([[0], np.cumsum(self.extent_lengths)])
+
+    @cached_property
+    def has_extents(self) -> NDArray[np.bool_]:
+        return np.array([bool(file.extent_lengths) for file in self.files])
+
+
+class Spans(NamedTuple):
+    """Where chunks lie when all files are laid on one long line: one sort shows what overlaps in any of them."""
+
+    starts: Int64s
+    byte_lengths: Int64s
+
+
+def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> Spans:
+    """Checks the chunks of these tensors, of a manifest that `check_manifest` has passed: each lies in its tensor and
+    in its file, and together they are as large as they must be. Whether they share bytes is for `check_disjoint`.
+
+    Raises CheckpointCorruptError (bad_manifest).
+    """
+    for column in (columns.coordinates, columns.byte_offsets, columns.byte_lengths):
+        if column.itemsize == 8 and column.max(initial=0) > MAX_BYTES:
+            raise bad_manifest(f"it holds the number {column.max()} among the offsets and lengths of its chunks")
+    itemsizes = itemsizes_of(columns, fqns)
+    numels = numels_of(columns, itemsizes, fqns)
+    columns = columns._replace(coordinates=all_coordinates(columns), is_grid=np.zeros(len(fqns), bool))
+    tensors = np.repeat(np.arange(len(fqns)), columns.num_chunks)
+    chunk_numels = numels_of_chunks(columns, tensors, fqns)
+    raw_bytes = chunk_numels * itemsizes[tensors]
+    if len(columns.byte_lengths):
+        _check_byte_lengths(columns, tensors, raw_bytes, fqns)
+    else:
+        columns = columns._replace(byte_lengths=raw_bytes)
+    _check_volumes(columns, numels, chunk_numels, fqns)
+    spans = _check_byte_ranges(columns, tensors, bounds, fqns)
+    _check_frames(columns, tensors, raw_bytes, bounds, fqns)
+    return spans
+
+
+def all_coordinates(columns: Columns) -> np.ndarray:
+    """The coordinates of every chunk of these tensors, those of grids among them."""
+    if not columns.is_grid.any():
+        return columns.coordinates
+    counts = 2 * columns.num_dims * columns.num_chunks
+    coordinates = np.empty(int(counts.sum()), np.int64)
+    from_grid = np.repeat(columns.is_grid, counts)
+    coordinates[~from_grid] = columns.coordinates
+    coordinates[from_grid] = _grid_coordinates(columns)
+    return coordinates
+
+
+def _grid_coordinates(columns: Columns) -> Int64s:
+    """Those of the chunks of all grids."""
+    num_dims, num_chunks = columns.num_dims[columns.is_grid], columns.num_chunks[columns.is_grid]
+    shapes = columns.shapes[np.repeat(columns.is_grid, columns.num_dims)].astype(np.int64)
+    parts = columns.grid_parts.astype(np.int64)
+    tensors = np.repeat(np.arange(len(num_dims)), num_chunks)
+    left = np.arange(len(tensors)) - run_starts(num_chunks)[tensors]
+    first_dims, dims_of_chunks = run_starts(num_dims), num_dims[tensors]
+    first_coordinates = run_starts(2 * dims_of_chunks)
+    coordinates = np.empty(int((2 * dims_of_chunks).sum()), np.int64)
+    for dim_from_end in range(1, int(num_dims.max(initial=0)) + 1):
+        chunks = np.flatnonzero(dims_of_chunks >= dim_from_end)
+        dim = dims_of_chunks[chunks] - dim_from_end
+        at = first_dims[tensors[chunks]] + dim
+        left[chunks], index = np.divmod(left[chunks], -(-shapes[at] // parts[at]))
+        target = first_coordinates[chunks] + dim
+        coordinates[target] = index * parts[at]
+        coordinates[target + dims_of_chunks[chunks]] = np.minimum(parts[at], shapes[at] - index * parts[at])
+    return coordinates
+
+
+def numels_of_chunks(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int64s:
+    """Elements of each chunk; raises where one reaches out of its tensor's shape."""
+    num_dims = columns.num_dims[tensors]
+    first_coordinates = run_starts(2 * num_dims)
+    first_dims = run_starts(columns.num_dims)[tensors]
+    numels = np.ones(len(tensors), dtype=np.int64)
+    for dim in range(int(num_dims.max(initial=0))):
+        chunks = np.flatnonzero(num_dims > dim)
+        at = first_coordinates[chunks] + dim
+        offsets = columns.coordinates[at].astype(np.int64)
+        lengths = columns.coordinates[at + num_dims[chunks]].astype(np.int64)
+        outside = lengths > columns.shapes[first_dims[chunks] + dim].astype(np.int64) - offsets
+        if outside.any():
+            first = first_true(outside)
+            raise bad_manifest(
+                f"a chunk of {shown(fqns[tensors[chunks[first]]])} has elements {offsets[first]} to "
+                f"{int(offsets[first]) + int(lengths[first])} of dimension {dim}, which the shape has not"
+            )
+        numels[chunks] *= lengths
+    return numels
+
+
+def _check_byte_lengths(columns: Columns, tensors: Int64s, raw_bytes: Int64s, fqns: Sequence[str]) -> None:
+    byte_lengths = columns.byte_lengths.astype(np.int64)
+    # Of a codec that only a later release knows nothing can be said; the planner refuses the chunk.
+    wrong = _is_stored_by(columns, ("none",)) & (byte_lengths != raw_bytes)
+    wrong |= _is_stored_by(columns, CODECS) & (byte_lengths > raw_bytes)
+    if wrong.any():
+        chunk = first_true(wrong)
+        raise bad_manifest(
+            f"a chunk of {shown(fqns[tensors[chunk]])} has {columns.byte_lengths[chunk]} bytes, "
+            f"its region takes {raw_bytes[chunk]}"
+        )
+
+
+def _is_stored_by(columns: Columns, codecs: Collection[str]) -> NDArray[np.bool_]:
+    if not columns.codec_names:
+        return np.full(len(columns.files), "none" in codecs)
+    stored: NDArray[np.bool_] = np.array([name in codecs for name in columns.codec_names])[columns.codecs]
+    return stored
+
+
+def _check_volumes(columns: Columns, numels: Int64s, chunk_numels: Int64s, fqns: Sequence[str]) -> None:
+    # Halves are summed apart: a sum of many chunks that wrapped around could look right.
+    low = reduce_runs(np.add, chunk_numels & 0xFFFFFFFF, columns.num_chunks, empty=0)
+    high = reduce_runs(np.add, chunk_numels >> 32, columns.num_chunks, empty=0) + (low >> 32)
+    wrong = (high != numels >> 32) | (low & 0xFFFFFFFF != numels & 0xFFFFFFFF)
+    if wrong.any():
+        tensor = first_true(wrong)
+        raise bad_manifest(
+            f"the chunks of {shown(fqns[tensor])} have {(int(high[tensor]) << 32) + (int(low[tensor]) & 0xFFFFFFFF)} "
+            f"elements, its shape has {numels[tensor]}"
+        )
+
+
+def _check_byte_ranges(columns: Columns, tensors: Int64s, bounds: FileBounds, fqns: Sequence[str]) -> Spans:
+    files = bounds.files
+    if columns.files.max(initial=0) >= len(files) and len(tensors):
+        chunk = int(np.argmax(columns.files))
+        raise bad_manifest(
+            f"a chunk of {shown(fqns[tensors[chunk]])} lies in file {columns.files[chunk]} of {len(files)}"
+        )
+    offsets, lengths = columns.byte_offsets.astype(np.int64), columns.byte_lengths.astype(np.int64)
+    outside = lengths > bounds.byte_lengths[columns.files] - offsets
+    if outside.any():
+        chunk = first_true(outside)
+        raise outside_file(fqns[tensors[chunk]], files[columns.files[chunk]], offsets[chunk], lengths[chunk])
+    return Spans(bounds.starts[columns.files] + offsets, lengths)
+
+
+def outside_file(fqn: str, file: DataFile, byte_offset: int, byte_length: int) -> CheckpointCorruptError:
+    """The error for a chunk that its file is too short for."""
+    return bad_manifest(
+        f"a chunk of {shown(fqn)} has {byte_length} bytes from byte {byte_offset} on "
+        f"of file {shown(file.name)}, which has {file.byte_length}"
+    )
+
+
+def find_shared_bytes(spans: Spans) -> tuple[int, int] | None:
+    """Two chunks, by number, that have a byte in common; None where there are none."""
+    order = np.argsort(spans.starts, kind="stable")
+    order = order[spans.byte_lengths[order] > 0]
+    starts = spans.starts[order]
+    overlaps = starts[1:] < starts[:-1] + spans.byte_lengths[order[:-1]]
+    if not overlaps.any():
+        return None
+    first = first_true(overlaps)
+    return int(order[first]), int(order[first + 1])
+
+
+def shared_bytes(fqns: tuple[str, str], file: DataFile, byte_offset: int) -> CheckpointCorruptError:
+    """The error for chunks of these tensors that have a byte in common."""
+    return bad_manifest(
+        f"a chunk of {shown(fqns[0])} and one of {shown(fqns[1])} share bytes of file {shown(file.name)}, at "
+        f"{byte_offset}"
+    )
+
+
+def _check_frames(
+    columns: Columns, tensors: Int64s, raw_bytes: Int64s, bounds: FileBounds, fqns: Sequence[str]
+) -> None:
+    """Each compressed chunk is a run of whole extents of its file, one for each frame and none longer than a frame."""
+    chunks = np.flatnonzero(_is_stored_by(columns, CODECS[1:]))
+    if not len(chunks):
+        return
+    # As with byte ranges, every file has its own stretch of one long line, here cut where an extent ends.
+    cuts, of_files = bounds.extent_bounds, columns.files[chunks]
+    starts = bounds.starts[of_files] + columns.byte_offsets[chunks].astype(np.int64)
+    ends = starts + columns.byte_lengths[chunks].astype(np.int64)
+    first, last = np.searchsorted(cuts, starts), np.searchsorted(cuts, ends)
+    too_long = np.flatnonzero(bounds.extent_lengths > MAX_ENCODED_BYTES)
+    wrong = (cuts[first] != starts) | (cuts[last] != ends) | (last - first != -(-raw_bytes[chunks] // FRAME_BYTES))
+    wrong |= np.searchsorted(too_long, last) > np.searchsorted(too_long, first)
+    wrong |= ~bounds.has_extents[of_files]
+    if wrong.any():
+        chunk = chunks[first_true(wrong)]
+        file = bounds.files[columns.files[chunk]]
+        raise bad_manifest(
+            f"a compressed chunk of {shown(fqns[tensors[chunk]])} has {columns.byte_lengths[chunk]} bytes from byte "
+            f"{columns.byte_offsets[chunk]} on of file {shown(file.name)}, which are not one "
+            f"whole extent of at most {MAX_ENCODED_BYTES} bytes for every {FRAME_BYTES} of its {raw_bytes[chunk]} bytes"
+        )

@@ -1,0 +1,293 @@
+"""The tensors of a manifest while they are columns. A record is made, and its chunks are checked, when it is asked for,
+because most ranks want few chunks of a checkpoint's millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.manifest.chunk_validation import (
+    FileBounds,
+    Spans,
+    all_coordinates,
+    check_chunks,
+    find_shared_bytes,
+    outside_file,
+    shared_bytes,
+)
+from bytecheckpoint.manifest.records import Chunk, TensorRecord
+from bytecheckpoint.manifest.validation import Columns, bad_manifest, first_true, itemsizes_of, numels_of, shown
+from bytecheckpoint.region import Region, count_parts_meeting, grid_regions, parts_meeting, whole
+
+_CHUNKS_AT_ONCE = 1 << 20
+"""What is checked at once, so that millions of chunks take the memory of few."""
+
+_CHUNKS_ONE_BY_ONE = 4096
+"""Of one tensor. Where more are asked for, all of them are checked before a record of any is made."""
+
+
+class SoleChunks(NamedTuple):
+    """The chunks of tensors that consist of one each, as columns with an entry a tensor."""
+
+    is_sole: np.ndarray
+    """Whether the tensor consists of one chunk, which is not compressed. Where it does not, the rest says nothing."""
+    files: np.ndarray
+    byte_offsets: np.ndarray
+    byte_lengths: np.ndarray
+
+
+class ColumnTensors(Mapping[str, TensorRecord]):
+    """The tensors in these columns, by FQN, whose chunks lie in the files that `bounds` is about, and may share bytes
+    there or not.
+
+    What is asked for raises CheckpointCorruptError (bad_manifest) where the chunks in question cannot be right.
+    """
+
+    def __init__(
+        self, fqns: Sequence[str], columns: Columns, bounds: FileBounds, *, may_share_bytes: bool = False
+    ) -> None:
+        self._indices = dict(zip(fqns, range(len(fqns)), strict=True))
+        if len(self._indices) != len(fqns):
+            raise bad_manifest("it lists a tensor twice")
+        self.columns = columns
+        self._bounds = bounds
+        self._may_share_bytes = may_share_bytes
+        self._first_dims = _starts(columns.num_dims)
+        self._first_chunks = _starts(columns.num_chunks)
+        self._first_parts = _starts(columns.num_dims * columns.is_grid)
+        self._first_coordinates = _starts(2 * columns.num_dims * columns.num_chunks * ~columns.is_grid)
+        self._checked: set[int] = set()
+        self._described: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def check_all(self) -> None:
+        """Checks every chunk. Raises CheckpointCorruptError (bad_manifest)."""
+        fqns = list(self._indices)
+        all_spans = [
+            check_chunks(self._slice(first, last), self._bounds, fqns[first:last]) for first, last in self._batches()
+        ]
+        if all_spans:
+            self._refuse_shared_bytes(Spans(*map(np.concatenate, zip(*all_spans, strict=True))))
+        self._checked.update(range(len(fqns)))
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        """Ranges of tensors that have few enough chunks together."""
+        bounds = [0]
+        while bounds[-1] < len(self):
+            limit = self._first_chunks[bounds[-1]] + _CHUNKS_AT_ONCE
+            bounds.append(max(bounds[-1] + 1, int(np.searchsorted(self._first_chunks, limit, side="right")) - 1))
+        return pairwise(bounds)
+
+    def _refuse_shared_bytes(self, spans: Spans, first_chunk: int = 0) -> None:
+        found = None if self._may_share_bytes else find_shared_bytes(spans)
+        if found is not None:
+            chunks = [first_chunk + chunk for chunk in found]
+            fqns = list(self._indices)
+            of_chunks = [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
+            file = self._bounds.files[self.columns.files[chunks[0]]]
+            raise shared_bytes((of_chunks[0], of_chunks[1]), file, int(self.columns.byte_offsets[chunks[1]]))
+
+    def _slice(self, first: int, last: int) -> Columns:
+        """The columns of tensors `first` to `last`."""
+        columns = self.columns
+        chunks = slice(self._first_chunks[first], self._first_chunks[last])
+        return columns._replace(
+            dtypes=columns.dtypes[first:last],
+            num_dims=columns.num_dims[first:last],
+            num_chunks=columns.num_chunks[first:last],
+            shapes=columns.shapes[self._first_dims[first] : self._first_dims[last]],
+            is_grid=columns.is_grid[first:last],
+            grid_parts=columns.grid_parts[self._first_parts[first] : self._first_parts[last]],
+            coordinates=columns.coordinates[self._first_coordinates[first] : self._first_coordinates[last]],
+            files=columns.files[chunks],
+            byte_offsets=columns.byte_offsets[chunks],
+            byte_lengths=columns.byte_lengths[chunks],
+            codecs=columns.codecs[chunks],
+        )
+
+    def _checked_slice(self, fqn: str) -> Columns:
+        index = self._indices[fqn]
+        columns = self._slice(index, index + 1)
+        if index not in self._checked:
+            self._refuse_shared_bytes(check_chunks(columns, self._bounds, [fqn]), self._first_chunks[index])
+            self._checked.add(index)
+        return columns
+
+    def __getitem__(self, fqn: str) -> TensorRecord:
+        columns = self._checked_slice(fqn)
+        dtype, shape = self.describe(fqn)
+        if columns.is_grid[0]:
+            regions = grid_regions(shape, columns.grid_parts.tolist())
+            coordinates = [number for region in regions for number in (*region.offsets, *region.lengths)]
+        else:
+            coordinates = columns.coordinates.tolist()
+        record = TensorRecord(
+            dtype,
+            shape,
+            coordinates,
+            columns.files.tolist(),
+            columns.byte_offsets.tolist(),
+            columns.byte_lengths.tolist(),
+            _codecs(columns),
+        )
+        return record if record.byte_lengths else _with_byte_lengths(record)
+
+    def chunks_meeting(self, fqn: str, region: Region) -> list[Chunk]:
+        """The chunks that hold elements of the region. Where they are a grid, the others cost nothing."""
+        index = self._indices[fqn]
+        columns = self.columns
+        if not columns.is_grid[index] or len(columns.byte_lengths):
+            return self._select(self._checked_slice(fqn), fqn, region)
+        dtype, shape = self.describe(fqn)
+        if self._first_chunks[index + 1] - self._first_chunks[index] == 1:
+            # Of many small tensors nearly all are like this, and mostly all of it is asked for.
+            found = region if region.lengths == shape else whole(shape)
+            num_bytes = found.numel * itemsize(dtype)
+            return [self._checked_chunk(fqn, self._first_chunks[index], found, num_bytes)] if region.numel else []
+        part = columns.grid_parts[self._first_parts[index] : self._first_parts[index + 1]].tolist()
+        if count_parts_meeting(part, region) > _CHUNKS_ONE_BY_ONE:
+            self._checked_slice(fqn)  # a small file can claim millions, which share bytes
+        return [
+            self._checked_chunk(fqn, self._first_chunks[index] + number, found, found.numel * itemsize(dtype))
+            for number, found in parts_meeting(shape, part, region)
+        ]
+
+    def _checked_chunk(self, fqn: str, chunk: int, region: Region, byte_length: int) -> Chunk:
+        """A chunk of a grid that is not compressed: that it lies in its file is all that is left to check."""
+        columns, files = self.columns, self._bounds.files
+        number, byte_offset = int(columns.files[chunk]), int(columns.byte_offsets[chunk])
+        if number >= len(files):
+            raise bad_manifest(f"a chunk of {shown(fqn)} lies in file {number} of {len(files)}")
+        if byte_offset + byte_length > files[number].byte_length:
+            raise outside_file(fqn, files[number], byte_offset, byte_length)
+        return Chunk(region, number, byte_offset, byte_length)
+
+    def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
+        """What `chunks_meeting` gives for all of these tensors that consist of one chunk: of many small ones nearly all
+        do, and are looked at together.
+        """
+        columns, bounds = self.columns, self._bounds
+        tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
+        is_sole, byte_lengths = self._is_sole[tensors], self._byte_lengths[tensors]
+        chunks = self._chunk_numbers[tensors[is_sole]]
+        files, byte_offsets = np.zeros(len(fqns), np.int64), np.zeros(len(fqns), np.int64)
+        files[is_sole], byte_offsets[is_sole] = columns.files[chunks], columns.byte_offsets[chunks]
+        # A number that an int64 does not hold has become negative.
+        known_files = np.where(files < 0, len(bounds.files), np.minimum(files, len(bounds.files)))
+        lengths_of_files = np.append(bounds.byte_lengths, -1)[known_files]
+        wrong = is_sole & ((byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths))
+        if wrong.any():
+            first = first_true(wrong)
+            fqn, chunk = fqns[first], self._first_chunks[tensors[first]]
+            self._checked_chunk(fqn, chunk, whole(self.describe(fqn)[1]), int(byte_lengths[first]))
+        return SoleChunks(is_sole, files, byte_offsets, byte_lengths)
+
+    @cached_property
+    def _is_sole(self) -> np.ndarray:
+        """Of each tensor: whether it is a grid of one chunk, none of whose bytes are compressed."""
+        has_raw_bytes = not len(self.columns.byte_lengths)
+        is_sole: np.ndarray = self.columns.is_grid & (self.columns.num_chunks == 1) & has_raw_bytes
+        return is_sole
+
+    @cached_property
+    def _chunk_numbers(self) -> np.ndarray:
+        """Of each tensor: its first chunk."""
+        return np.array(self._first_chunks, np.int64)
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        """Of each tensor, not compressed."""
+        fqns = list(self._indices)
+        itemsizes = itemsizes_of(self.columns, fqns)
+        byte_lengths: np.ndarray = itemsizes * numels_of(self.columns, itemsizes, fqns)
+        return byte_lengths
+
+    def _select(self, columns: Columns, fqn: str, region: Region) -> list[Chunk]:
+        dtype, shape = self.describe(fqn)
+        boxes = all_coordinates(columns).reshape(len(columns.files), 2, len(shape)).astype(np.int64)
+        starts, lengths = boxes[:, 0], boxes[:, 1]
+        meets = np.minimum(starts + lengths, region.ends) > np.maximum(starts, region.offsets)
+        codecs = _codecs(columns)
+        chunks = []
+        for chunk in np.flatnonzero(meets.all(axis=1)).tolist():
+            found = Region(tuple(starts[chunk].tolist()), tuple(lengths[chunk].tolist()))
+            chunks.append(
+                Chunk(
+                    found,
+                    int(columns.files[chunk]),
+                    int(columns.byte_offsets[chunk]),
+                    int(columns.byte_lengths[chunk]) if len(columns.byte_lengths) else found.numel * itemsize(dtype),
+                    codecs[chunk] if codecs else "none",
+                )
+            )
+        return chunks
+
+    def may_overlap(self, fqn: str) -> bool:
+        """Whether two chunks of a tensor could hold the same element; those of a grid cannot."""
+        index = self._indices[fqn]
+        return not self.columns.is_grid[index]
+
+    def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and global shape, without looking at any chunk."""
+        described = self._described.get(fqn)
+        if described is None:
+            index, columns = self._indices[fqn], self.columns
+            shape = columns.shapes[self._first_dims[index] : self._first_dims[index + 1]]
+            described = columns.dtype_names[columns.dtypes[index]], tuple(shape.tolist())
+            self._described[fqn] = described
+        return described
+
+    def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """The same of every tensor, by FQN."""
+        if len(self._described) < len(self):
+            columns, shapes = self.columns, self.columns.shapes.tolist()
+            dtypes = map(columns.dtype_names.__getitem__, columns.dtypes.tolist())
+            of_tensors = (tuple(shapes[start:stop]) for start, stop in pairwise(self._first_dims))
+            self._described = dict(zip(self._indices, zip(dtypes, of_tensors, strict=True), strict=True))
+        return self._described
+
+    def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+        """The same of these tensors."""
+        if len(self._described) == len(self):
+            return list(map(self._described.__getitem__, fqns))
+        return list(map(self.describe, fqns))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._indices
+
+
+def _with_byte_lengths(record: TensorRecord) -> TensorRecord:
+    """Of a record without any: each chunk has the bytes that its elements take."""
+    item_bytes = itemsize(record.dtype)
+    num_dims = len(record.shape)
+    lengths = (
+        (
+            prod(record.coordinates[start + num_dims : start + 2 * num_dims])
+            for start in range(0, len(record.coordinates), 2 * num_dims)
+        )
+        if num_dims
+        else (1,) * record.num_chunks
+    )
+    return record._replace(byte_lengths=[item_bytes * numel for numel in lengths])
+
+
+def _codecs(columns: Columns) -> Sequence[str]:
+    """Of one tensor's chunks; nothing where none is compressed."""
+    codecs = [columns.codec_names[index] for index in columns.codecs.tolist()]
+    return codecs if codecs.count("none") < len(codecs) else ()
+
+
+def _starts(counts: np.ndarray) -> list[int]:
+    return [0, *np.cumsum(counts).tolist()]

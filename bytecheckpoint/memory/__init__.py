@@ -1,0 +1,1 @@
+"""Tensor memory: its bytes, its overlaps, and copies between host and device."""

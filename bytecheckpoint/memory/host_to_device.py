@@ -1,0 +1,194 @@
+"""Bytes of a load on their way into accelerator memory: through pinned memory and on a stream of their own, so that one
+piece is read while the one before it is copied. It decides when memory is free again, and knows no files and no plans.
+
+A load waits on the host for the last copy. So all bytes are there when it returns or raises, and no tensor has to be
+recorded for the stream: none is freed while a copy into it is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+import torch
+
+from bytecheckpoint.memory.device_to_host import has_streams
+from bytecheckpoint.storage.range_reader import Buffers, HostMemory
+
+
+class Event(Protocol):
+    """A place in a lane."""
+
+    def query(self) -> bool:
+        """Whether everything before it is done."""
+
+    def synchronize(self) -> None:
+        """Returns when it is."""
+
+
+class Lane(Protocol):
+    """The way into the memory of one device: copies that are done in the order in which they were queued, while the
+    host goes on. May be used by any thread.
+    """
+
+    def new_block(self, num_bytes: int) -> memoryview:
+        """Writable host memory that can be copied from while the host goes on."""
+
+    def copy(
+        self, target: torch.Tensor, content: memoryview, shaped: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> None:
+        """Queues a copy of these bytes into `target`, a tensor of the device: of what `shaped` makes of them as a flat
+        tensor of bytes, or as they are.
+
+        Memory of `new_block` must stay as it is until the copy is done; any other has been read when this returns.
+        """
+
+    def mark(self) -> Event:
+        """After everything that has been queued."""
+
+    def close(self) -> None:
+        """Returns when everything that was queued is done; what the caller's stream does later sees it."""
+
+
+class CudaLane:
+    """A stream that begins where the current one of the thread that makes this is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._callers = torch.cuda.current_stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(self._callers)
+
+    def new_block(self, num_bytes: int) -> memoryview:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+
+    def copy(
+        self, target: torch.Tensor, content: memoryview, shaped: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> None:
+        source = torch.frombuffer(content, dtype=torch.uint8)
+        is_pinned = source.is_pinned()
+        with torch.cuda.stream(self._stream):
+            if shaped is not None:
+                # Brought as it is, gaps included: the device is faster at putting rows where they belong.
+                source = shaped(source.to(self._device, non_blocking=is_pinned))
+            target.copy_(source, non_blocking=is_pinned)
+
+    def mark(self) -> Event:
+        # One that blocks: waiting for others spins, on a core that reading needs.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._stream.record_event(event)
+        return event
+
+    def close(self) -> None:
+        self._callers.wait_stream(self._stream)
+        self.mark().synchronize()
+
+
+class Lanes:
+    """Those of one load, and the memory for its reads. As a context: however it is left, nothing is in flight
+    afterwards.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], open_lane: Callable[[torch.device], Lane]) -> None:
+        """Made on the thread on whose streams the tensors are used."""
+        self._lanes = {device: open_lane(device) for device in dict.fromkeys(devices)}
+        self._buffers: list[LaneBuffers] = []
+        """Kept until all copies are done: torch would give their memory to others, whom it does not make wait."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with ExitStack() as closing:  # every one of them, also after one that fails
+            for lane in self._lanes.values():
+                closing.callback(lane.close)
+
+    def to(self, tensor: torch.Tensor) -> Lane | None:
+        """The lane into the memory of this tensor; None where torch puts bytes there at once."""
+        return self._lanes.get(tensor.device) if self._lanes else None
+
+    def block_bytes(self, byte_length: int) -> int:
+        # torch rounds pinned memory up to a power of two.
+        return 1 << (byte_length - 1).bit_length() if self._lanes and byte_length else byte_length
+
+    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
+        lanes = list(self._lanes.values())
+        if not lanes:
+            return HostMemory().new_buffers(num_buffers, byte_length)
+        self._buffers.append(LaneBuffers(lanes, num_buffers, byte_length))
+        return self._buffers[-1]
+
+
+def lanes_to(tensors: Iterable[torch.Tensor]) -> Lanes:
+    """The lanes that a load into these tensors takes: one for each device that has streams."""
+    devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+    return Lanes(filter(has_streams, devices), CudaLane)
+
+
+class _InFlight(NamedTuple):
+    """A buffer that was given back."""
+
+    buffer: memoryview
+    events: Sequence[Event]
+    """It is free when these are done."""
+
+
+class LaneBuffers:
+    """A few buffers from which lanes copy: each is lent again only when what was queued from it is done."""
+
+    def __init__(self, lanes: Sequence[Lane], num_buffers: int, byte_length: int) -> None:
+        self._lanes = lanes
+        self._num_missing = num_buffers
+        self._byte_length = byte_length
+        self._in_flight: deque[_InFlight] = deque()
+        self._changed = threading.Condition()
+
+    def take(self) -> memoryview:
+        """One that is free, else a new one while there may be more, else the one that will be free first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._in_flight or self._num_missing)
+            oldest = None
+            if self._num_missing and not self._has_free():
+                self._num_missing -= 1
+            else:
+                oldest = self._in_flight.popleft()
+        return self._new_buffer() if oldest is None else self._awaited(oldest)
+
+    def give(self, buffer: memoryview) -> None:
+        events: list[Event] = []
+        try:
+            events.extend(lane.mark() for lane in self._lanes)
+        finally:  # nobody may wait for it in vain, whatever has failed
+            self._put_back(_InFlight(buffer, events))
+
+    def _has_free(self) -> bool:
+        return bool(self._in_flight) and all(event.query() for event in self._in_flight[0].events)
+
+    def _new_buffer(self) -> memoryview:
+        try:
+            return self._lanes[0].new_block(self._byte_length)
+        except BaseException:
+            with self._changed:
+                self._num_missing += 1
+                self._changed.notify()
+            raise
+
+    def _awaited(self, oldest: _InFlight) -> memoryview:
+        try:
+            for event in oldest.events:
+                event.synchronize()
+        except BaseException:
+            self._put_back(oldest)
+            raise
+        return oldest.buffer
+
+    def _put_back(self, returned: _InFlight) -> None:
+        with self._changed:
+            self._in_flight.append(returned)
+            self._changed.notify()

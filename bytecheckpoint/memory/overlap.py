@@ -1,0 +1,163 @@
+"""Which tensors that a load is to fill lie in the same memory: what two of them share cannot hold the values of both.
+It knows neither checkpoints nor what the tensors are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.shards import LocalShard
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Int64s = NDArray[np.int64]
+
+_MAX_RUNS = 1 << 22
+"""Of tensors that reach into one another. Of more, such as of large ones that are transposed, nothing is said: to look
+at them would take too much memory."""
+
+
+class Shared(NamedTuple):
+    """Pairs of shards, by their numbers; the first of a pair can be filled, and is in no pair the second."""
+
+    within: list[tuple[int, int]]
+    """All bytes of the second are bytes of the first, of the same dtype: it is tied to it, or a view of a part."""
+    clashing: list[tuple[int, int]]
+    """They have some bytes in common, and the second has others, or they are of different dtypes."""
+
+
+def find_shared(shards: Sequence[LocalShard]) -> Shared:
+    """All shards that share memory with another one. Costs little where none does."""
+    shared = Shared([], [])
+    if all(shard.address or shard.tensor.is_cpu for shard in shards):
+        _look_among(range(len(shards)), shards, shared)
+        return shared
+    by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
+    for number, shard in enumerate(shards):
+        by_device.setdefault(shard.tensor.device, []).append(number)
+    for numbers in by_device.values():
+        _look_among(numbers, shards, shared)
+    return shared
+
+
+def _look_among(numbers: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:
+    """Looks at the shards with these numbers, which are on one device."""
+    looked_at = [shards[number] for number in numbers]
+    starts = np.array([shard.address or shard.tensor.data_ptr() for shard in looked_at], np.int64)
+    spans = [
+        shard.tensor.nbytes if shard.address or shard.tensor.is_contiguous() else _span_bytes(shard.tensor)
+        for shard in looked_at
+    ]
+    ends = starts + np.array(spans, np.int64)
+    filled = np.flatnonzero((starts != 0) & (ends > starts))
+    order = filled[np.argsort(starts[filled], kind="stable")]
+    # Where a span begins before all that begin earlier have ended, the two belong to one group.
+    is_free = np.append(True, starts[order][1:] >= np.maximum.accumulate(ends[order])[:-1])[: len(order)]
+    if is_free.all():
+        return
+    for group in np.split(order, np.flatnonzero(is_free)[1:]):
+        if len(group) > 1:
+            _look_at([numbers[index] for index in group.tolist()], shards, shared)
+
+
+def _look_at(group: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:
+    same: dict[object, list[int]] = {}
+    for number in sorted(group):
+        tensor = shards[number].tensor
+        if not tensor.is_meta:  # a view has an address even there
+            identity = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            same.setdefault(identity, []).append(number)
+    views = {numbers[0]: _view_of(shards[numbers[0]].tensor) for numbers in same.values()}
+    if sum(view.num_runs for view in views.values()) > _MAX_RUNS or not _have_common(views.values()):
+        filled = views
+    else:
+        filled = _largest_apart(views)
+    for first, *others in same.values():
+        if first in filled:
+            shared.within.extend((first, other) for other in others)
+            continue
+        dtype = shards[first].tensor.dtype  # of another one, the same bytes are other values
+        alike = {number: view for number, view in filled.items() if shards[number].tensor.dtype == dtype}
+        within = next((number for number, view in alike.items() if _is_within(views[first], view)), None)
+        if within is not None:
+            shared.within.extend((within, other) for other in (first, *others))
+        else:
+            meets = next(number for number, view in filled.items() if _have_common([views[first], view]))
+            shared.clashing.extend((meets, other) for other in (first, *others))
+
+
+def _largest_apart(views: Mapping[int, _View]) -> dict[int, _View]:
+    """As many of them as have no byte in common, large ones first."""
+    apart: dict[int, _View] = {}
+    taken_starts, taken_ends = np.empty(0, np.int64), np.empty(0, np.int64)
+    for number in sorted(views, key=lambda number: -views[number].num_runs * views[number].run_bytes):
+        starts = np.sort(views[number].starts())
+        ends = starts + views[number].run_bytes
+        # Of the runs that are taken, the last one that begins before the end of a run.
+        last = np.searchsorted(taken_starts, ends) - 1
+        if not (taken_ends[last[last >= 0]] > starts[last >= 0]).any():
+            apart[number] = views[number]
+            at = np.searchsorted(taken_starts, starts)
+            taken_starts, taken_ends = np.insert(taken_starts, at, starts), np.insert(taken_ends, at, ends)
+    return apart
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """From the first byte of a tensor to its last."""
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size() if tensor.numel() else 0
+
+
+class _View(NamedTuple):
+    """The bytes of a tensor: runs of equal length."""
+
+    address: int
+    run_bytes: int
+    dims: list[tuple[int, int]]
+    """Over which runs are repeated: the stride in bytes, and how often."""
+
+    @property
+    def num_runs(self) -> int:
+        return prod(length for _, length in self.dims)
+
+    def starts(self) -> Int64s:
+        """The address of each run."""
+        starts = np.array([self.address])
+        for stride, length in self.dims:
+            starts = (starts + np.arange(length)[:, None] * stride).reshape(-1)
+        return starts
+
+
+def _have_common(views: Collection[_View]) -> bool:
+    """Whether any two of them have a byte in common."""
+    if not views:
+        return False
+    starts = np.concatenate([view.starts() for view in views])
+    ends = starts + np.repeat([view.run_bytes for view in views], [view.num_runs for view in views])
+    order = np.argsort(starts, kind="stable")
+    return bool((starts[order][1:] < ends[order][:-1]).any())
+
+
+def _is_within(view: _View, other: _View) -> bool:
+    starts, others = view.starts(), np.sort(other.starts())
+    before = np.searchsorted(others, starts, side="right") - 1
+    is_within = (before >= 0) & (starts + view.run_bytes <= others[before] + other.run_bytes)
+    return bool(is_within.all())
+
+
+def _view_of(tensor: torch.Tensor) -> _View:
+    run_bytes = tensor.element_size()
+    dims: list[tuple[int, int]] = []
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        stride_bytes = stride * tensor.element_size()
+        if length > 1 and stride_bytes == run_bytes and not dims:
+            run_bytes *= length
+        elif length > 1:
+            dims.append((stride_bytes, length))
+    return _View(tensor.data_ptr(), run_bytes, dims)

@@ -1,0 +1,1 @@
+"""Name maps: the tensors of one framework under the names and in the layout of another."""

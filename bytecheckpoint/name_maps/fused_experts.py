@@ -1,0 +1,216 @@
+"""Experts of Mixture-of-Experts models under both of their names: the files of Hugging Face hold one tensor for each
+matrix of each expert, transformers 5 holds one tensor for all experts of a layer. It knows names and shapes only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.name_maps.operations import in_stack
+from bytecheckpoint.name_maps.rewrite_manifest import relink
+from bytecheckpoint.planner.copy_plan import Piece, Wanted, same_part
+from bytecheckpoint.region import Region, intersect, relative, rows, whole
+
+FUSED = "fused"
+"""The names that transformers 5 gives in memory; some files have them as well."""
+_MLP = "mlp"
+
+
+class ExpertNames(NamedTuple):
+    """Names of the matrices of one expert in files."""
+
+    gate: str
+    up: str
+    down: str
+    block: str
+    """Name in files of the module that is `mlp` in memory."""
+
+
+EXPERT_NAMES: Mapping[str, ExpertNames] = {
+    "qwen2_moe": ExpertNames("gate_proj", "up_proj", "down_proj", _MLP),
+    "mixtral": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
+}
+"""By the `model_type` of the first family that used them."""
+_MIXTRAL_TYPES = {"mixtral", "minimax", "minimax_m2", "kimi_linear", "lfm2_moe", "phimoe"}
+_FUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "qwen3_5_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"}
+TRANSPOSED_TYPES = {"qwen3_vl_moe", "qwen3_vl_moe_text"}
+"""Families whose files hold matrices of experts transposed."""
+_MATRICES = {name for names in EXPERT_NAMES.values() for name in names[:3]}
+_EXPERT = re.compile(r"(?P<layer>(?:.+\.)?)experts\.(?P<number>0|[1-9][0-9]{0,5})\.(?P<matrix>\w+)\.weight")
+
+_Described = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+def expert_names_of(model_type: str) -> str:
+    """The key in EXPERT_NAMES, or FUSED, for the files of models with this `model_type` in their `config.json`."""
+    if model_type in _FUSED_TYPES:
+        return FUSED
+    return "mixtral" if model_type in _MIXTRAL_TYPES else "qwen2_moe"
+
+
+def has_separate_experts(manifest: Manifest) -> bool:
+    """True where a tensor has the name of a matrix of one expert. Cheap, unlike `with_fused_experts`."""
+    return any("experts." in name and _EXPERT.fullmatch(name) for name in manifest.tensors)
+
+
+def with_fused_experts(manifest: Manifest) -> Manifest | None:
+    """The same checkpoint with one tensor for all experts of a layer, in place: its chunks are those of the experts.
+
+    None where no layer has experts that can be one tensor. Raises what `relink` raises.
+    """
+    layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
+    described = dict(zip(layers, manifest.describe_each(layers), strict=True))
+    aliased = set(manifest.aliases.values())
+    fused = [layer for layer in _layers(described) if aliased.isdisjoint(layer.sources)]
+    if not fused:
+        return None
+    replaced = {name for layer in fused for name in layer.sources}
+    prefixes = {layer.files_prefix: layer.memory_prefix for layer in fused if layer.files_prefix != layer.memory_prefix}
+    rename = partial(_renamed, renamed=prefixes, block=EXPERT_NAMES["mixtral"].block)
+    tensors = {rename(name): manifest.tensors[name] for name in manifest.tensors if name not in replaced}
+    tensors |= relink(manifest, [wanted for layer in fused for wanted in layer.wanted]).records
+    aliases = {rename(alias): rename(of) for alias, of in manifest.aliases.items()}
+    return replace(manifest, tensors=tensors, aliases=aliases)
+
+
+class _Layer(NamedTuple):
+    """The experts of one layer, fused."""
+
+    files_prefix: str
+    memory_prefix: str
+    wanted: list[Wanted]
+    sources: list[str]
+
+
+def _layers(described: _Described) -> Iterator[_Layer]:
+    """All layers whose experts are numbered through and alike."""
+    found: dict[str, dict[str, dict[int, str]]] = {}
+    for name in described:
+        match = _EXPERT.fullmatch(name)
+        if match and match["matrix"] in _MATRICES:
+            found.setdefault(match["layer"], {}).setdefault(match["matrix"], {})[int(match["number"])] = name
+    for prefix, matrices in found.items():
+        names = next((names for names in EXPERT_NAMES.values() if set(matrices) <= set(names)), None)
+        stacks = names and _stacks(names, matrices, described)
+        if names and stacks:
+            memory_prefix = _with_block(prefix, names.block, _MLP)
+            wanted = [_stack(f"{memory_prefix}experts.{name}", parts, described) for name, parts in stacks.items()]
+            yield _Layer(prefix, memory_prefix, wanted, [name for each in matrices.values() for name in each.values()])
+
+
+def _stacks(
+    names: ExpertNames, matrices: Mapping[str, Mapping[int, str]], described: _Described
+) -> dict[str, list[list[str]]] | None:
+    """By the name in memory, for each expert the stored tensors that follow one another in its part of the stack."""
+    if names.up not in matrices or names.down not in matrices:
+        return None
+    numbers = range(len(matrices[names.up]))
+    if any(sorted(each) != list(numbers) for each in matrices.values()):
+        return None
+    ups, downs = matrices[names.up], matrices[names.down]
+    inner = [matrices[names.gate], ups] if names.gate in matrices else [ups]
+    kinds = {described[each[number]] for each in inner for number in numbers}
+    down_kinds = {described[downs[number]] for number in numbers}
+    if len(kinds) != 1 or len(down_kinds) != 1:
+        return None
+    (dtype, shape), (down_dtype, down_shape) = kinds.pop(), down_kinds.pop()
+    if dtype != down_dtype or len(shape) != 2 or down_shape != shape[::-1]:
+        return None
+    name = "gate_up_proj" if len(inner) > 1 else "up_proj"
+    return {name: [[each[number] for each in inner] for number in numbers], "down_proj": [[downs[n]] for n in numbers]}
+
+
+def _stack(fqn: str, experts: Sequence[Sequence[str]], described: _Described) -> Wanted:
+    """One tensor: along dimension 0 the experts, along dimension 1 the tensors of each."""
+    dtype, (num_rows, num_columns) = described[experts[0][0]]
+    shape = (num_rows * len(experts[0]), num_columns)
+    pieces = [
+        Piece(in_stack(rows(whole(shape), 0, part * num_rows, num_rows), number), name, whole((num_rows, num_columns)))
+        for number, parts in enumerate(experts)
+        for part, name in enumerate(parts)
+    ]
+    return Wanted(fqn, dtype, (len(experts), *shape), pieces)
+
+
+def _renamed(name: str, renamed: Mapping[str, str], block: str) -> str:
+    """The name of what stands in a module with experts, where that module has another name: experts, a router."""
+    at = f".{name}".find(f".{block}.")
+    prefix = name[: at + len(block) + 1] if at >= 0 else ""
+    return renamed[prefix] + name[len(prefix) :] if prefix in renamed else name
+
+
+def _with_block(prefix: str, old: str, new: str) -> str:
+    """The prefix of a layer with another name for the module that holds the experts."""
+    return f"{prefix[: -len(old) - 1]}{new}." if f".{prefix}".endswith(f".{old}.") else prefix
+
+
+def with_separate_experts(tensors: Sequence[Wanted], names: ExpertNames) -> list[Wanted]:
+    """The tensors of a target with one tensor for each matrix of each expert, named as in files.
+
+    What is no stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate before up; no
+    bias beside them) stays as it is, and so do all experts where none is.
+    """
+    by_name = {tensor.fqn: tensor for tensor in tensors}
+    beside: dict[str, set[str]] = {}
+    for fqn in by_name:
+        prefix, is_expert, name = fqn.rpartition("experts.")
+        if is_expert and "." not in name:
+            beside.setdefault(prefix, set()).add(name)
+    separate: dict[str, list[Wanted]] = {}
+    renamed: dict[str, str] = {}
+    for prefix, held in beside.items():
+        parts = _separate(prefix, held, by_name, names)
+        if parts is not None:
+            separate |= parts
+            renamed[prefix] = _with_block(prefix, _MLP, names.block)
+    found = [each for tensor in tensors for each in separate.get(tensor.fqn, [tensor])]
+    return [tensor._replace(fqn=_renamed(tensor.fqn, renamed, _MLP)) for tensor in found]
+
+
+def _separate(
+    prefix: str, held: set[str], by_name: Mapping[str, Wanted], names: ExpertNames
+) -> dict[str, list[Wanted]] | None:
+    """By the fqn of each stack of a layer, the tensors of its experts; None where it cannot be taken apart."""
+    is_gated = held == {"gate_up_proj", "down_proj"}
+    if not is_gated and held != {"up_proj", "down_proj"}:
+        return None
+    inner = by_name[f"{prefix}experts.{'gate_up_proj' if is_gated else 'up_proj'}"]
+    down = by_name[f"{prefix}experts.down_proj"]
+    num_parts = 2 if is_gated else 1
+    if len(down.shape) != 3 or inner.shape != (down.shape[0], num_parts * down.shape[2], down.shape[1]):
+        return None
+    matrices = [names.gate, names.up] if is_gated else [names.up]
+    cuts = [(inner, _cut(prefix, inner, matrices)), (down, _cut(prefix, down, [names.down]))]
+    return {tensor.fqn: cut for tensor, cut in cuts if cut} if all(cut for _, cut in cuts) else None
+
+
+def _cut(prefix: str, tensor: Wanted, matrices: Sequence[str]) -> list[Wanted]:
+    """The matrices of all experts of one stack; [] where pieces of it cannot be cut so."""
+    num_experts, num_rows, num_columns = tensor.shape
+    shape = (num_rows // len(matrices), num_columns)
+    cut: list[Wanted] = []
+    for number in range(num_experts):
+        for position, matrix in enumerate(matrices):
+            region = Region((number, position * shape[0], 0), (1, *shape))
+            pieces = [_part(piece, region) for piece in tensor.pieces if intersect(piece.region, region)]
+            if None in pieces:
+                return []
+            fqn = f"{prefix}experts.{number}.{matrix}.weight"
+            cut.append(Wanted(fqn, tensor.dtype, shape, [piece for piece in pieces if piece is not None]))
+    return cut
+
+
+def _part(piece: Piece, region: Region) -> Piece | None:
+    """The part of a piece that lies in one matrix of one expert, in coordinates of that."""
+    common = intersect(piece.region, region)
+    source = common and same_part(common, piece)
+    if common is None or source is None:
+        return None
+    inside = relative(common, region)
+    target = Region(inside.offsets[1:], inside.lengths[1:])
+    return Piece(target, piece.fqn, target if piece.fqn is None else source)

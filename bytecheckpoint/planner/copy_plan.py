@@ -1,0 +1,160 @@
+"""What a conversion writes, before any byte moves: the tensors of the target, and for each from which regions of which
+stored tensors its elements come. Whoever names the tensors makes these records out of a manifest alone, and whoever
+writes a format takes them; neither knows the other. No file is touched here, and no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.region import (
+    Region,
+    describe,
+    find_tiling_fault,
+    flat_span,
+    intersect,
+    is_contiguous_in,
+    rows,
+    split_flat_range,
+    whole,
+)
+
+
+class Piece(NamedTuple):
+    """A region of a target's tensor, and where its elements come from."""
+
+    region: Region
+    """In the coordinates of the target's tensor."""
+    fqn: str | None
+    """Of the stored tensor, as it is stored: aliases are resolved. None where the elements are zeros, which stand
+    nowhere, as those that pad a vocabulary."""
+    source_region: Region
+    """In the global coordinates of the stored tensor: as many elements as `region`. The elements of the one in
+    row-major order are those of the other in row-major order, whatever their dimensions. Equal to `region` where `fqn`
+    is None."""
+
+
+class Wanted(NamedTuple):
+    """A tensor as the target is to hold it."""
+
+    fqn: str
+    """Its name in the target."""
+    dtype: str
+    """torch's name without `torch.`. Elements of another dtype are converted, as `Tensor.to` does it."""
+    shape: tuple[int, ...]
+    pieces: Sequence[Piece]
+    """In any order. Their regions cover every element of the shape exactly once."""
+
+
+class Copy(NamedTuple):
+    """A part of a range of a tensor's elements, and where these come from."""
+
+    first: int
+    """Where `block` begins, in elements from the start of the range."""
+    block: Region
+    """Elements of the range that follow one another."""
+    region: Region
+    """What of the block it is; both in the coordinates of the target's tensor."""
+    fqn: str | None
+    source_region: Region
+    """As in a Piece. Its lengths are those of `region`, but for dimensions of length 1."""
+
+
+def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str) -> Wanted:
+    """A tensor that is all of a stored one."""
+    region = whole(shape)
+    return Wanted(fqn, dtype, shape, [Piece(region, stored_fqn, region)])
+
+
+def check_wanted(wanted: Sequence[Wanted], manifest: Manifest) -> None:
+    """Raises CheckpointMismatchError (coverage) where pieces are not in their tensors, or do not make up one."""
+    for tensor in wanted:
+        for piece in tensor.pieces:
+            _check_piece(tensor, piece, manifest)
+        fault = find_tiling_fault(tensor.shape, [piece.region for piece in tensor.pieces])
+        if fault is not None:
+            found = f"nothing for {describe(fault.hole)}" if fault.hole else "two parts for the same elements"
+            raise _not_made(tensor, f"there is {found}")
+
+
+def _check_piece(tensor: Wanted, piece: Piece, manifest: Manifest) -> None:
+    if piece.fqn is None:
+        return
+    if piece.fqn not in manifest.tensors:
+        raise _not_made(tensor, f"the checkpoint has no {piece.fqn!r:.200}")
+    shape = manifest.describe(piece.fqn)[1]
+    source = piece.source_region
+    if (
+        len(source.offsets) != len(shape)
+        or any(map(int.__gt__, source.ends, shape))
+        or min(source.offsets, default=0) < 0
+    ):
+        raise _not_made(tensor, f"{describe(source)} is not in {piece.fqn!r:.200} of shape {list(shape)}")
+    if source.numel != piece.region.numel:
+        raise _not_made(tensor, f"{describe(source)} of {piece.fqn!r:.200} is to fill {describe(piece.region)}")
+
+
+def _not_made(tensor: Wanted, why: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{tensor.fqn!r:.200} of shape {list(tensor.shape)} cannot be made of the checkpoint: {why}; nothing was "
+        "written: the rules that make it are for another model",
+        kind="coverage",
+    )
+
+
+def copies_of(wanted: Wanted, first: int, numel: int) -> Iterator[Copy]:
+    """How elements `first` to `first + numel` of the row-major flat tensor are put together."""
+    position = 0
+    for block in split_flat_range(wanted.shape, first, numel):
+        for piece in wanted.pieces:
+            common = intersect(piece.region, block)
+            if common is not None:
+                yield from _copies(position, block, common, piece)
+        position += block.numel
+
+
+def _copies(first: int, block: Region, common: Region, piece: Piece) -> Iterator[Copy]:
+    source = same_part(common, piece)
+    if source is not None:
+        yield Copy(first, block, common, piece.fqn, source)
+    elif is_contiguous_in(common, piece.region) and is_contiguous_in(common, block):
+        yield from _flat_copies(first, block, common, piece)
+    else:
+        dim = next(dim for dim, length in enumerate(common.lengths) if length > 1)
+        for row in range(common.lengths[dim]):
+            yield from _copies(first, block, rows(common, dim, row, 1), piece)
+
+
+def same_part(common: Region, piece: Piece) -> Region | None:
+    """What of the source stands for a part of the piece, where both have the same dimensions, but for those of 1."""
+    source = piece.source_region
+    if piece.fqn is None:
+        return common
+    if [length for length in source.lengths if length != 1] != [n for n in piece.region.lengths if n != 1]:
+        return None
+    spans = (
+        (start - offset, length)
+        for start, length, offset, of_piece in zip(*common, *piece.region, strict=True)
+        if of_piece != 1
+    )
+    offsets, lengths = list(source.offsets), list(source.lengths)
+    for dim, length in enumerate(source.lengths):
+        if length != 1:
+            start, lengths[dim] = next(spans)
+            offsets[dim] += start
+    return Region(tuple(offsets), tuple(lengths))
+
+
+def _flat_copies(first: int, block: Region, common: Region, piece: Piece) -> Iterator[Copy]:
+    """Where the dimensions differ: run by run, each a block of its own."""
+    start, _ = flat_span(common, piece.region)
+    at, _ = flat_span(common, block)
+    origin = piece.source_region.offsets
+    for part in split_flat_range(piece.source_region.lengths, start, common.numel):
+        source = Region(tuple(map(int.__add__, part.offsets, origin)), part.lengths)
+        run = Region((0,) * len(part.lengths), part.lengths)
+        yield Copy(first + at, run, run, piece.fqn, source)
+        at += part.numel

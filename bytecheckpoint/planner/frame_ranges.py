@@ -1,0 +1,66 @@
+"""Which frames of a compressed chunk a wanted region touches, and what the raw bytes of each are for. It decides what
+is decompressed, and decompresses nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+
+from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest.frames import FRAME_BYTES, frame_bytes
+from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Frame, Part
+from bytecheckpoint.region import Region, flat_span, intersect, is_contiguous_in, split_flat_range
+
+
+def frame_parts(
+    want: int, chunk: Chunk, common: Region, *, flat_target: Region | None, item_bytes: int
+) -> Iterator[tuple[int, Part]]:
+    """The region `common` of a compressed chunk in parts that each lie in one frame, with the number of that frame.
+
+    Byte offsets of the parts count from the frame's first raw byte. `flat_target` is the region whose memory takes raw
+    bytes, which contains `common`; None where elements have to be placed one by one.
+    """
+    first, last = flat_span(common, chunk.region)
+    start, end = first * item_bytes, last * item_bytes
+    numbers = range(start // FRAME_BYTES, -(-end // FRAME_BYTES))
+    is_run = flat_target is not None and is_contiguous_in(common, chunk.region)
+    if flat_target is None or not is_run or not is_contiguous_in(common, flat_target):
+        for number in numbers:
+            for part in _boxes(want, chunk, common, number, item_bytes):
+                yield number, part
+        return
+    target = flat_span(common, flat_target)[0] * item_bytes
+    for number in numbers:
+        frame_start = number * FRAME_BYTES
+        low, high = max(start, frame_start), min(end, frame_start + FRAME_BYTES)
+        yield number, FlatPart(want, low - frame_start, high - low, target + low - start)
+
+
+def _boxes(want: int, chunk: Chunk, common: Region, number: int, item_bytes: int) -> Iterator[BoxPart]:
+    """What of `common` lies in one frame: a run of a chunk's elements is a few boxes, each of them is cut."""
+    num_items = FRAME_BYTES // item_bytes
+    first = number * num_items
+    count = min(num_items, chunk.region.numel - first)
+    for offsets, lengths in split_flat_range(chunk.region.lengths, first, count):
+        box = intersect(Region(tuple(map(int.__add__, offsets, chunk.region.offsets)), lengths), common)
+        if box is not None:
+            low, high = flat_span(box, chunk.region)
+            yield BoxPart(want, (low - first) * item_bytes, (high - low) * item_bytes, box, chunk)
+
+
+def frames_of(
+    chunk: Chunk, parts: Mapping[int, Sequence[Part]], extent_bounds: Sequence[int], *, item_bytes: int
+) -> list[Frame]:
+    """The frames with these numbers and what they are for, with their places in the file.
+
+    `extent_bounds` are where the extents of the file begin, in bytes, and its length.
+    """
+    first = bisect_left(extent_bounds, chunk.byte_offset)
+    raw_bytes = chunk.region.numel * item_bytes
+    frames = []
+    for number, of_frame in parts.items():
+        start, end = extent_bounds[first + number : first + number + 2]
+        num_bytes = frame_bytes(raw_bytes, number)
+        frames.append(Frame(start, end - start, num_bytes, chunk.codec, item_bytes, tuple(of_frame)))
+    return frames

@@ -1,0 +1,1 @@
+"""What any long-running process needs: threads, buffers, timers, priorities. Nothing here knows a checkpoint."""

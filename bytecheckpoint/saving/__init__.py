@@ -1,0 +1,1 @@
+"""The steps of a save: plan, prepare, write, report, commit."""

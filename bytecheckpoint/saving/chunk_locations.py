@@ -1,0 +1,145 @@
+"""Where ranks have written their chunks: packed by each of them, and on the coordinator made into the columns of a
+manifest. Ranks with the same shards mostly say the same, which is then looked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import zstandard
+
+from bytecheckpoint.manifest.validation import Columns
+from bytecheckpoint.planner.file_layout import PlacedChunk
+from bytecheckpoint.planner.save_plan import PlannedTensor
+from bytecheckpoint.planner.write_items import Write
+from bytecheckpoint.saving.plan_cache import KnownPlan
+from bytecheckpoint.staging.compress import Place
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_ZSTD_LEVEL = 1
+_NOT_WRITTEN = (1 << 32) - 1
+_CHUNKS_AT_ONCE = 1 << 20
+
+
+class _Places(msgspec.Struct, frozen=True, array_like=True):
+    """For each slot of a rank's writes (see SavePlan), written or not: where the chunk lies."""
+
+    files: bytes
+    """Numbers, or _NOT_WRITTEN."""
+    byte_offsets: bytes
+    byte_lengths: bytes
+    codecs: bytes
+    """Indices into `codec_names`."""
+    codec_names: list[str]
+
+
+def pack_places(places: Iterable[tuple[PlacedChunk, int, Place]], known: KnownPlan) -> bytes:
+    """What a rank tells of its chunks: for each the number of its file, and its place there."""
+    slots_of_parts = {part: known.num_offers + index for index, part in enumerate(known.parts)}
+    num_slots = known.num_offers + len(known.parts)
+    files, codecs = np.full(num_slots, _NOT_WRITTEN, "<u4"), np.zeros(num_slots, "<u4")
+    byte_offsets, byte_lengths = np.zeros(num_slots, "<u8"), np.zeros(num_slots, "<u8")
+    indices = {"none": 0}
+    for chunk, number, place in places:
+        slot = slots_of_parts.get(Write(chunk.offer, chunk.region), chunk.offer)
+        files[slot], byte_offsets[slot], byte_lengths[slot] = number, place.byte_offset, place.byte_length
+        codecs[slot] = indices.setdefault(place.codec, len(indices))
+    packed = _Places(
+        files.tobytes(), byte_offsets.tobytes(), byte_lengths.tobytes(), codecs.tobytes(), codec_names=list(indices)
+    )
+    return zstandard.compress(msgspec.msgpack.encode(packed), _ZSTD_LEVEL)
+
+
+class PlaceTable:
+    """What all ranks tell, `packed[r]` from rank r. The slots of a rank lie together in arrays over all of them; ranks
+    that say the same share theirs.
+    """
+
+    def __init__(self, packed: Sequence[bytes]) -> None:
+        distinct = {content: index for index, content in enumerate(dict.fromkeys(packed))}
+        decompressor = zstandard.ZstdDecompressor()
+        places = [msgspec.msgpack.decode(decompressor.decompress(content), type=_Places) for content in distinct]
+        self._of_ranks = np.array([distinct[content] for content in packed])
+        self._bounds = np.array([0, *accumulate(len(each.files) // 4 for each in places)])
+        self._files = np.frombuffer(b"".join(each.files for each in places), "<u4")
+        self._byte_offsets = np.frombuffer(b"".join(each.byte_offsets for each in places), "<u8")
+        self._byte_lengths = np.frombuffer(b"".join(each.byte_lengths for each in places), "<u8")
+        self._codec_names = list(dict.fromkeys(name for each in places for name in each.codec_names))
+        self._codecs = np.concatenate([self._codec_column(each) for each in places])
+
+    def _codec_column(self, places: _Places) -> NDArray[np.integer]:
+        indices = np.array([self._codec_names.index(name) for name in places.codec_names], np.uint8)
+        column: NDArray[np.integer] = indices[np.frombuffer(places.codecs, "<u4")]
+        return column
+
+    def is_written(self, rank: int) -> NDArray[np.bool_]:
+        """For each slot of a rank, whether the rank says that it has written it."""
+        is_written: NDArray[np.bool_] = self._files[self._slots(rank)] != _NOT_WRITTEN
+        return is_written
+
+    def num_bytes(self, rank: int) -> int:
+        """How many bytes the chunks of a rank have in its files."""
+        return int(self._byte_lengths[self._slots(rank)].sum())
+
+    def _slots(self, rank: int) -> slice:
+        index = self._of_ranks[rank]
+        return slice(self._bounds[index], self._bounds[index + 1])
+
+    def columns(self, tensors: Sequence[PlannedTensor], starts: Sequence[Sequence[int]]) -> Columns:
+        """The columns of a manifest with these tensors, in which all files stand one rank after the other; `starts`
+        are, by rank and file, where its offsets count from.
+        """
+        num_chunks = np.array([len(tensor.ranks) for tensor in tensors], np.int64)
+        is_compressed = len(self._codec_names) > 1
+        dtype_indices = {dtype: index for index, dtype in enumerate(dict.fromkeys(tensor.dtype for tensor in tensors))}
+        total = int(num_chunks.sum())
+        files, byte_offsets = np.empty(total, np.uint32), np.empty(total, np.uint64)
+        byte_lengths, codecs = (np.empty(total if is_compressed else 0, kind) for kind in (np.uint64, np.uint8))
+        first_files = np.array([0, *accumulate(map(len, starts))])
+        all_starts = np.fromiter(chain.from_iterable(starts), np.uint64)
+        for batch, chunks in _batches(tensors, num_chunks):
+            ranks = np.concatenate([np.asarray(tensor.ranks, np.int32) for tensor in batch])
+            at = self._bounds[self._of_ranks[ranks]]
+            at += np.concatenate([np.asarray(tensor.slots, np.int32) for tensor in batch])
+            files[chunks] = first_files[ranks] + self._files[at]
+            byte_offsets[chunks] = all_starts[files[chunks]] + self._byte_offsets[at]
+            if is_compressed:
+                byte_lengths[chunks], codecs[chunks] = self._byte_lengths[at], self._codecs[at]
+        return Columns(
+            dtype_names=list(dtype_indices),
+            dtypes=np.array([dtype_indices[tensor.dtype] for tensor in tensors], np.uint32),
+            num_dims=np.array([len(tensor.shape) for tensor in tensors], np.int64),
+            num_chunks=num_chunks,
+            shapes=_flat(tensor.shape for tensor in tensors),
+            is_grid=np.array([tensor.part is not None for tensor in tensors], bool),
+            grid_parts=_flat(tensor.part for tensor in tensors if tensor.part is not None),
+            coordinates=_flat(tensor.coordinates for tensor in tensors),
+            files=files,
+            byte_offsets=byte_offsets,
+            byte_lengths=byte_lengths,
+            codec_names=self._codec_names if is_compressed else [],
+            codecs=codecs,
+        )
+
+
+def _batches(
+    tensors: Sequence[PlannedTensor], num_chunks: NDArray[np.int64]
+) -> Iterator[tuple[Sequence[PlannedTensor], slice]]:
+    """Tensors that have few enough chunks together for arrays of all of them, and where these chunks stand."""
+    ends = np.cumsum(num_chunks)
+    first, start = 0, 0
+    while first < len(tensors):
+        last = max(first + 1, int(np.searchsorted(ends, start + _CHUNKS_AT_ONCE, side="right")))
+        end = int(ends[last - 1])
+        yield tensors[first:last], slice(start, end)
+        first, start = last, end
+
+
+def _flat(numbers: Iterable[Sequence[int] | NDArray[np.int64]]) -> NDArray[np.uint64]:
+    return np.concatenate([np.zeros(0, np.uint64), *(np.asarray(each, np.uint64) for each in numbers)])

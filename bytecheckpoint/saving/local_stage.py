@@ -1,0 +1,182 @@
+"""The disk of the host that a save goes through before its data is at the path: one rank's files on it, and which of
+them there was no room for. It writes and uploads files; when, and what the ranks tell one another, is in uploading.py.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: PTH100 - paths are text here, as in the stage itself
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
+from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.storage import stage_folder
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image, copy_file, write_image
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.stage_folder import Journal, StagedFolder
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+_SPARE_BYTES = 64 << 20
+"""What is left free on the disk: for the journals and manifests of all ranks of the host."""
+_BLOCKS_IN_FLIGHT = 8
+"""Host memory through which an upload goes, in blocks of 16 MiB: as many as a store may send at once."""
+
+
+class Tier:
+    """One rank's part of a save in its local stage."""
+
+    def __init__(self, options: SaveOptions) -> None:
+        """Raises StorageError or CheckpointSaveError where the folder cannot be used."""
+        self.root = os.path.abspath(options.local_stage or "")
+        stage_folder.prepare(self.root)
+        self.is_kept = False
+        """Every rank's data is durable, so nothing of it is thrown away if what follows fails."""
+        self._writer_threads = options.writer_threads
+        self._folder: StagedFolder | None = None
+        """None where the disk is so full that there cannot even be a folder."""
+        self._journal: Journal | None = None
+        self._direct: list[str] = []
+        self._files: Sequence[DataFile] = ()
+
+    @property
+    def folder(self) -> str | None:
+        """The path of what this rank keeps."""
+        return self._folder.path if self._folder else None
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether any file of this rank went past the disk, which had no room for it."""
+        return bool(self._direct)
+
+    def begin(self, journal: Journal) -> None:
+        """From now on, whoever looks into the stage sees that this process keeps something there."""
+        self._journal = journal
+        try:
+            self._folder = stage_folder.create(self.root, journal, writer_threads=self._writer_threads)
+        except CheckpointSaveError as error:
+            if error.kind != "no_space":
+                raise
+            self._warn(journal.path)
+
+    def write(self, image: Image, store: Store, path: str, on_checksum: Callable[[float], None]) -> DataFile:
+        """Writes an image to the disk, durably, or where that has no room for it to `path` in the store."""
+        was_entered = False
+
+        @contextmanager
+        def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+            nonlocal was_entered
+            was_entered = True
+            with image.content(byte_offset, byte_length) as view:
+                yield view
+
+        if self._folder is not None and self._has_room(sum(image.extent_lengths)):
+            try:
+                return write_image(self._folder.store, image.name, image._replace(content=content), on_checksum)
+            except CheckpointSaveError as error:
+                # Hazard: bytes that were taken out of a snapshot cannot be had again.
+                if error.kind != "no_space" or was_entered:
+                    raise
+        self._warn(path)
+        self._direct.append(image.name)
+        return write_image(store, path, image, on_checksum)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize >= num_bytes + _SPARE_BYTES
+
+    def _warn(self, path: str) -> None:
+        if not self._direct:
+            logger.warning(
+                "the local stage %s has no room for all of this save: the rest is written to %s directly, which takes "
+                "the time that it takes; free space there (`bcp gc ROOT --local-stage %s` lists what saves left)",
+                self.root,
+                path,
+                self.root,
+            )
+
+    @property
+    def files(self) -> Sequence[DataFile]:
+        """Those of this rank, once they are complete."""
+        return self._files
+
+    def complete(self, files: Sequence[DataFile]) -> None:
+        """All files of this rank are durable, here or at the path."""
+        self._files = files
+        if self._folder is not None and self._journal is not None:
+            self._journal = msgspec.structs.replace(self._journal, files=list(files), direct=self._direct)
+            self._folder.write_journal(self._journal)
+
+    def keep_manifest(self, content: bytes) -> bool:
+        """Whether it is now durable, so that recovery could commit the save."""
+        if self._folder is None:
+            return False
+        try:
+            self._folder.keep_manifest(content)
+        except CheckpointSaveError as error:
+            if error.kind != "no_space":
+                raise
+            return False
+        return True
+
+    def upload(self, store: Store, folder: str) -> None:
+        """Copies this rank's files to where they belong."""
+        files = [file for file in self._files if file.name not in self._direct]
+        if self._folder is not None:
+            upload_files(self._folder, store, folder, files, writer_threads=self._writer_threads)
+
+    def remove(self) -> None:
+        """The files are needed no longer."""
+        if self._folder is not None:
+            self._folder.remove()
+
+    def close(self) -> None:
+        """Leaves to recovery what is there still."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def remove_superseded(self) -> None:
+        """Removes what dead processes have left of saves that are older than the one that was just committed."""
+        if self._journal is not None:
+            with suppress(CheckpointError, OSError):
+                remove_superseded(self.root, self._journal)
+
+
+def upload_files(
+    staged: StagedFolder, store: Store, folder: str, files: Sequence[DataFile], *, writer_threads: int
+) -> None:
+    """Copies files from a local stage to a folder of the store, one after the other, through memory of its own."""
+    num_blocks = -(-max((file.byte_length for file in files), default=0) // BLOCK_BYTES)
+    scratch = Scratch(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)))
+    for file in files:
+        copy_file(staged.store, store, folder, file, scratch)
+
+
+def remove_superseded(root: str, committed: Journal) -> None:
+    """Removes from a local stage what is left of dead saves to the same root of the same step or of earlier ones."""
+    names = [found.name for found in stage_folder.scan(root) if not found.is_alive and _is_older(found, committed)]
+    stage_folder.remove_all(root, names)
+
+
+def _is_older(found: stage_folder.Found, committed: Journal) -> bool:
+    journal = found.journal
+    if journal is None:
+        return True  # what a removal or a creation that was cut short has left
+    if journal.endpoint != committed.endpoint:
+        return False
+    if journal.path == committed.path:
+        return True
+    is_same_run = _run_of(journal) == _run_of(committed)
+    return is_same_run and None not in (journal.step, committed.step) and (journal.step or 0) <= (committed.step or 0)
+
+
+def _run_of(journal: Journal) -> str:
+    """Where the steps of a run are."""
+    return journal.root if journal.step is not None else join_name(journal.root, journal.folder)

@@ -1,0 +1,156 @@
+"""Stages of a pipeline that use one FQN: right where it is one tensor that both hold, and an error where each has its
+own, of which all but one would be lost. Known of stages that say which ones they are.
+
+Checksums of small tensors, by which replicas are compared: one a tensor, or one for many of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from bytecheckpoint.adapters.plain.plain_data import SMALL_TENSOR_BYTES
+from bytecheckpoint.adapters.shards import LocalShard, flat_bytes
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.memory.tensor_bytes import is_flat, same_bits
+
+_NUM_SHOWN = 10
+
+_Part = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths."""
+PartDigests = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]
+"""By FQN: offsets, lengths and digest of each part that a rank holds."""
+
+
+class InStages(NamedTuple):
+    """What one rank tells of its stages."""
+
+    stages: Mapping[str, int]
+    """By FQN."""
+    digests: PartDigests
+
+
+def in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
+    """The FQNs, sorted, that ranks have in different stages; `stages` are those of each rank, by FQN."""
+    first: dict[str, int] = {}
+    found: set[str] = set()
+    for of_rank in stages:
+        for fqn, stage in of_rank.items():
+            if first.setdefault(fqn, stage) != stage:
+                found.add(fqn)
+    return sorted(found)
+
+
+def digests_of(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Mapping[str, str]) -> PartDigests:
+    """Of the parts of these tensors that this rank holds, however large; a tied one has those of its alias."""
+    names: dict[str, list[str]] = {}
+    for fqn in fqns:
+        names.setdefault(aliases.get(fqn, fqn), []).append(fqn)
+    digests = PartDigests()
+    for shard in shards:
+        if shard.fqn in names:
+            part = (*shard.region, digest_of(shard.tensor))
+            for fqn in names[shard.fqn]:
+                digests.setdefault(fqn, []).append(part)
+    return digests
+
+
+def check_stages(fqns: Iterable[str], ranks: Sequence[InStages], names: Sequence[int]) -> None:
+    """Raises one CheckpointMismatchError (conflict) for all of these FQNs that are different tensors in the stages that
+    have them; `names` are the global numbers of the ranks.
+    """
+    lines: list[str] = []
+    guilty: set[int] = set()
+    for fqn in fqns:
+        parts: dict[int, dict[_Part, set[int]]] = {}
+        holders: dict[int, int] = {}
+        for rank, (stages, digests) in enumerate(ranks):
+            if fqn not in stages:
+                continue
+            holders.setdefault(stages[fqn], names[rank])
+            of_stage = parts.setdefault(stages[fqn], {})
+            for offsets, lengths, digest in digests.get(fqn, []):
+                of_stage.setdefault((offsets, lengths), set()).add(digest)
+        (first, expected), *others = parts.items()
+        odd = next((stage for stage, found in others if found != expected), None)
+        if odd is not None:
+            is_laid_out_alike = parts[odd].keys() == expected.keys()
+            how = "" if is_laid_out_alike else ", which hold different parts of it: tied tensors need the same layout"
+            where = f"in stage {first} on rank {holders[first]}, in stage {odd} on rank {holders[odd]}"
+            lines.append(f"{fqn}: {where}{how}")
+            guilty.update((holders[first], holders[odd]))
+    if lines:
+        more = [f"and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
+        raise CheckpointMismatchError(
+            f"stages of a pipeline use {len(lines)} names for different tensors; nothing was written. Give their "
+            "layers the names that they have in the whole model:\n  " + "\n  ".join(lines[:_NUM_SHOWN] + more),
+            kind="conflict",
+            ranks=tuple(sorted(guilty)),
+        )
+
+
+_GATHERED_BYTES = 16 * SMALL_TENSOR_BYTES
+
+
+def is_small(shard: LocalShard) -> bool:
+    """Whether a shard is a whole tensor that is small enough to be compared on every save."""
+    return shard.region.lengths == shard.global_shape and shard.tensor.nbytes <= SMALL_TENSOR_BYTES
+
+
+def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
+    """The xxh3-64 of every shard that is a whole, small tensor. None for the others."""
+    digests: list[int | None] = [None] * len(shards)
+    small = [index for index, shard in enumerate(shards) if is_small(shard)]
+    for index, tensor in zip(small, _on_host([shards[index].tensor for index in small]), strict=True):
+        digests[index] = xxhash.xxh3_64_intdigest(_raw(tensor).numpy().data)
+    return digests
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    """The xxh3-64 of a tensor of any size, copied where its elements have gaps between them or are on a device."""
+    return xxhash.xxh3_64_intdigest(_raw(tensor).cpu().numpy().data)
+
+
+def combined_digest(tensors: Sequence[torch.Tensor]) -> int:
+    """One xxh3-64 of all these small tensors. Cheaper than one for each: they are gathered and hashed in large runs."""
+    state = xxhash.xxh3_64()
+    # Memory that is new to the process costs a page fault for each 4 KiB, while training waits.
+    gathered = bytearray(min(max(sum(tensor.nbytes for tensor in tensors), 1), _GATHERED_BYTES))
+    base = ctypes.addressof(ctypes.c_char.from_buffer(gathered))
+    filled = 0
+    for tensor in _on_host(tensors):
+        flat = tensor if is_flat(tensor) else _raw(tensor)
+        num_bytes = flat.nbytes
+        if filled + num_bytes > _GATHERED_BYTES:
+            state.update(memoryview(gathered)[:filled])
+            filled = 0
+        ctypes.memmove(base + filled, flat.data_ptr(), num_bytes)
+        filled += num_bytes
+    state.update(memoryview(gathered)[:filled])
+    return state.intdigest()
+
+
+def _on_host(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """The same tensors, those of other devices as bytes on the host: one transfer for each device."""
+    others: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if not tensor.is_cpu:
+            others.setdefault(tensor.device, []).append(index)
+    if not others:
+        return tensors
+    on_host = list(tensors)
+    for indices in others.values():
+        flat = [_raw(tensors[index]) for index in indices]
+        copies = torch.split(torch.cat(flat).cpu(), [tensor.numel() for tensor in flat])
+        for index, copy in zip(indices, copies, strict=True):
+            on_host[index] = copy
+    return on_host
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as a flat uint8 tensor on its device."""
+    return flat_bytes(same_bits(tensor).contiguous())

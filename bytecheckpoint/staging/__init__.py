@@ -1,0 +1,1 @@
+"""Snapshots of a state and the images of data files that are written from them."""

@@ -1,0 +1,286 @@
+"""Data files whose chunks are compressed before they are written: frames made of a snapshot's bytes by several threads,
+then the header, which says how long they are. What is compressed is decided in the plan, how in storage/codecs.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from functools import partial
+from itertools import accumulate, pairwise
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.manifest.frames import (
+    FRAME_BYTES,
+    MAX_ENCODED_BYTES,
+    count_frames,
+    frame_bytes,
+    is_compressible,
+    is_worth_it,
+)
+from bytecheckpoint.planner.file_layout import PlacedChunk, cut_extents
+from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.jobs import do_side_by_side
+from bytecheckpoint.staging.file_image import PlannedFile, encode_file_header
+from bytecheckpoint.storage.compression import FrameEncoder, decode_frame
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image
+
+_Content = Callable[[int, int], AbstractContextManager[memoryview]]
+
+_ROOM_BYTES = MAX_ENCODED_BYTES - FRAME_BYTES
+"""How much longer than its raw bytes a frame may be."""
+
+
+class Place(NamedTuple):
+    """Where a chunk lies in its file, and as what."""
+
+    byte_offset: int
+    byte_length: int
+    codec: str
+
+
+class CompressedFile(NamedTuple):
+    """The bytes of a data file, all of them in memory."""
+
+    pieces: Sequence[memoryview]
+    """The header, then the frames of each chunk, or its raw bytes where it did not get smaller."""
+    extent_lengths: Sequence[int]
+    extent_digests: Sequence[int]
+    places: Sequence[Place]
+    """Of the chunks, in their order."""
+
+    def image(self, name: str, scratch: Scratch) -> Image:
+        """The image of it; its blocks are put together in scratch memory."""
+        starts = [0, *accumulate(map(len, self.pieces))]
+        blocks = [(start, min(BLOCK_BYTES, starts[-1] - start)) for start in range(0, starts[-1], BLOCK_BYTES)]
+
+        @contextmanager
+        def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+            with scratch.lend() as memory:
+                _gather(self.pieces, starts, byte_offset, memory[:byte_length])
+                yield memory[:byte_length]
+
+        return Image(name, self.extent_lengths, blocks, content, self.extent_digests)
+
+
+def allocate_for(files: Iterable[PlannedFile]) -> memoryview:
+    """Memory in which any one of these files can be compressed.
+
+    Only pages that were filled once exist, and none once nobody holds it. Frames from malloc would stay with the
+    process for the threads that asked for them, and those of one file would add to those of the next.
+    """
+    num_bytes = max(sum(map(_room_for, planned.chunks)) for planned in files)
+    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a child that is forked meanwhile must not keep it
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memoryview(memory)
+
+
+def _room_for(chunk: PlacedChunk) -> int:
+    return chunk.byte_length + count_frames(chunk.byte_length) * _ROOM_BYTES
+
+
+def compress_file(
+    planned: PlannedFile,
+    content: _Content,
+    memory: memoryview,
+    *,
+    threads: int,
+    on_compressed: Callable[[float], None],
+    on_checksum: Callable[[float], None],
+) -> CompressedFile:
+    """Compresses a file that was planned with codecs into this memory, which must stay as it is until the file is
+    written. `on_compressed` and `on_checksum` are told, from any thread, how many seconds it worked at which.
+
+    Raises what `content` raises.
+    """
+    chunks = _chunks_of(planned, memory)
+    frames = ((chunk, number) for chunk in chunks for number in range(chunk.num_frames))
+    encoders = SimpleQueue[FrameEncoder]()
+    for _ in range(threads):
+        encoders.put(FrameEncoder())
+
+    def encode(chunk: _Chunk, number: int, raw: memoryview) -> None:
+        encoder = encoders.get()
+        try:
+            started = time.perf_counter()
+            checksum_s = chunk.add(number, raw, encoder)
+            on_checksum(checksum_s)
+            on_compressed(time.perf_counter() - started - checksum_s)
+        finally:
+            encoders.put(encoder)
+
+    with closing(_Blocks(planned.blocks, content)) as blocks:
+        while (raw := blocks.take()) is not None:
+            jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
+            # The next block is gathered while the last frames of this one are made.
+            do_side_by_side(lambda job: job(), [*jobs, blocks.enter_ahead], num_threads=threads)
+    return _put_together(chunks)
+
+
+_WAITING_AHEAD = threading.Lock()
+"""Several saves share the memory that blocks are gathered into. If more than one waited for a block while it holds
+another, all could wait for ever."""
+
+
+class _Blocks:
+    """The blocks of a file, one of them in use and maybe another one entered ahead."""
+
+    def __init__(self, blocks: Iterable[tuple[int, int]], content: _Content) -> None:
+        self._left = iter(blocks)
+        self._content = content
+        self._in_use, self._ahead = ExitStack(), ExitStack()
+        self._next: memoryview | None = None
+        self._is_entered = False
+
+    def enter_ahead(self) -> None:
+        """Waits until there is memory for the next block, unless another save does so; on any thread."""
+        if _WAITING_AHEAD.acquire(blocking=False):
+            try:
+                self._enter()
+            finally:
+                _WAITING_AHEAD.release()
+
+    def _enter(self) -> None:
+        block = next(self._left, None)
+        self._next = None if block is None else self._ahead.enter_context(self._content(*block))
+        self._is_entered = True
+
+    def take(self) -> memoryview | None:
+        """The next block; the one in use before is given back. None after the last."""
+        self._in_use.close()
+        if not self._is_entered:
+            self._enter()
+        self._in_use, self._ahead = self._ahead, self._in_use
+        self._is_entered = False
+        return self._next
+
+    def close(self) -> None:
+        with self._in_use, self._ahead:
+            self._next = None
+
+
+def _chunks_of(planned: PlannedFile, memory: memoryview) -> list[_Chunk]:
+    bounds = pairwise(accumulate(map(_room_for, planned.chunks), initial=0))
+    return [
+        _Chunk(chunk, codec, memory[start:end])
+        for chunk, codec, (start, end) in zip(planned.chunks, planned.codecs, bounds, strict=True)
+    ]
+
+
+class _Chunk:
+    """A chunk and what is to be stored of it."""
+
+    def __init__(self, placed: PlacedChunk, codec: str, memory: memoryview) -> None:
+        """`memory` takes the raw bytes of the chunk and `_ROOM_BYTES` more for each frame."""
+        self.placed = placed
+        self._item_bytes = itemsize(placed.dtype)
+        self._memory = memory
+        self.codec = codec if is_compressible(placed.byte_length) else "none"
+        self.num_frames = count_frames(placed.byte_length)
+        self.frames = [memory[:0]] * self.num_frames
+        self.digests = [0] * self.num_frames
+        self._frame_codecs = ["none"] * self.num_frames
+
+    @property
+    def num_stored_bytes(self) -> int:
+        return sum(map(len, self.frames))
+
+    def frame_bytes(self, number: int) -> int:
+        return frame_bytes(self.placed.byte_length, number)
+
+    def add(self, number: int, raw: memoryview, encoder: FrameEncoder) -> float:
+        """Takes one frame, on any thread. Where the first one gets no smaller, those that come later are left raw.
+        Returns how many seconds its checksum took.
+        """
+        codec = self.codec
+        frame = raw if codec == "none" else encoder.encode(codec, raw, self._item_bytes)
+        if number == 0 and len(frame) >= raw.nbytes:
+            self.codec, codec, frame = "none", "none", raw
+        self._frame_codecs[number] = codec
+        return self._keep(number, frame)
+
+    def settle(self) -> None:
+        """Goes back to raw bytes where the first frame did not get smaller, or all of them together did not."""
+        if self.codec != "none" and is_worth_it(self.placed.byte_length, self.num_stored_bytes):
+            return
+        for number, codec in enumerate(self._frame_codecs):
+            if codec != "none":
+                raw = bytearray(self.frame_bytes(number))
+                decode_frame(codec, self.frames[number], self._item_bytes, memoryview(raw))
+                self._keep(number, raw)
+        self.codec = "none"
+
+    def _keep(self, number: int, frame: bytes | bytearray | memoryview) -> float:
+        start = number * MAX_ENCODED_BYTES
+        self.frames[number] = self._memory[start : start + len(frame)]
+        _copy(frame, self.frames[number])
+        started = time.perf_counter()
+        self.digests[number] = xxhash.xxh3_64_intdigest(self.frames[number])
+        return time.perf_counter() - started
+
+
+def _jobs(frames: Iterator[tuple[_Chunk, int]], memory: memoryview) -> Iterator[tuple[_Chunk, int, memoryview]]:
+    """The frames that a block is made of, with their raw bytes."""
+    start = 0
+    while start < memory.nbytes:
+        chunk, number = next(frames)
+        end = start + chunk.frame_bytes(number)
+        yield chunk, number, memory[start:end]
+        start = end
+
+
+def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
+    for chunk in chunks:
+        chunk.settle()
+    # What is stored raw comes first: in planned order, so that each chunk is still aligned to its item size.
+    in_file = sorted(chunks, key=lambda chunk: chunk.codec != "none")
+    header = encode_file_header([(chunk.placed, chunk.num_stored_bytes, chunk.codec) for chunk in in_file])
+    ends = accumulate((chunk.num_stored_bytes for chunk in in_file), initial=len(header))
+    starts = {id(chunk): start for chunk, start in zip(in_file, ends, strict=False)}
+    frames = [frame for chunk in in_file for frame in chunk.frames]
+    header_extents = list(_extents(memoryview(header)))
+    return CompressedFile(
+        pieces=[memoryview(header), *frames],
+        # A frame is one extent, compressed or not.
+        extent_lengths=[*map(len, header_extents), *map(len, frames)],
+        extent_digests=[
+            *map(xxhash.xxh3_64_intdigest, header_extents),
+            *(digest for chunk in in_file for digest in chunk.digests),
+        ],
+        places=[Place(starts[id(chunk)], chunk.num_stored_bytes, chunk.codec) for chunk in chunks],
+    )
+
+
+def _extents(header: memoryview) -> Iterator[memoryview]:
+    """One, or where it is longer than a frame as in other files."""
+    start = 0
+    is_long = len(header) > MAX_ENCODED_BYTES
+    for length in cut_extents(len(header), [], block_bytes=BLOCK_BYTES, state_bytes=0) if is_long else [len(header)]:
+        yield header[start : start + length]
+        start += length
+
+
+def _gather(pieces: Sequence[memoryview], starts: Sequence[int], byte_offset: int, into: memoryview) -> None:
+    index = bisect_right(starts, byte_offset) - 1
+    filled = 0
+    while filled < into.nbytes:
+        skipped = byte_offset + filled - starts[index]
+        part = pieces[index][skipped : skipped + into.nbytes - filled]
+        _copy(part, into[filled : filled + part.nbytes])
+        filled += part.nbytes
+        index += 1
+
+
+def _copy(content: bytes | bytearray | memoryview, into: memoryview) -> None:
+    """While other threads run: assigning to a slice of a memoryview would hold them up."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(content, np.uint8))

@@ -1,0 +1,220 @@
+"""Shards into the bytes of data files: what each file is to hold, and any range of it gathered from live tensors into
+host memory. When that happens, and where the memory comes from, is decided in snapshot.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.shards import LocalShard, unsupported
+from bytecheckpoint.manifest.frames import count_frames, frame_bytes
+from bytecheckpoint.memory.batched_copy import gather_pieces
+from bytecheckpoint.memory.device_to_host import has_streams
+from bytecheckpoint.memory.tensor_bytes import narrowed, to_host, view_region
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.planner.file_layout import CodecOption, PlacedChunk, codec_of, cut_extents, lay_out_files
+from bytecheckpoint.planner.write_items import Offer, Write
+from bytecheckpoint.region import Region, split_rows, whole
+from bytecheckpoint.storage.object_io import BLOCK_BYTES
+from bytecheckpoint.storage.safetensors_header import chunk_entry, encode_header
+
+COPY_BYTES = 4 << 20
+"""How much of a tensor that is not flat on the host is copied at a time."""
+
+MAX_COMPRESSED_FILE_BYTES = 64 << 20
+"""Of tensors, not yet compressed. A file of compressed tensors is put together in memory, and two of them exist at a
+time: with the scratch memory, less than 256 MB."""
+
+_HEADER_METADATA = {"format": "pt"}
+"""Some readers of safetensors files refuse those that do not say which framework's tensors they hold."""
+
+
+class PlannedFile(NamedTuple):
+    """A data file before any byte of it is gathered. Holds no tensor, and serves every save of the same plan."""
+
+    chunks: Sequence[PlacedChunk]
+    parts: Sequence[Region | None]
+    """The region of each chunk; None where it is all of its shard."""
+    codecs: Sequence[str]
+    """Of each chunk; empty where none is to be compressed."""
+    header: bytes
+    """Empty where chunks are to be compressed: it says how long they are."""
+    extent_lengths: Sequence[int]
+    """In bytes, adding up to `byte_length`; empty where chunks are to be compressed."""
+    blocks: Sequence[tuple[int, int]]
+    """Byte offset and length of the ranges in which it is gathered, from byte 0 on."""
+    byte_length: int
+    """As it is gathered: the header, then the chunks, not yet compressed."""
+
+
+def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
+    """The shard, by rows in parts that each fit into a file where it is to be compressed and is too large for one."""
+    max_bytes = min(options.max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
+    if shard.tensor.nbytes <= max_bytes or codec_of(shard.fqn, options.codec) == "none":
+        return [shard]
+    parts = split_rows(shard.region, max_bytes // shard.tensor.element_size())
+    return [shard._replace(region=part, tensor=view_region(shard, part), address=0) for part in parts]
+
+
+def plan_files(
+    offers: Sequence[Offer],
+    writes: Sequence[Write],
+    *,
+    together: Sequence[Sequence[int]],
+    max_file_bytes: int,
+    codec: CodecOption,
+    num_ranks: int,
+) -> list[PlannedFile]:
+    """The data files that hold these writes of one rank, of so many that write about as much: those of compressed
+    tensors last, and none of them large. `together` is as in `lay_out_files`.
+    """
+    codecs = {index: codec_of(offers[index].fqn, codec) for index in {write.offer for write in writes}}
+    raw = [write for write in writes if codecs[write.offer] == "none"]
+    others = [write for write in writes if codecs[write.offer] != "none"]
+    laid_out = lay_out_files(offers, raw, together=together, max_file_bytes=max_file_bytes)
+    state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
+    files = [_plan_file(chunks, offers, state_bytes) for chunks in laid_out]
+    max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
+    compressed = lay_out_files(offers, others, together=together, max_file_bytes=max_bytes)
+    return files + [
+        _plan_compressed_file(chunks, offers, [codecs[chunk.offer] for chunk in chunks]) for chunks in compressed
+    ]
+
+
+def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], state_bytes: int) -> PlannedFile:
+    lengths = [chunk.byte_length for chunk in chunks]
+    header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in chunks])
+    num_bytes = len(header) + sum(lengths)
+    return PlannedFile(
+        chunks=chunks,
+        parts=_parts(chunks, offers),
+        codecs=(),
+        header=header,
+        extent_lengths=cut_extents(
+            len(header),
+            lengths,
+            block_bytes=BLOCK_BYTES,
+            state_bytes=state_bytes,
+            groups=[chunk.group for chunk in chunks],
+        ),
+        blocks=[(start, min(BLOCK_BYTES, num_bytes - start)) for start in range(0, num_bytes, BLOCK_BYTES)],
+        byte_length=num_bytes,
+    )
+
+
+def _plan_compressed_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], codecs: Sequence[str]) -> PlannedFile:
+    """Gathered in whole frames, as many as a block takes."""
+    frames = [
+        frame_bytes(chunk.byte_length, number) for chunk in chunks for number in range(count_frames(chunk.byte_length))
+    ]
+    blocks: list[tuple[int, int]] = []
+    start = length = 0
+    for num_bytes in frames:
+        if length + num_bytes > BLOCK_BYTES:
+            blocks.append((start, length))
+            start, length = start + length, 0
+        length += num_bytes
+    if length:
+        blocks.append((start, length))
+    return PlannedFile(chunks, _parts(chunks, offers), codecs, b"", (), blocks, start + length)
+
+
+def _parts(chunks: Sequence[PlacedChunk], offers: Sequence[Offer]) -> list[Region | None]:
+    return [None if chunk.region == offers[chunk.offer].region else chunk.region for chunk in chunks]
+
+
+def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
+    """The header of a file with these chunks, each with the bytes that it takes and its codec."""
+    return encode_header(
+        [
+            chunk_entry(chunk.fqn, chunk.dtype, chunk.shape, region=chunk.region, byte_length=num_bytes, codec=codec)
+            for chunk, num_bytes, codec in chunks
+        ],
+        _HEADER_METADATA,
+    )
+
+
+class LiveFile:
+    """The bytes of one data file as the tensors hold them at the moment.
+
+    Flat host tensors are known by their addresses, so that a thousand small ones are gathered by one call; everything
+    else goes through a copy.
+    """
+
+    def __init__(self, planned: PlannedFile, shards: Sequence[LocalShard]) -> None:
+        self.planned = planned
+        self._shards = shards  # keeps the memory alive that is known by address only
+        self._others: dict[int, torch.Tensor] = {}
+        """By index: what is not flat, or not on the host. Its address is 0."""
+        lengths, addresses = [len(planned.header)], [_address_of(planned.header)]
+        for chunk, part in zip(planned.chunks, planned.parts, strict=True):
+            shard = shards[chunk.offer]
+            tensor = shard.tensor if part is None else view_region(shard, part)
+            # `is_flat`, written out: a file may have 100,000 small tensors, and this is done on every save.
+            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                address = tensor.data_ptr()
+                if not address and chunk.byte_length:
+                    advice = "save when it has its values again: outside of what frees it meanwhile"
+                    raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
+                lengths.append(chunk.byte_length)
+                addresses.append(address)
+            else:
+                for copied in filter(torch.Tensor.numel, _in_copies(tensor)):  # nothing is no copy for a device
+                    self._others[len(lengths)] = copied
+                    lengths.append(copied.nbytes)
+                    addresses.append(0)
+        self._lengths, self._addresses = np.array(lengths, np.int64), np.array(addresses, np.int64)
+        self._starts = np.cumsum(self._lengths) - self._lengths
+
+    def leave_out_devices(self) -> dict[int, torch.Tensor]:
+        """What lies on devices with streams, by its byte offset in the file. From here on `gather` leaves it to the
+        caller.
+        """
+        on_devices = {index: tensor for index, tensor in self._others.items() if has_streams(tensor.device)}
+        for index in on_devices:
+            self._lengths[index] = 0
+        return {int(self._starts[index]): tensor for index, tensor in on_devices.items()}
+
+    def gather(self, byte_offset: int, into: memoryview) -> None:
+        """Copies the file's bytes from `byte_offset` on into this writable memory, as many as it takes."""
+        if not into.nbytes:
+            return
+        end = byte_offset + into.nbytes
+        target = ctypes.addressof(ctypes.c_char.from_buffer(into)) - byte_offset
+        pieces = self._pieces(byte_offset, end)
+        starts, lengths, addresses = self._starts[pieces], self._lengths[pieces], self._addresses[pieces]
+        is_whole = (addresses != 0) & (starts >= byte_offset) & (starts + lengths <= end)
+        gather_pieces(addresses[is_whole], target + starts[is_whole], lengths[is_whole])
+        for index in (pieces.start + np.flatnonzero(~is_whole)).tolist():
+            start = int(self._starts[index])
+            skipped = max(byte_offset - start, 0)
+            num_bytes = min(start + int(self._lengths[index]), end) - start - skipped
+            if num_bytes > 0:
+                self._gather_part(index, skipped, target + start + skipped, num_bytes)
+
+    def _pieces(self, start: int, end: int) -> slice:
+        """Those that have bytes of this range of the file."""
+        first, last = np.searchsorted(self._starts, [start, end - 1], side="right").tolist()
+        return slice(first - 1, last)
+
+    def _gather_part(self, index: int, skipped: int, target: int, num_bytes: int) -> None:
+        if self._addresses[index]:
+            ctypes.memmove(target, int(self._addresses[index]) + skipped, num_bytes)
+            return
+        copy = to_host(self._others[index])
+        ctypes.memmove(target, copy.data_ptr() + skipped, num_bytes)
+
+
+def _in_copies(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What only torch can copy, in parts of which each is copied at once."""
+    for region in split_rows(whole(tensor.shape), max(1, COPY_BYTES // tensor.element_size())):
+        yield narrowed(tensor, region)
+
+
+def _address_of(content: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0

@@ -1,0 +1,50 @@
+"""The host memory that asynchronous saves stage into: paged in once and kept, because the first touch of a page costs
+more than the copy into it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.storage.object_io import BLOCK_BYTES
+
+_SCRATCH_BLOCKS = 3
+"""Two are being written while a third is filled. Every process keeps them."""
+
+
+class HostBuffers:
+    """The host memory of a process's saves, allocated by the first save that needs it."""
+
+    def __init__(self) -> None:
+        self.staging = StagingMemory()
+        """Holds the snapshot of one asynchronous save at a time."""
+        self.scratch = Scratch(BLOCK_BYTES, _SCRATCH_BLOCKS)
+        """Blocks for what is written without a snapshot."""
+
+
+class StagingMemory:
+    """One buffer, as large as the largest save so far. Only one save may use it at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Memory of this length that starts at a page and is paged in; what was taken before is overwritten."""
+        if num_bytes > self._buffer.numel():
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes before the new comes
+            self._buffer = _allocate(num_bytes)
+        return self._buffer[:num_bytes].numpy().data
+
+
+def _allocate(num_bytes: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # No large pages: the kernel may take seconds to find them for so much, and the first save would stall for that.
+    with suppress(OSError, AttributeError):  # a forked data loader has no use for it, and would slow down every copy
+        memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -1,0 +1,75 @@
+"""`load_tree`: a checkpoint as the nested state that was given to `save`, without a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.key_map import listed_globs
+from bytecheckpoint.checkpoint import read_whole
+from bytecheckpoint.loading.mismatches import refuse_unused
+from bytecheckpoint.loading.open_checkpoint import Asked, open_alone, reading_again, wanted_step
+from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
+from bytecheckpoint.loading.select import Wish, select
+from bytecheckpoint.options import LoadOptions
+
+
+@reading_again
+def load_tree(
+    path: str | os.PathLike[str],
+    step: int | Literal["latest"] | None = "latest",
+    *,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    device: torch.device | str | int = "cpu",
+    storage_options: Mapping[str, Any] | None = None,
+    options: LoadOptions | None = None,
+) -> dict[Any, Any]:
+    """Reads a checkpoint, in one process and without a model, into the nested state that was given to `save`.
+
+    A module is a dict of the names in its state_dict, an optimizer the dict that its state_dict() gives, with names of
+    parameters where it had them, a RankLocal a dict by rank, and a tensor subclass the tensors that it is made of. Tied
+    tensors are one tensor. What another program wrote is nested as it wrote it. A module below another name of the
+    state, as `{"nets": {"actor": module}}`, is in the dict of the first name, under the rest of its names.
+
+    Args:
+        path: As for `load`.
+        step: As for `load`.
+        include: Only what matches one of these globs of FQNs, as `model.*`; an optimizer is taken as a whole.
+        exclude: Nothing that matches one of these globs.
+        device: For all tensors. Arrays of numpy stay what they are.
+        storage_options: As for `save`.
+        options: See LoadOptions.
+
+    Raises:
+        CheckpointMismatchError: A glob matches nothing (`conflict`), or the path is a checkpoint and a root of steps.
+        CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError, StorageError: As for `load`.
+    """
+    included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
+    source = open_alone(Asked(os.fspath(path), wanted_step(step), storage_options), options or LoadOptions())
+    manifest = source.manifest
+    refuse_unused(Stored(manifest, rank=0, key_map=None, include=included, exclude=excluded), source.path)
+    wish = Wish(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
+    selection = select(manifest, wish, None)
+    nested = PlainData(manifest, selection, wish).nested()
+    fqns = [tensor.pieces[0].fqn or "" for tensor in selection.wanted]
+    tensors = read_whole(source, fqns, device)
+    filled: dict[Any, Any] = _filled(nested, [tensors[fqn] for fqn in fqns], device)
+    return filled
+
+
+def _filled(value: Any, tensors: Sequence[torch.Tensor], device: torch.device | str | int) -> Any:
+    """The nested state with tensors in place of stubs."""
+    if isinstance(value, TensorStub):
+        return tensors[value.number]
+    if isinstance(value, torch.Tensor):  # a small one, which is in the manifest
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)({key: _filled(item, tensors, device) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(_filled(item, tensors, device) for item in value)
+    return value

@@ -1,0 +1,104 @@
+"""A new file on its way to the disk, past the page cache where the file system takes that: nothing is copied, and what
+training has in the cache stays there. It raises OSError and knows nothing of names, blocks or checkpoints.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+
+import numpy as np
+
+from bytecheckpoint.storage.backends.posix_files import preallocate, sync_to_disk, write_fully, write_some
+
+MIN_DIRECT_BYTES = 1 << 20
+"""A file below this goes through the page cache: the calls that a direct write needs more cost more than they save."""
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
+"""What memory, file offset and length of a direct write are multiples of. No disk in use has larger blocks."""
+
+_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EFAULT})
+"""EFAULT is for memory that a driver has mapped and a disk cannot read: the page cache can copy it."""
+
+
+class DirectFile:
+    """An empty file that several threads fill at once, each with bytes of its own.
+
+    Whole pages of the file go by a descriptor of their own straight from the caller's memory to the disk. What is left
+    goes through the page cache: the file's last bytes, memory that is not aligned, and everything from the moment on
+    at which the file system refuses. No page is written both ways at the same time.
+    """
+
+    def __init__(self, path: str, fd: int) -> None:
+        """`fd` is open for writing at `path`; `close` closes it."""
+        self._path = path
+        self._fd = fd
+        self._direct_fd: int | None = None
+        self._is_refused = False
+
+    def prepare(self, num_bytes: int) -> None:
+        """Takes the disk space for all that is to be written, as far as the file system can do that ahead."""
+        if num_bytes < MIN_DIRECT_BYTES:
+            return
+        preallocate(self._fd, num_bytes)
+        self._direct_fd = _open_direct(self._path)
+
+    def write(self, content: memoryview, byte_offset: int) -> None:
+        """Writes flat bytes to where they belong. Threads may be in it at once, for ranges that share no byte."""
+        start, end = _whole_pages(content, byte_offset)
+        write_fully(self._fd, content[:start], byte_offset)
+        start += self._write_direct(content[start:end], byte_offset + start)
+        write_fully(self._fd, content[start:], byte_offset + start)
+
+    def sync(self) -> None:
+        """Makes what was written by either descriptor survive a power cut."""
+        sync_to_disk(self._fd)
+
+    def close(self) -> None:
+        """To be called once, when no thread is in `write`."""
+        try:
+            if self._direct_fd is not None:
+                os.close(self._direct_fd)
+        finally:
+            os.close(self._fd)
+
+    def _write_direct(self, pages: memoryview, byte_offset: int) -> int:
+        """How many bytes, in whole pages, went to the disk: fewer than all where the rest is to go another way."""
+        written = 0
+        while self._direct_fd is not None and not self._is_refused and written < pages.nbytes:
+            try:
+                count = write_some(self._direct_fd, pages[written:], byte_offset + written)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self._is_refused = True
+                break
+            written += count - count % PAGE_BYTES
+            if count == 0 or count % PAGE_BYTES:
+                break  # a direct write cannot start within a page, so this one is written again, through the cache
+        return written
+
+
+def _open_direct(path: str) -> int | None:
+    """None where there is no such thing, and where a second descriptor is not to be had for whatever reason."""
+    o_direct: int = getattr(os, "O_DIRECT", 0)
+    if not o_direct:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | o_direct)
+    except OSError:  # the first descriptor is enough, and where it is not, writing to it says why
+        return None
+
+
+def _whole_pages(content: memoryview, byte_offset: int) -> tuple[int, int]:
+    """Start and end, in `content`, of the pages of the file that it fills whole from aligned memory."""
+    start = -byte_offset % PAGE_BYTES
+    end = content.nbytes - (byte_offset + content.nbytes) % PAGE_BYTES
+    if end <= start or (_address(content) + start) % PAGE_BYTES:
+        return 0, 0
+    return start, end
+
+
+def _address(content: memoryview) -> int:
+    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]  # of read-only memory too
+    return address

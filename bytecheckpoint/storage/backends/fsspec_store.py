@@ -1,0 +1,316 @@
+"""A store at any URL that fsspec knows. It uses whole objects and exact ranges only: no cache, no read-ahead, no
+transaction (those are a flag on a shared instance), and it trusts no answer that says less than was asked.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol
+
+import fsspec.core
+from fsspec.registry import known_implementations, registry
+from fsspec.spec import AbstractFileSystem
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.storage.backends.fsspec_upload import Upload, reason_against_replacing, send, takes
+from bytecheckpoint.storage.backends.posix_errors import (
+    already_exists,
+    is_a_file,
+    read_error,
+    too_long,
+    truncated,
+    write_error,
+)
+from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url, tells_secret
+from bytecheckpoint.storage.object_io import count_bytes
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
+from bytecheckpoint.storage.store import Access, Block, OnFilled
+
+_READ_BYTES = 64 << 20
+"""One request's part of a read into a buffer: the backend's copy of it is what that costs in memory."""
+_MAX_READS = 10
+"""Attempts to read an object that others replace meanwhile."""
+_ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
+"""Of an object store in the same region."""
+
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "bytecheckpoint"),
+    **dict.fromkeys(("gs", "gcs"), "'bytecheckpoint[gcs]'"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "'bytecheckpoint[azure]'"),
+    **dict.fromkeys(("webdav", "dav"), "'bytecheckpoint[webdav]'"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+    **dict.fromkeys(("hdfs", "arrow_hdfs"), "pyarrow"),
+    **dict.fromkeys(("http", "https"), "aiohttp requests"),
+    "oss": "ossfs",
+    "oci": "ocifs",
+    "smb": "smbprotocol",
+    "webhdfs": "requests",
+    "hf": "huggingface_hub",
+}
+"""What to install for a protocol: extras of this package for what its tests are run against."""
+
+
+_ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "base_url", "account_name", "account_host", "host", "port")
+
+
+class _ToError(Protocol):
+    """Makes this library's error out of a backend's; `shown` is the object's URL, `reason` the backend's words."""
+
+    def __call__(self, error: BaseException, shown: str, /, *, reason: str) -> CheckpointError: ...
+
+
+def is_known_protocol(protocol: str) -> bool:
+    """Whether fsspec has heard of it; the package that serves it may still be missing."""
+    return protocol in known_implementations or protocol in registry
+
+
+class FsspecStore:
+    """Objects below a URL. `str()` gives the URL without credentials, for messages."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, object] | None) -> None:
+        options = dict(storage_options or {})
+        self._shown = showable_url(url)
+        self._secrets = find_secrets(url, options)
+        self._protocols = [part.partition("://")[0] for part in self._shown.split("::")]
+        self._check_protocols()
+        with self._translated(self._shown, self._open_error):
+            self._fs, root = fsspec.core.url_to_fs(url, **options)
+            self._root = str(root).rstrip("/")
+            self._endpoint = _endpoint_of(self._fs, options)
+
+    def __str__(self) -> str:
+        return self._shown
+
+    @property
+    def endpoint(self) -> str:
+        """What the options, or the variables of the environment, say of the service and the account."""
+        return self._endpoint
+
+    @property
+    def access(self) -> Access:
+        return _ACCESS
+
+    def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
+        """As the protocol says. Where the backend has no create-only write, two writers at once may both succeed."""
+        path, shown = self._path(name), self._show(name)
+        upload = Upload(path, count_bytes(blocks), replace=replace)
+        is_kept = bool(reason_against_replacing(self._fs))
+        with self._translated(shown, read_error):
+            is_taken = (is_kept or not replace) and self._has_object(path)
+        if is_taken and not replace:
+            raise already_exists(shown)
+        if is_taken:
+            self.check_replaceable()
+
+        def to_error(error: BaseException, path: str, *, reason: str) -> CheckpointError:
+            # There was nothing under this name before, and what is there now is not ours: another writer's.
+            if isinstance(error, FileExistsError) or (not replace and self._is_taken(upload)):
+                return already_exists(path)
+            return write_error(error, path, reason=reason, needed_bytes=upload.num_bytes, free_bytes=None)
+
+        def is_done() -> bool:
+            """Whether a failed last step succeeded and only its answer was lost."""
+            with suppress(CheckpointError), self._translated(shown, read_error):
+                return upload.is_at(self._fs)
+            return False
+
+        def calling(*, may_be_done: bool = False) -> AbstractContextManager[None]:
+            return self._translated(shown, to_error, is_done=is_done if may_be_done else None)
+
+        send(self._fs, upload, blocks, calling)
+
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+        flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
+        for start in range(0, flat.nbytes, _READ_BYTES):
+            part = flat[start : start + _READ_BYTES]
+            part[:] = self.read_bytes(name, byte_offset + start, part.nbytes)
+            if on_filled is not None:
+                on_filled(start + part.nbytes)
+
+    def read_bytes(self, name: str, byte_offset: int, byte_length: int) -> bytes:
+        """As `GivesBytes` says."""
+        if not byte_length:
+            return b""
+        path, shown, end = self._path(name), self._show(name), byte_offset + byte_length
+        with self._translated(shown, self._range_error(path, end)):
+            data: bytes = self._fs.cat_file(path, start=byte_offset, end=end, **self._exactly())
+        if len(data) != byte_length:
+            with self._translated(shown, read_error):
+                self._info(path)  # it may have been deleted meanwhile
+            raise truncated(shown, wanted_end=end, found_end=byte_offset + len(data))
+        return data
+
+    def read_whole(self, name: str, *, max_bytes: int) -> bytes:
+        """Implements `ReadsWhole`. A backend that reads through an open file asks for the length first, so it is asked
+        for the length again afterwards.
+        """
+        path, shown, options = self._path(name), self._show(name), self._exactly()
+        for _ in range(_MAX_READS):
+            with self._translated(shown, read_error):
+                before = self._info(path)
+                if int(before["size"]) > max_bytes:
+                    raise too_long(shown, int(before["size"]), max_bytes)
+                content: bytes = self._fs.cat_file(path, **options)
+                if not options or (len(content) == before["size"] and self._info(path) == before):
+                    return content
+        raise StorageError(
+            f"cannot read {shown}: it was replaced {_MAX_READS} times while it was read; nothing stored was changed: "
+            "try again",
+            kind="unavailable",
+            path=shown,
+        )
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        path, shown = (self._path(folder), self._show(folder)) if folder else (self._root, self._shown)
+        try:
+            with self._translated(shown, _list_error):
+                entries = self._entries(path)
+        except CheckpointNotFoundError as error:
+            if error.kind == "missing_file":
+                return {}
+            raise
+        sizes: dict[str, int | None] = {}
+        for entry in entries:
+            entry_path = str(entry["name"]).strip("/")
+            is_folder = entry["type"] == "directory"
+            if entry_path == path.strip("/"):
+                if is_folder or (str(entry["name"]).endswith("/") and "pathSuffix" not in entry):
+                    continue  # an object that marks a folder: consoles make them
+                raise is_a_file(shown)
+            last = entry_path.rpartition("/")[2]
+            if not last.startswith(TEMPORARY_PREFIX):
+                sizes[last] = sizes.get(last) if is_folder else int(entry["size"])
+        return sizes
+
+    def delete(self, name: str) -> None:
+        with suppress(CheckpointNotFoundError), self._translated(self._show(name), _delete_error):
+            self._fs.rm_file(self._path(name))
+
+    def check_replaceable(self) -> None:
+        """Implements `BlindStore`."""
+        reason = reason_against_replacing(self._fs)
+        if reason:
+            raise StorageError(
+                f"{self._shown} cannot replace a checkpoint in one step ({reason}), so a failure would leave none; "
+                "nothing was written, and what stands there is as it was: save to another path or step, or delete the "
+                "checkpoint first with bcp.delete",
+                kind="unsupported",
+                path=self._shown,
+            )
+
+    def check_writable(self) -> None:
+        """As the protocol says: an empty object is written and deleted again, under a name that no listing shows."""
+        name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable"
+        self.write(name, [Block(0, 0, lambda: nullcontext(memoryview(b"")))], replace=True)
+        self.delete(name)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _show(self, name: str) -> str:
+        return join_name(self._shown, name)
+
+    def _entries(self, path: str) -> Sequence[Mapping[str, Any]]:
+        for _ in range(_MAX_READS):
+            self._fs.invalidate_cache(path)
+            with suppress(KeyError):  # fsspec's memory: an object that was deleted while it listed
+                entries: Sequence[Mapping[str, Any]] = self._fs.ls(path, detail=True, **self._fresh())
+                return entries
+        raise OSError(errno.EAGAIN, "objects are deleted faster than they can be listed", path)
+
+    def _fresh(self) -> dict[str, bool]:
+        """What makes `ls` ask the storage: invalidating alone loses to a listing that another thread has just begun."""
+        return {"refresh": True} if takes(self._fs, "ls", "refresh") else {}
+
+    def _exactly(self) -> dict[str, str]:
+        """What keeps a backend that reads through an open file from reading ahead."""
+        is_through_file = getattr(self._fs.cat_file, "__func__", None) is AbstractFileSystem.cat_file
+        return {"cache_type": "none"} if is_through_file else {}
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        self._fs.invalidate_cache(path)
+        info: Mapping[str, Any] = self._fs.info(path)
+        if info["type"] == "directory":
+            raise FileNotFoundError(errno.ENOENT, "it is a folder", path)
+        return info
+
+    def _has_object(self, path: str) -> bool:
+        try:
+            return bool(self._info(path))
+        except FileNotFoundError:
+            return False
+
+    def _is_taken(self, upload: Upload) -> bool:
+        with suppress(CheckpointError), self._translated(self._shown, read_error):
+            return self._has_object(upload.path)
+        return False
+
+    def _range_error(self, path: str, wanted_end: int) -> _ToError:
+        def to_error(error: BaseException, shown: str, *, reason: str) -> CheckpointError:
+            # A range that starts behind the end is an error of the backend's own, not a short answer.
+            with suppress(CheckpointError, TypeError), self._translated(shown, read_error):
+                size = int(self._fs.size(path))
+                if size < wanted_end:
+                    return truncated(shown, wanted_end=wanted_end, found_end=size)
+            return read_error(error, shown, reason=reason)
+
+        return to_error
+
+    def _open_error(self, error: BaseException, path: str, *, reason: str) -> CheckpointError:
+        if isinstance(error, ImportError):
+            return self._unsupported(reason)
+        return StorageError(
+            f"cannot open {path}: {reason}; nothing was read or written: check the URL and storage_options",
+            kind="unavailable",
+            path=path,
+        )
+
+    def _check_protocols(self) -> None:
+        for protocol in self._protocols:
+            if not is_known_protocol(protocol):
+                raise self._unsupported(f"no backend is known for the protocol {protocol!r}")
+
+    def _unsupported(self, reason: str) -> StorageError:
+        packages = [_PACKAGES[protocol] for protocol in self._protocols if protocol in _PACKAGES]
+        return StorageError(
+            f"cannot open {self._shown}: {reason}; nothing was read or written: check the URL, or install its backend "
+            f"(`pip install {' '.join(packages) or 'PACKAGE'}`; fsspec's documentation lists which package serves "
+            "which protocol)",
+            kind="unsupported",
+            path=self._shown,
+        )
+
+    @contextmanager
+    def _translated(
+        self, shown: str, to_error: _ToError, *, is_done: Callable[[], bool] | None = None
+    ) -> Iterator[None]:
+        """The boundary to the backend: whatever it raises leaves as one of this library's errors."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # noqa: BLE001 - client libraries raise classes of their own, unknown here
+            if is_done is not None and is_done():
+                return
+            translated = to_error(error, shown, reason=describe_safely(error, self._secrets))
+            # A traceback prints the whole chain of errors, so one that repeats a credential is cut off.
+            raise translated from None if tells_secret(error, self._secrets) else error
+
+
+def _endpoint_of(fs: AbstractFileSystem, options: Mapping[str, object]) -> str:
+    of_client = options.get("client_kwargs")
+    told = {**(of_client if isinstance(of_client, Mapping) else {}), **options}
+    # adlfs finds it in connection strings and in the environment.
+    told = {"account_name": getattr(fs, "account_name", None), **told}
+    return ", ".join(showable_url(str(told[name])).rstrip("/") for name in _ENDPOINT_OPTIONS if told.get(name))
+
+
+def _list_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:
+    return is_a_file(shown) if isinstance(error, NotADirectoryError) else read_error(error, shown, reason=reason)
+
+
+def _delete_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:
+    return read_error(error, shown, reason=reason, doing="delete")

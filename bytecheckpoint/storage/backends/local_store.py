@@ -1,0 +1,305 @@
+"""A store in a folder of a file system. It turns the calls of local_files.py into the store's promises: an object is
+there whole and durably or not at all, names stay inside the root, and every failure is one of this library's errors.
+"""
+
+# ruff: noqa: PTH100, PTH106, PTH108, PTH112, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.storage.backends.direct_io import DirectFile
+from bytecheckpoint.storage.backends.posix_errors import (
+    already_exists,
+    describe,
+    is_a_file,
+    missing_file,
+    read_error,
+    too_long,
+    truncated,
+    write_error,
+)
+from bytecheckpoint.storage.backends.posix_files import (
+    make_folders,
+    publish,
+    read_fully,
+    remove_quietly,
+    sync_folder,
+)
+from bytecheckpoint.storage.object_io import count_bytes, take_blocks
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
+from bytecheckpoint.storage.store import Access, Block, OnFilled
+
+_MAX_SUFFIX = 200
+"""Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
+_FOLDER = -1
+_ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
+"""A file is found and opened for every read, and its bytes may be in the page cache."""
+
+
+class LocalStore:
+    """Objects as files below `root`, which need not exist yet. `str()` gives the root, for messages."""
+
+    def __init__(self, root: str, *, writer_threads: int) -> None:
+        if "\0" in root:
+            raise path_escape(root, "a path has no NUL")
+        self._root = os.path.abspath(root)
+        self._writer_threads = writer_threads
+
+    def __str__(self) -> str:
+        return self._root
+
+    @property
+    def access(self) -> Access:
+        return _ACCESS
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What may still be written there; None where that cannot be told."""
+        return _free_bytes(self._root)
+
+    def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
+        """As the protocol says. One block is written by the caller's thread, several by `writer_threads`."""
+        path = self._path_of_name(name)
+        if not replace and os.path.lexists(path):
+            raise already_exists(path)
+        writing = _Writing(path, count_bytes(blocks))
+        with writing:
+            temporary, fd = self._create_temporary(path)
+        try:
+            self._fill(DirectFile(temporary, fd), blocks, writing)
+            with writing:
+                _publish(temporary, path, replace=replace)
+        except BaseException:
+            remove_quietly(temporary)
+            raise
+        with writing:
+            self._make_name_durable(path, replace=replace)
+
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+        path = self._resolve(check_name(name))
+        flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
+        with _reading(path), _opened(path) as (fd, _):
+            filled = read_fully(fd, byte_offset, flat, on_filled)
+        if filled < flat.nbytes:
+            raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
+
+    def read_whole(self, name: str, *, max_bytes: int) -> bytes:
+        """Implements `ReadsWhole`: the length is that of the open file."""
+        path = self._resolve(check_name(name))
+        with _reading(path), _opened(path) as (fd, num_bytes):
+            if num_bytes > max_bytes:
+                raise too_long(path, num_bytes, max_bytes)
+            content = bytearray(num_bytes)
+            filled = read_fully(fd, 0, memoryview(content))
+        if filled < num_bytes:
+            raise truncated(path, wanted_end=num_bytes, found_end=filled)
+        return bytes(content)
+
+    def byte_length(self, name: str) -> int | None:
+        """Implements `LooksByName`."""
+        path = self._resolve(check_name(name))
+        try:
+            with _reading(path), _opened(path) as (_, num_bytes):
+                return num_bytes
+        except CheckpointNotFoundError:
+            return None
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        path = self._resolve(check_name(folder) if folder else "")
+        try:
+            with os.scandir(path) as entries:
+                sizes = {entry.name: _size(entry) for entry in entries if not entry.name.startswith(TEMPORARY_PREFIX)}
+        except FileNotFoundError:
+            return {}
+        except NotADirectoryError as error:
+            raise is_a_file(_file_in_the_way(path)) from error
+        except OSError as error:
+            raise read_error(error, path, reason=describe(error), doing="list") from error
+        return {name: None if size == _FOLDER else size for name, size in sizes.items() if size is not None}
+
+    def delete(self, name: str) -> None:
+        """As the protocol says. Folders that are left empty go as well: a store has no empty folders."""
+        path = self._path_of_name(name)
+        folder = os.path.dirname(path)
+        with _reading(path, doing="delete"):
+            try:
+                os.unlink(path)
+                # What is deleted first must be gone first after a power cut too: a manifest before its data.
+                sync_folder(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        with suppress(OSError):
+            while folder != self._root:
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+
+    def _path_of_name(self, name: str) -> str:
+        """The path of the name itself: the folders before it may be links inside the root, what it points to not."""
+        folder, _, last = check_name(name).rpartition("/")
+        self._resolve(folder)
+        return os.path.join(self._root, folder, last)
+
+    def _resolve(self, name: str) -> str:
+        resolved = os.path.realpath(os.path.join(self._root, name))
+        root = os.path.realpath(self._root)
+        if resolved != root and not resolved.startswith(root.rstrip("/") + "/"):
+            raise path_escape(name, f"a link leads from {self._root} to {resolved}, outside of it")
+        return resolved
+
+    def _create_temporary(self, path: str) -> tuple[str, int]:
+        """Its path and a descriptor to write to. It lies in the folder of `path`, so that publishing moves no data."""
+        folder, name = os.path.split(path)
+        temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{name[:_MAX_SUFFIX]}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        make_folders(folder)
+        try:
+            return temporary, os.open(temporary, flags, 0o666)
+        except FileNotFoundError:  # another writer's `delete` took the folder while it was still empty
+            make_folders(folder)
+            return temporary, os.open(temporary, flags, 0o666)
+
+    def _fill(self, file: DirectFile, blocks: Sequence[Block], writing: _Writing) -> None:
+        """Writes the blocks, makes them durable and closes the file, whatever happens."""
+
+        def write(content: memoryview, byte_offset: int) -> None:
+            with writing:
+                file.write(content, byte_offset)
+
+        try:
+            with writing:
+                file.prepare(writing.num_bytes)
+            take_blocks(blocks, write, num_threads=self._writer_threads)
+            with writing:
+                file.sync()
+        except BaseException:
+            with suppress(OSError):
+                file.close()
+            raise
+        with writing:
+            file.close()  # NFS reports a full disk here
+
+    def _make_name_durable(self, path: str, *, replace: bool) -> None:
+        """Syncs the folders from the file's up to the root and the one that the root is in.
+
+        Not only the file's own: a dead process may have made the others and not lived to sync them.
+        """
+        folder = os.path.dirname(path)
+        try:
+            sync_folder(folder)
+            while folder != self._root:
+                folder = os.path.dirname(folder)
+                sync_folder(folder)
+            with suppress(PermissionError):  # it may belong to someone else
+                sync_folder(os.path.dirname(self._root))
+        except OSError:
+            if not replace:
+                remove_quietly(path)  # a write that fails leaves nothing; it was not there before
+            raise
+
+
+class _Writing:
+    """Translates what writing one object raises. Stateless: several threads are in it at once.
+
+    It stands around system calls only, so that an OSError of a block's `content` is not taken for one of this store.
+    """
+
+    def __init__(self, path: str, num_bytes: int) -> None:
+        self._path = path
+        self.num_bytes = num_bytes
+        self._free_bytes = _free_bytes(os.path.dirname(path))
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise write_error(
+                error,
+                self._path,
+                reason=_reason(error, self._path),
+                needed_bytes=self.num_bytes,
+                free_bytes=self._free_bytes,
+            ) from error
+
+
+@contextmanager
+def _reading(path: str, *, doing: str = "read") -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise read_error(error, path, reason=describe(error), doing=doing) from error
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[int, int]]:
+    """The descriptor of an ordinary file, and its length in bytes."""
+    try:
+        # Opening a pipe that someone put there would wait for its writer for ever but for O_NONBLOCK.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except NotADirectoryError as error:
+        raise is_a_file(_file_in_the_way(path)) from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise missing_file(path)
+        yield fd, status.st_size
+    finally:
+        os.close(fd)
+
+
+def _publish(temporary: str, path: str, *, replace: bool) -> None:
+    try:
+        publish(temporary, path, replace=replace)
+    except FileExistsError as error:
+        raise already_exists(path) from error
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    """In bytes, _FOLDER for a folder, None for what is neither, is gone by now, or is a link to itself."""
+    try:
+        status = entry.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return None
+    if stat.S_ISDIR(status.st_mode):
+        return _FOLDER
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _file_in_the_way(path: str) -> str:
+    """The part of the path that is a file where a folder is needed."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _reason(error: OSError, path: str) -> str:
+    """The error's own words. ENOSPC has two causes, of which only one is about bytes."""
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError):
+            status = os.statvfs(os.path.dirname(path))
+            if status.f_files and not status.f_favail:
+                return f"{describe(error)}: the file system has no inodes left for new files (`df -i`); delete files"
+    return describe(error)
+
+
+def _free_bytes(folder: str) -> int | None:
+    """What an ordinary user may still write there, in bytes; the folder need not exist yet."""
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize

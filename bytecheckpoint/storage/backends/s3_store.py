@@ -1,0 +1,282 @@
+"""A store in a bucket of S3, or of a service that speaks like it. Objects appear whole, by one request or by completing
+an upload; nothing is cached, and no more is read than was asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from botocore.exceptions import BotoCoreError
+
+from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.storage.backends.posix_errors import (
+    already_exists,
+    is_a_file,
+    replaced_meanwhile,
+    too_long,
+    truncated,
+)
+from bytecheckpoint.storage.backends.s3_client import client_for
+from bytecheckpoint.storage.backends.s3_errors import (
+    FailedRequestError,
+    describe_s3,
+    is_missing,
+    is_no_upload,
+    to_store_error,
+)
+from bytecheckpoint.storage.backends.s3_requests import (
+    EndOfObjectError,
+    Patience,
+    RangeIgnoredError,
+    S3Requests,
+    TooLongError,
+)
+from bytecheckpoint.storage.backends.s3_upload import TakenError, abort_uploads_of, begin_upload, new_target, upload
+from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url, tells_secret
+from bytecheckpoint.storage.inventory import StoredObject
+from bytecheckpoint.storage.object_io import count_bytes
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
+from bytecheckpoint.storage.store import Access, Block, OnFilled
+
+_URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
+_AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
+_ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
+"""Of a bucket in the same region, through one connection."""
+_MIN_IN_FLIGHT = 8
+"""One connection to S3 carries some 80 MB/s."""
+
+
+class PendingUpload(NamedTuple):
+    """A multipart upload that was begun and neither completed nor aborted. Its parts are stored, and paid for."""
+
+    name: str
+    upload_id: str
+    started_s: float
+    """In seconds since 1970."""
+
+
+class S3Store:
+    """Objects below `s3://bucket/prefix`. `str()` gives the URL, for messages."""
+
+    def __init__(
+        self, url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float
+    ) -> None:
+        """`storage_options` are those of s3fs. A request is tried again for half of `timeout_s`: other ranks wait that
+        long for this one, and are to hear what the trouble is.
+        """
+        options = dict(storage_options or {})
+        found = _URL.match(url)
+        if found is None:
+            raise ValueError(f"{showable_url(url)} is no URL of S3")
+        bucket, self._prefix = found[1], (found[2] or "").strip("/")
+        self._shown = showable_url(url)
+        self._secrets = find_secrets(url, options)
+        self._timeout_s = timeout_s / 2
+        try:
+            _check_credentials(options)
+            client = client_for(options)
+        except (BotoCoreError, ValueError, TypeError) as error:
+            raise self._cut_off(self._open_error(error), error) from error
+        self._secrets |= client.secrets
+        self._requests = S3Requests(client, bucket)
+        self._in_flight = client.num_connections or max(writer_threads, _MIN_IN_FLIGHT)
+
+    def __str__(self) -> str:
+        return self._shown
+
+    @property
+    def endpoint(self) -> str:
+        """The host and port of the service; empty for Amazon, whose endpoints all lead to the same buckets."""
+        host = self._requests.service.endpoint.partition("://")[2].rstrip("/").lower()
+        return "" if _AMAZON.search(host) else host
+
+    @property
+    def access(self) -> Access:
+        return _ACCESS
+
+    def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
+        """As the protocol says. Where a service ignores `If-None-Match`, two writers at once may both succeed."""
+        key, shown = self._key(name), self._show(name)
+        num_bytes = count_bytes(blocks)
+        with self._translated(shown, doing="write"):
+            # Services that know no condition would replace what is there without a word.
+            if not replace and self._requests.head(key, self._patience()) is not None:
+                raise already_exists(shown)
+            target = new_target(key, replace=replace)
+            try:
+                upload(self._requests, target, blocks, num_bytes, in_flight=self._in_flight, timeout_s=self._timeout_s)
+            except TakenError as error:
+                raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
+
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+        key, shown = self._key(name), self._show(name)
+        if not buffer.nbytes:
+            return
+        with self._translated(shown, doing="read"):
+            try:
+                self._requests.read_range(key, byte_offset, buffer.cast("B"), self._patience())
+            except EndOfObjectError as error:
+                wanted_end = byte_offset + buffer.nbytes
+                raise truncated(shown, wanted_end=wanted_end, found_end=error.found_end) from error
+        if on_filled is not None:  # not before: a range that is asked for again comes over what came
+            on_filled(buffer.nbytes)
+
+    def read_whole(self, name: str, *, max_bytes: int) -> bytes:
+        """Implements `ReadsWhole`: one request, whose answer has the length."""
+        key, shown = self._key(name), self._show(name)
+        with self._translated(shown, doing="read"):
+            try:
+                return self._requests.read_object(key, self._patience(), max_bytes=max_bytes)
+            except TooLongError as error:
+                raise too_long(shown, error.num_bytes, max_bytes) from error
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        key, shown = (self._key(folder), self._show(folder)) if folder else (self._prefix, self._shown)
+        prefix = f"{key}/" if key else ""
+        sizes: dict[str, int | None] = {}
+        with self._translated(shown, doing="list"):
+            for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
+                folders = [str(entry["Prefix"]).removesuffix("/") for entry in page.get("CommonPrefixes", ())]
+                objects = {str(entry["Key"]): int(entry["Size"]) for entry in page.get("Contents", ())}
+                sizes |= {path[len(prefix) :]: None for path in folders} | {
+                    path[len(prefix) :]: size for path, size in objects.items()
+                }
+            if not sizes and key and self._requests.head(key, self._patience()) is not None:
+                raise is_a_file(shown)
+        # An object with the folder's own name only marks it: consoles make such.
+        return {name: size for name, size in sizes.items() if name and not name.startswith(TEMPORARY_PREFIX)}
+
+    def delete(self, name: str) -> None:
+        with self._translated(self._show(name), doing="delete"):
+            try:
+                self._requests.call("delete_object", self._patience(), Key=self._key(name))
+            except FailedRequestError as failed:
+                if not is_missing(failed.error):  # some services refuse to delete what is gone
+                    raise
+
+    def check_writable(self) -> None:
+        """Raises what a write would: for a bucket that is not there, credentials, an endpoint where nobody is, a bucket
+        that is only to be read. Leaves nothing there.
+        """
+        key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable")
+        lost: list[bool] = []
+        try:
+            with self._translated(self._shown, doing="write"):
+                upload_id = begin_upload(self._requests, key, self._patience(), on_lost=lambda: lost.append(True))
+            self._check_abort(key, upload_id)
+        except StorageError as error:
+            if error.kind != "unsupported":  # else it may still take objects in one piece
+                raise
+        finally:
+            if lost:
+                abort_uploads_of(self._requests, key)
+
+    def _check_abort(self, key: str, upload_id: str) -> None:
+        try:
+            self._requests.call("abort_multipart_upload", self._patience(), Key=key, UploadId=upload_id)
+        except FailedRequestError as failed:
+            if is_no_upload(failed.error):  # it was aborted, and the answer was lost
+                return
+            reason = describe_safely(_words(failed), self._secrets)
+            warnings.warn(
+                f"{self._shown}: an upload that fails cannot be cleaned up ({reason}), and what was sent of it stays "
+                "and is paid for: allow s3:AbortMultipartUpload, or let a lifecycle rule remove incomplete uploads",
+                stacklevel=2,
+            )
+
+    def inventory(self, folder: str) -> Iterator[StoredObject]:
+        """All objects anywhere below a folder ("" is the root), temporaries too, with their times."""
+        key = self._key(folder) if folder else self._prefix
+        start = len(f"{self._prefix}/") if self._prefix else 0
+        with self._translated(join_name(self._shown, folder), doing="list"):
+            for page in self._pages("list_objects_v2", Prefix=f"{key}/" if key else ""):
+                for entry in page.get("Contents", ()):
+                    modified_s = entry["LastModified"].timestamp()
+                    yield StoredObject(str(entry["Key"])[start:], int(entry["Size"]), modified_s)
+
+    def pending_uploads(self, folder: str) -> Sequence[PendingUpload]:
+        """The unfinished uploads anywhere below a folder ("" is the root)."""
+        key = self._key(folder) if folder else self._prefix
+        start = len(f"{self._prefix}/") if self._prefix else 0
+        with self._translated(join_name(self._shown, folder), doing="list"):
+            return [
+                PendingUpload(str(entry["Key"])[start:], str(entry["UploadId"]), entry["Initiated"].timestamp())
+                for page in self._pages("list_multipart_uploads", Prefix=f"{key}/" if key else "")
+                for entry in page.get("Uploads", ())
+            ]
+
+    def abort_upload(self, pending: PendingUpload) -> None:
+        """Removes what there is of it; one that is not there any more is no error."""
+        with self._translated(self._show(pending.name), doing="delete"):
+            try:
+                key, upload_id = self._key(pending.name), pending.upload_id
+                self._requests.call("abort_multipart_upload", self._patience(), Key=key, UploadId=upload_id)
+            except FailedRequestError as failed:
+                if not is_no_upload(failed.error):
+                    raise
+
+    def _pages(self, operation: str, **parameters: Any) -> Iterator[Mapping[str, Any]]:
+        markers = {"NextContinuationToken": "ContinuationToken", "NextKeyMarker": "KeyMarker"}
+        markers["NextUploadIdMarker"] = "UploadIdMarker"
+        while True:
+            page = self._requests.call(operation, self._patience(), **parameters)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            parameters |= {markers[name]: value for name, value in page.items() if name in markers}
+
+    def _patience(self) -> Patience:
+        return Patience(self._timeout_s, threading.Event())
+
+    def _key(self, name: str) -> str:
+        return join_name(self._prefix, check_name(name))
+
+    def _show(self, name: str) -> str:
+        return join_name(self._shown, name)
+
+    @contextmanager
+    def _translated(self, shown: str, *, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except FailedRequestError as failed:
+            reason = describe_safely(_words(failed), self._secrets)
+            error = to_store_error(failed, shown, doing=doing, reason=reason, service=self._requests.service)
+            raise self._cut_off(error, failed.error) from failed.error
+        except RangeIgnoredError as error:
+            raise StorageError(
+                f"this service cannot read parts of {shown}: {error}; nothing was changed: use another one",
+                kind="unsupported",
+                path=shown,
+            ) from error
+
+    def _cut_off(self, error: CheckpointError, cause: BaseException) -> CheckpointError:
+        """The error; without its cause, whose text a traceback would print, where that repeats a credential."""
+        if tells_secret(cause, self._secrets):
+            raise error from None
+        return error
+
+    def _open_error(self, error: Exception) -> StorageError:
+        return StorageError(
+            f"cannot open {self._shown}: {describe_safely(error, self._secrets)}; nothing was read or written: check "
+            "the URL and storage_options",
+            kind="unavailable",
+            path=self._shown,
+        )
+
+
+def _check_credentials(options: Mapping[str, object]) -> None:
+    """Raises TypeError for credentials that are no text: signing a request would fail with an error of its own."""
+    for name in ("key", "secret", "token"):
+        if not isinstance(options.get(name), str | None):
+            raise TypeError(f"storage_options[{name!r}] is of type {type(options[name]).__name__}, and has to be a str")
+
+
+def _words(failed: FailedRequestError) -> Exception:
+    """What the service said, as an error that says just that."""
+    return Exception("; ".join([describe_s3(failed.error), *getattr(failed, "__notes__", ())]))

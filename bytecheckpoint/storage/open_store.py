@@ -1,0 +1,103 @@
+"""Which store a path or URL means. URLs stay strings throughout: pathlib would collapse their double slash."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from bytecheckpoint.errors import CheckpointMismatchError, StorageError
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.storage.backends.fsspec_store import FsspecStore, is_known_protocol
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+__all__ = ["is_remote", "join_name", "open_store"]
+
+_LOCAL_URL = re.compile(r"\A(?:file|local)://")
+_S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
+"""Without what s3fs alone understands: names of access points, versions, chains of URLs."""
+_S3_QUERY = re.compile(r"\As3a?://[^?]*\?")
+_COLLAPSED_URL = re.compile(r"\A([a-z][a-z0-9+.-]+):/(?!/)")
+
+
+def open_store(
+    path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, object] | None,
+    writer_threads: int,
+    timeout_s: float | None = None,
+) -> Store:
+    """The store at a folder, a file:// URL or any URL that fsspec knows. Nothing is read, written or made yet.
+
+    `timeout_s` is that of the save or load, by default that of a load: the store gives up before it has gone by.
+
+    Raises CheckpointMismatchError (conflict) for storage options with a local path and StorageError (unsupported) for
+    a URL that no installed backend serves.
+    """
+    location = at_home(os.fspath(path))
+    if not location:
+        raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
+    local = _LOCAL_URL.sub("", location)
+    if local == location and ("://" in location or "::" in location):
+        return _open_url(location, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)
+    collapsed = _COLLAPSED_URL.match(local)
+    if collapsed and is_known_protocol(collapsed.group(1)):
+        shown = showable_url(local)
+        raise StorageError(
+            f"{shown!r} looks like a URL that lost a slash, as pathlib makes them; nothing was read or written: pass "
+            "URLs as strings",
+            kind="unsupported",
+            path=shown,
+        )
+    if storage_options:
+        raise CheckpointMismatchError(
+            f"storage_options ({', '.join(sorted(storage_options))}) were given for the local path {local}, which "
+            "takes none; nothing was read or written: leave them out, or give a URL",
+            kind="conflict",
+            path=local,
+        )
+    return LocalStore(local, writer_threads=writer_threads)
+
+
+def at_home(path: str) -> str:
+    """The path with the home folder for a `~` or `~user` that it starts with; a URL stays as it is."""
+    return os.path.expanduser(path) if path.startswith("~") and is_plain_path(path) else path  # noqa: PTH111 - text
+
+
+def is_local(path: str) -> bool:
+    """Whether this is a path or a file:// URL, which takes no storage options."""
+    return bool(_LOCAL_URL.match(path)) or is_plain_path(path)
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether this is a path and no URL, nor one that lost a slash, whose credentials would be taken for a path."""
+    collapsed = _COLLAPSED_URL.match(path)
+    is_collapsed = collapsed is not None and is_known_protocol(collapsed.group(1))
+    return bool(path) and "://" not in path and "::" not in path and not is_collapsed
+
+
+def _open_url(
+    url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float | None
+) -> Store:
+    if _S3_QUERY.match(url):
+        raise StorageError(
+            f"the URL {showable_url(url)} goes on with a query ('?...'), which would become a part of every object's "
+            "name; nothing was read or written: give credentials and other options as storage_options",
+            kind="unsupported",
+            path=showable_url(url),
+        )
+    # A session of aiobotocore, which s3fs takes, is of use to s3fs only.
+    if not _S3_URL.match(url) or "session" in (storage_options or {}):
+        return FsspecStore(url, storage_options)
+    from bytecheckpoint.storage.backends.s3_store import S3Store  # noqa: PLC0415 - local folders do not wait for botocore
+
+    timeout_s = LoadOptions().timeout_s if timeout_s is None else timeout_s
+    return S3Store(url, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)
+
+
+def is_remote(store: Store) -> bool:
+    """Whether reading from the store is slower than hearing the same bytes from another rank."""
+    return not isinstance(store, LocalStore)

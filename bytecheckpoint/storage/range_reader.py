@@ -1,0 +1,356 @@
+"""The reads of a load plan, many in flight, each verified before its bytes are used. It handles bytes; putting them
+into tensors is the business of whoever passes `place`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.runtime.buffers import Budget
+from bytecheckpoint.storage.compression import decode_frame
+from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
+
+ALIGNMENT = 16
+"""Of the largest items, in bytes."""
+_NUM_COPIES = 2
+"""Of a read, beside those that are under way: see `fetch_bytes`."""
+
+
+class FrameRead(NamedTuple):
+    """A frame of a compressed chunk that lies in the range of a read."""
+
+    byte_offset: int
+    """From the start of the file."""
+    byte_length: int
+    raw_bytes: int
+    """How long it is when decompressed."""
+    codec: str
+    item_bytes: int
+    target: memoryview | None
+    """Where the raw bytes go; None where they go through scratch memory."""
+    place: Callable[[memoryview], None]
+    """Called with the raw bytes, from any thread."""
+
+
+class Read(NamedTuple):
+    """One range of a file that is wanted."""
+
+    file: DataFile
+    name: str
+    """Of the object in the store."""
+    byte_offset: int
+    byte_length: int
+    target: Callable[[], AbstractContextManager[memoryview]] | None
+    """Gives where the bytes go while they are read; None where they go through scratch memory and `place` takes them
+    from there."""
+    place: Callable[[memoryview], None]
+    """Called with the verified bytes, from any thread."""
+    wanted_by: Callable[[int, int], str]
+    """Names the tensors that need bytes between two places of the file, for an error; "" where none does."""
+    frames: Sequence[FrameRead] = ()
+
+
+class Buffers(Protocol):
+    """Scratch memory that reads share."""
+
+    def take(self) -> memoryview:
+        """One of the buffers; waits until there is one."""
+
+    def give(self, buffer: memoryview) -> None:
+        """Takes it back from a read that needs it no longer."""
+
+
+class Memory(Protocol):
+    """What scratch memory is made of."""
+
+    def block_bytes(self, byte_length: int) -> int:
+        """How much of it a buffer of that length takes."""
+
+    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
+        """At most so many buffers of that length."""
+
+
+Submit = Callable[[str, Callable[[], None]], Future[None]]
+"""Does something on another thread, which has this name meanwhile. Raises RuntimeError where there can be none."""
+
+
+def fetch_bytes(store: Store, *, scratch_bytes: int, threads: int) -> int:
+    """How long reads may be, so that all threads can be at one with this much scratch memory."""
+    # What a store has in memory of its own counts: one such read a thread, of which one may be there twice while a
+    # client library puts together the pieces in which it came, and a buffer where they are copied to in turn.
+    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, GivesBytes) else threads)
+
+
+def run_reads(
+    store: Store,
+    reads: Sequence[Read],
+    *,
+    threads: int,
+    verify: bool,
+    scratch_bytes: int,
+    memory: Memory,
+    submit: Submit,
+) -> None:
+    """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
+
+    Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
+    More than that is taken only for one read that is longer, with the frame that it decompresses, which is there twice.
+    Where the store has what is read in memory of its own, all reads wait so.
+    """
+    read_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
+    raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
+    # Two for each thread: what it gave back may still be on its way to a device.
+    taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
+    room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
+    own = None
+    if isinstance(store, GivesBytes):
+        longest_bytes = max((read.byte_length for read in reads), default=0)
+        own_bytes = max(1, min(threads * longest_bytes, room_bytes - taken_bytes - longest_bytes))
+        own = Budget(own_bytes)
+        room_bytes -= own_bytes + longest_bytes
+    num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
+    scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
+    files = {read.file.name: read.file for read in reads}
+    checks = {name: _Checks(file) for name, file in files.items()} if verify else {}
+
+    def carry_out(read: Read) -> None:
+        fill = _filling(store, read)
+        if read.target is not None:
+            _run(fill, read, read.target(), checks.get(read.file.name))
+            return
+        buffer = scratch.take()
+        try:
+            # What is aligned in the file is aligned in memory.
+            content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
+            _run(fill, read, nullcontext(content), checks.get(read.file.name))
+            _decode_all(read, content, raw_scratch)
+        finally:
+            scratch.give(buffer)
+
+    def run(read: Read, is_over: threading.Event) -> None:
+        with nullcontext() if own is None else own.taken(read.byte_length):
+            if is_over.is_set():  # another read has failed while this one waited
+                return
+            try:
+                carry_out(read)
+            except BaseException:
+                is_over.set()
+                raise
+
+    _run_all(run, reads, threads=threads, submit=submit)
+
+
+def _run_all(
+    run: Callable[[Read, threading.Event], None], reads: Sequence[Read], *, threads: int, submit: Submit
+) -> None:
+    """On so many threads, of which the caller's is one, because who waits for others to begin waits for a core. When it
+    returns or raises, none is at work. Where there can be fewer threads, those that there are do all of it.
+    """
+    pending = iter(reads)
+    lock, is_over = threading.Lock(), threading.Event()
+
+    def work() -> None:
+        try:
+            while not is_over.is_set():
+                with lock:
+                    read = next(pending, None)
+                if read is None:
+                    return
+                run(read, is_over)
+        except BaseException:
+            is_over.set()
+            raise
+
+    others: list[Future[None]] = []
+    num_at_work = 0
+    nobody_at_work = threading.Condition(lock)
+
+    def help_out() -> None:
+        nonlocal num_at_work
+        with lock:
+            if is_over.is_set():
+                return
+            num_at_work += 1
+        try:
+            work()
+        finally:
+            with lock:
+                num_at_work -= 1
+                nobody_at_work.notify_all()
+
+    try:
+        with suppress(RuntimeError):  # no more threads, or the interpreter is exiting
+            while len(others) < min(threads, len(reads)) - 1:
+                others.append(submit("bcp-read", help_out))
+        work()
+        wait(others)
+    finally:
+        # Where the caller is interrupted, those that are at work still use what it passed; one may not be in the list.
+        with lock:
+            is_over.set()
+            nobody_at_work.wait_for(lambda: num_at_work == 0)
+    for other in others:
+        other.result()
+
+
+_Fill = Callable[[memoryview, OnFilled | None], None]
+
+
+def _filling(store: Store, read: Read) -> _Fill:
+    """What fills the buffer of a read. Where the store has the bytes in memory of its own, they are there already when
+    this returns, and that memory is free when the buffer is full.
+    """
+    if not isinstance(store, GivesBytes):
+        return lambda buffer, on_filled: store.read_into(read.name, read.byte_offset, buffer, on_filled=on_filled)
+    given = [store.read_bytes(read.name, read.byte_offset, read.byte_length)]
+
+    def fill(buffer: memoryview, _on_filled: OnFilled | None) -> None:
+        buffer[:] = given.pop()
+
+    return fill
+
+
+def _run(fill: _Fill, read: Read, target: AbstractContextManager[memoryview], checks: _Checks | None) -> None:
+    with target as buffer:
+        check = None if checks is None else _Check(checks, read, buffer)
+        fill(buffer, check)
+        if check is not None:
+            check(read.byte_length)  # what the store has not told
+    if check is not None:
+        check.raise_damage()
+    read.place(buffer)
+
+
+def _raw_bytes(read: Read) -> int:
+    """The scratch memory that its frames need, one after the other."""
+    return max((frame.raw_bytes for frame in read.frames if frame.target is None), default=0)
+
+
+def _decoding_bytes(reads: Sequence[Read]) -> int:
+    """What undoing one frame takes beside the memory that it goes to, which the codec allocates."""
+    return max((frame.raw_bytes for read in reads for frame in read.frames), default=0)
+
+
+def _decode_all(read: Read, content: memoryview, scratch: Buffers) -> None:
+    for frame in read.frames:
+        start = frame.byte_offset - read.byte_offset
+        encoded = content[start : start + frame.byte_length]
+        if frame.target is not None:
+            _decode(read, frame, encoded, frame.target)
+            frame.place(frame.target)
+            continue
+        raw = scratch.take()
+        try:
+            _decode(read, frame, encoded, raw[: frame.raw_bytes])
+            frame.place(raw[: frame.raw_bytes])
+        finally:
+            scratch.give(raw)
+
+
+def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview) -> None:
+    try:
+        decode_frame(frame.codec, content, frame.item_bytes, into)
+    except CheckpointCorruptError as error:
+        end = frame.byte_offset + frame.byte_length
+        raise CheckpointCorruptError(
+            f"{read.name}, bytes {frame.byte_offset} to {end}, part of {read.wanted_by(frame.byte_offset, end)}: "
+            f"{error.message}",
+            kind=error.kind,
+        ) from error
+
+
+class HostMemory:
+    """What reads into host memory go through."""
+
+    def block_bytes(self, byte_length: int) -> int:
+        return byte_length
+
+    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
+        return _HostBuffers(num_buffers, byte_length)
+
+
+class _HostBuffers:
+    """Buffers that are free when they are given back, made when first needed."""
+
+    def __init__(self, num_buffers: int, byte_length: int) -> None:
+        self._byte_length = byte_length
+        self._free: queue.LifoQueue[memoryview | None] = queue.LifoQueue()
+        for _ in range(num_buffers):
+            self._free.put(None)
+
+    def take(self) -> memoryview:
+        buffer = self._free.get()
+        if buffer is not None:
+            return buffer
+        try:
+            return np.empty(self._byte_length, np.uint8).data  # a bytearray would be zeroed first
+        except BaseException:
+            self._free.put(None)  # or others would wait for it in vain
+            raise
+
+    def give(self, buffer: memoryview) -> None:
+        self._free.put(buffer)
+
+
+class _Checks:
+    """The checksums of one file, by byte offset."""
+
+    def __init__(self, file: DataFile) -> None:
+        ends = accumulate(file.extent_lengths)
+        self.extents = {
+            end - length: (length, digest)
+            for end, length, digest in zip(ends, file.extent_lengths, file.extent_digests, strict=True)
+        }
+        """Length and digest of each."""
+
+
+class _Check:
+    """Compares each extent of a read, which consists of whole ones, as soon as its bytes are there; none where the file
+    has no checksums. Damage in an extent that lies in a gap, and of which nobody needs a byte, is none.
+    """
+
+    def __init__(self, checks: _Checks, read: Read, buffer: memoryview) -> None:
+        self._extents = checks.extents
+        self._read = read
+        self._buffer = buffer
+        self._position = 0
+        self._damage: CheckpointCorruptError | None = None
+
+    def __call__(self, filled: int) -> None:
+        while self._extents and self._position < filled and self._damage is None:
+            start = self._read.byte_offset + self._position
+            length, expected = self._extents[start]
+            if self._position + length > filled:
+                return
+            found = xxhash.xxh3_64_intdigest(self._buffer[self._position : self._position + length])
+            # Who needs a byte of it is asked only now: a read may be for thousands of tensors.
+            if found != expected and (names := self._read.wanted_by(start, start + length)):
+                self._damage = _damaged(self._read, start, start + length, names, expected=expected, found=found)
+            self._position += length
+
+    def raise_damage(self) -> None:
+        """What was found is raised only now that the read has ended, because only then is it known what it has
+        overwritten.
+        """
+        if self._damage is not None:
+            raise self._damage
+
+
+def _damaged(read: Read, start: int, end: int, names: str, *, expected: int, found: int) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"{read.name}: bytes {start} to {end} are damaged (checksum {expected:016x} expected, {found:016x} found); "
+        f"they are part of {names}. Copy the file again from a good replica, or load another checkpoint; "
+        "`bcp verify` lists all damage",
+        kind="checksum",
+    )

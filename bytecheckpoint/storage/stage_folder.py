@@ -1,0 +1,285 @@
+"""What saves keep on a disk of the host until it is uploaded: for each rank of each save one folder, with its data
+files, a journal that says where they belong, and on the coordinator the manifest that is to be created last.
+
+A folder belongs to the process that holds its lock. One whose process has died is what recovery looks for.
+"""
+
+# ruff: noqa: PTH100, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH208 - the calls of `os` by name, as in local_files.py
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from typing import NamedTuple
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.backends.posix_errors import describe, write_error
+from bytecheckpoint.storage.backends.posix_files import make_folders, sync_folder
+from bytecheckpoint.storage.layout import DATA_FOLDER
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
+from bytecheckpoint.storage.store import Block
+
+logger = logging.getLogger("bytecheckpoint")
+
+JOURNAL_NAME = "journal"
+PENDING_NAME = "pending.manifest"
+"""Not a manifest's name: what lies here is no checkpoint."""
+_LOCK_NAME = "lock"
+_NEW_LOCK_NAME = "lock.new"
+"""Until it is taken: what looks for `lock` would else take it first."""
+_FOLDER = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}\Z")
+_VERSION = 1
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a save says about what it keeps."""
+
+    version: int = _VERSION
+    save_id: str
+    rank: int
+    """Within the group that saves; so `num_ranks`."""
+    num_ranks: int
+    root: str
+    """Path or URL of the store, without credentials."""
+    endpoint: str = ""
+    """Of the store, where its URL does not say all."""
+    folder: str
+    """Of the checkpoint inside the store."""
+    step: int | None
+    overwrite: bool
+    replaces: list[str] = []
+    """Save ids of what stood there, or was on its way there, when the save began; only the coordinator says it."""
+    host: str = msgspec.field(default_factory=socket.gethostname)
+    started_at: float = msgspec.field(default_factory=time.time)
+    files: list[DataFile] | None = None
+    """Once all of this rank's files are durable."""
+    direct: list[str] = []
+    """Names of those files that are at the path already, because there was no room for them here."""
+
+    @property
+    def path(self) -> str:
+        return join_name(self.root, self.folder)
+
+
+class StagedFolder:
+    """What this process keeps of one save: its own, or one that it has taken over from a dead process."""
+
+    def __init__(self, path: str, lock: ProcessLock, *, writer_threads: int) -> None:
+        self.path = path
+        self.store = LocalStore(path, writer_threads=writer_threads)
+        """Of the data files, under the names that they have in the checkpoint."""
+        self._lock = lock
+
+    def write_journal(self, journal: Journal) -> None:
+        """Durably; replaces what it said before."""
+        self._write(JOURNAL_NAME, msgspec.msgpack.encode(journal))
+
+    def keep_manifest(self, content: bytes) -> None:
+        """Durably: from now on, recovery can commit the save."""
+        self._write(PENDING_NAME, content)
+
+    def manifest(self) -> bytes | None:
+        return read_manifest(self.store)
+
+    def _write(self, name: str, content: bytes) -> None:
+        view = memoryview(content)
+        self.store.write(name, [Block(0, view.nbytes, lambda: nullcontext(view))], replace=True)
+
+    def remove(self) -> None:
+        """Removes the folder, as far as the disk lets it, and gives up the lock."""
+        # The journal goes first: what is left of a removal that was cut short is then known to be nothing.
+        for name in (JOURNAL_NAME, PENDING_NAME):
+            with suppress(OSError):
+                os.unlink(os.path.join(self.path, name))
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Gives up the lock and leaves the files. May be called again."""
+        self._lock.release()
+
+
+class Found(NamedTuple):
+    """A folder in a local stage."""
+
+    name: str
+    is_alive: bool
+    """A living process has it."""
+    journal: Journal | None
+    """None for what a removal or a creation that was cut short has left: there is none, which is certain."""
+    sizes: dict[str, int]
+    """Of the data files that are there, by name in the checkpoint, in bytes."""
+    has_manifest: bool
+
+
+def prepare(root: str) -> None:
+    """Makes the stage's folder. Raises StorageError or CheckpointSaveError where nothing can be written to it."""
+    try:
+        make_folders(os.path.abspath(root))
+        probe = os.path.join(root, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+        os.mkdir(probe)
+        os.rmdir(probe)
+    except OSError as error:
+        raise _cannot_use(root, error) from error
+
+
+def create(root: str, journal: Journal, *, writer_threads: int) -> StagedFolder:
+    """A folder for a rank of a save, with its journal, durable and locked from the moment at which it can be seen."""
+    name = f"{journal.save_id}-{journal.rank:05d}"
+    path, temporary = os.path.join(root, name), os.path.join(root, f"{TEMPORARY_PREFIX}{name}")
+    try:
+        make_folders(os.path.abspath(root))
+        os.mkdir(temporary)
+    except OSError as error:
+        raise _cannot_use(root, error) from error
+    lock: ProcessLock | None = None
+    try:
+        lock_path = os.path.join(temporary, _NEW_LOCK_NAME)
+        os.close(os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        lock = ProcessLock(lock_path)
+        os.rename(lock_path, os.path.join(temporary, _LOCK_NAME))  # the lock stays with the file
+        StagedFolder(temporary, lock, writer_threads=writer_threads).write_journal(journal)
+        os.rename(temporary, path)
+        sync_folder(root)
+    except BaseException as error:
+        if lock is not None:
+            lock.release()
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise _cannot_use(root, error) from error
+        raise
+    return StagedFolder(path, lock, writer_threads=writer_threads)
+
+
+def store_of(root: str, name: str) -> LocalStore:
+    """Of a folder in a stage, to read from."""
+    return LocalStore(os.path.join(root, name), writer_threads=1)
+
+
+def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | None:
+    """What a dead process has left; None where a living one has it, or nobody any more."""
+    path = os.path.join(root, name)
+    try:
+        lock = ProcessLock(os.path.join(path, _LOCK_NAME))
+    except (BlockingIOError, FileNotFoundError, NotADirectoryError):
+        return None
+    if not os.path.isdir(path):  # removed between the two
+        lock.release()
+        return None
+    return StagedFolder(path, lock, writer_threads=writer_threads)
+
+
+def scan(root: str) -> Iterator[Found]:
+    """All folders of saves in a stage, whoever has them, in the order of their names. Nothing is changed.
+
+    One of a dead process that cannot be read is left out, with a warning: nobody may take it for nothing.
+    """
+    try:
+        names = sorted(os.listdir(root))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise _cannot_use(root, error) from error
+    for name in names:
+        if not _FOLDER.match(name.removeprefix(TEMPORARY_PREFIX)):
+            continue
+        path = os.path.join(root, name)
+        try:
+            is_alive = is_locked(os.path.join(path, _LOCK_NAME))
+        except FileNotFoundError:
+            continue  # being made or removed at this moment
+        except PermissionError:
+            is_alive = True  # another user's: not ours to touch
+        except StorageError:
+            raise  # no stage can be there
+        except OSError as error:
+            _leave_alone(path, describe(error))
+            continue
+        found = _look_into(path, name, is_alive=is_alive)
+        if found is not None:
+            yield found
+
+
+def _look_into(path: str, name: str, *, is_alive: bool) -> Found | None:
+    store = store_of(*os.path.split(path))
+    try:
+        journal = read_journal(store)
+        own = store.list("")
+        data = store.list(DATA_FOLDER)
+    except CheckpointNotFoundError:
+        return None  # being removed at this moment
+    except CheckpointError as error:
+        if not is_alive:
+            _leave_alone(path, error.message)
+        return None
+    if journal is None and JOURNAL_NAME in own:
+        if not is_alive:
+            _leave_alone(path, "its journal is damaged, or of another version of this library")
+        return None
+    sizes = {f"{DATA_FOLDER}/{last}": size for last, size in data.items() if size is not None}
+    return Found(name, is_alive, journal, sizes, own.get(PENDING_NAME) is not None)
+
+
+def _leave_alone(path: str, why: str) -> None:
+    logger.warning(
+        "%s, which a save has left, is left alone: %s; nothing of it is recovered or removed until it can be read: "
+        "delete the folder if no job needs it",
+        path,
+        why,
+    )
+
+
+def read_journal(store: LocalStore) -> Journal | None:
+    """None where there is none, or none that this version understands. Raises what `LocalStore.read_into` raises."""
+    content = _read(store, JOURNAL_NAME)
+    if content is None:
+        return None
+    with suppress(msgspec.MsgspecError, ValueError):
+        journal = msgspec.msgpack.decode(content, type=Journal)
+        return journal if journal.version == _VERSION else None
+    return None
+
+
+def read_manifest(store: LocalStore) -> bytes | None:
+    """The manifest that is to be committed, encoded, where it is kept here."""
+    return _read(store, PENDING_NAME)
+
+
+def _read(store: LocalStore, name: str) -> bytes | None:
+    num_bytes = store.list("").get(name)
+    if num_bytes is None:
+        return None
+    content = bytearray(num_bytes)
+    store.read_into(name, 0, memoryview(content))
+    return bytes(content)
+
+
+def remove_all(root: str, names: Sequence[str]) -> list[str]:
+    """Removes folders that dead processes have left; gives the names of those that it did remove."""
+    removed = []
+    for name in names:
+        folder = take_over(root, name, writer_threads=1)
+        if folder is not None:
+            folder.remove()
+            removed.append(name)
+    return removed
+
+
+def _cannot_use(root: str, error: OSError) -> CheckpointError:
+    refused = write_error(error, root, reason=describe(error), needed_bytes=0, free_bytes=None)
+    message = f"the local stage cannot be used: {refused.message}; set SaveOptions.local_stage to a folder of a disk "
+    return (StorageError if isinstance(refused, StorageError) else type(refused))(
+        f"{message}of this host that this process may write to", kind=refused.kind, path=root
+    )

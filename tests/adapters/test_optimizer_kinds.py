@@ -1,0 +1,152 @@
+"""State that another kind of optimizer has saved is a mismatch; a name of a class alone is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from optimizer_shapes import Accelerated
+from test_optimizers import OPTIMIZERS
+from torch import nn
+from training import mlp, same_module, same_optimizer, train
+
+import bytecheckpoint as bcp
+from bytecheckpoint.adapters.optimizers.kinds import kind_of
+
+Optimizer = torch.optim.Optimizer
+Build = Callable[[nn.Module], Optimizer]
+
+BUILDS: dict[str, Build] = dict(OPTIMIZERS)
+if hasattr(torch.optim, "Muon"):
+    BUILDS["muon"] = lambda model: torch.optim.Muon([each for each in model.parameters() if each.dim() == 2])
+
+
+class Lion(Optimizer):
+    """An optimizer that is not torch's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    def step(self, _closure: object = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state.setdefault("exp_avg", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                parameter.data.sub_(state["exp_avg"].sign(), alpha=0.01)
+
+
+BUILDS["lion"] = Lion
+
+
+def saved(path: Path, name: str, num_steps: int = 2) -> tuple[nn.Module, Optimizer]:
+    model = mlp(0)
+    optimizer = BUILDS[name](model)
+    train(model, [optimizer], num_steps)
+    bcp.save(path, {"model": model, "optimizer": optimizer})
+    return model, optimizer
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+def test_what_torch_keeps_is_what_is_expected_of_it(build: Build) -> None:
+    model = mlp()
+    optimizer = build(model)
+    train(model, [optimizer], 3)
+    kind = kind_of(optimizer)
+    if kind is None:
+        assert isinstance(optimizer, Lion)
+        return
+    for state in filter(None, optimizer.state.values()):
+        assert kind.needed <= state.keys() <= kind.needed | kind.others
+
+
+OTHERS = [
+    ("sgd", "adamw"),
+    ("sgd_momentum", "adamw"),
+    ("adamw", "sgd"),
+    ("adamw", "sgd_momentum"),
+    ("rmsprop", "sgd_momentum"),
+    ("sgd_momentum", "rmsprop"),
+    ("adamw", "adamax"),
+    ("adam", "nadam"),
+    ("nadam", "adam"),
+    ("adagrad", "adadelta"),
+    ("adafactor", "adamw"),
+    ("adamw", "adafactor"),
+    ("lion", "adamw"),
+    ("sgd", "lion"),
+    ("lbfgs", "sgd"),
+]
+
+
+@pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "used"])
+@pytest.mark.parametrize(("source", "target"), OTHERS)
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path, source: str, target: str, is_fresh: bool) -> None:
+    saved(tmp_path, source)
+    model = mlp(1)
+    optimizer = BUILDS[target](model)
+    if not is_fresh:
+        train(model, [optimizer], 1)
+    before, groups = len(optimizer.state), [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"another kind of optimizer.*strict=False") as error:
+        bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert error.value.kind == "conflict"
+    assert len(optimizer.state) == before
+    assert [dict(group).keys() for group in optimizer.param_groups] == [group.keys() for group in groups]
+    report = bcp.load(tmp_path, {"model": model, "optimizer": optimizer}, strict=False)
+    assert any("another kind" in text for text in report.mismatched)
+    assert [dict(group).keys() for group in optimizer.param_groups] == [group.keys() for group in groups]
+    train(model, [optimizer], 1)
+
+
+def test_the_message_says_what_there_is_and_what_to_do(tmp_path: Path) -> None:
+    saved(tmp_path, "sgd_momentum")
+    model = mlp()
+    told = (
+        r"optimizer: saved by another kind of optimizer: for 0\.weight, 0\.bias, 1\.weight and 3 more the checkpoint "
+        r"has dampening, momentum, nesterov, and AdamW has amsgrad, betas\. .*leave it out"
+    )
+    with pytest.raises(bcp.CheckpointMismatchError, match=told):
+        bcp.load(tmp_path, {"model": model, "optimizer": BUILDS["adamw"](model)})
+    optimizer = BUILDS["adamw"](model)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer}, exclude="optimizer.*")
+    assert not optimizer.state
+    assert "momentum" not in optimizer.param_groups[0]
+
+
+class Derived(torch.optim.AdamW):
+    """A class of its own that steps as its base does."""
+
+
+ALIKE: list[tuple[str, Build]] = [
+    ("adamw", lambda model: torch.optim.AdamW(model.parameters(), foreach=True)),
+    ("adamw", lambda model: torch.optim.AdamW(model.parameters(), fused=True)),
+    ("adamw", lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True)),
+    ("adamw_amsgrad", lambda model: torch.optim.AdamW(model.parameters())),
+    ("adamw", lambda model: Derived(model.parameters())),
+    ("adamw", lambda model: Accelerated(torch.optim.AdamW(model.parameters()))),
+    ("adam", lambda model: torch.optim.AdamW(model.parameters())),
+    ("adam", lambda model: torch.optim.RAdam(model.parameters())),
+    ("sgd", lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)),
+    ("sgd_momentum", lambda model: torch.optim.SGD(model.parameters(), lr=0.1)),
+    ("rmsprop", lambda model: torch.optim.RMSprop(model.parameters(), centered=True, momentum=0.9)),
+    ("adamw", Lion),
+]
+
+
+@pytest.mark.parametrize(("source", "build"), ALIKE)
+def test_the_same_kind_under_another_name_or_with_other_settings_loads(
+    tmp_path: Path, source: str, build: Build
+) -> None:
+    model, optimizer = saved(tmp_path, source)
+    other = mlp(1)
+    restored = build(other)
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert len(restored.state) == len(optimizer.state)
+    assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    if isinstance(restored, Derived):
+        train(model, [optimizer], 1)
+        train(other, [restored], 1)
+        assert same_module(model, other)
+        assert same_optimizer(optimizer, restored)

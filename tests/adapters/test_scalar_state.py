@@ -1,0 +1,246 @@
+"""Values of optimizer state that a parameter has one of, as numbers and as tensors, across optimizers and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed_like
+import pytest
+import torch
+from megatron_like import ShardedTensor, sharded
+from torch import Tensor, nn
+
+import bytecheckpoint as bcp
+from bytecheckpoint.adapters.optimizers.scalar_state import scalar_device
+
+Value = int | Tensor
+
+
+class Steps(torch.optim.Optimizer):
+    """Counts its steps in what it is told to."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, *, start: Callable[[], Value] = lambda: 0) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.start = start
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"step": self.start()}
+                    state |= {key: torch.full_like(parameter, 0.5).detach() for key in ("exp_avg", "exp_avg_sq")}
+                state["step"] += 1
+
+
+def training(num_steps: int, make: Callable[..., torch.optim.Optimizer] = Steps) -> dict[str, Any]:
+    model = nn.Linear(3, 2)
+    state = {"model": model, "optimizer": make(model.parameters(), lr=0.01)}
+    for _ in range(num_steps):
+        train(state)
+    return state
+
+
+def train(state: Mapping[str, Any]) -> None:
+    state["model"](torch.ones(4, 3)).sum().backward()
+    state["optimizer"].step()
+
+
+def steps(state: Mapping[str, Any]) -> list[Any]:
+    optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])
+    return [of_one["step"] for of_one in optimizer.state.values()]
+
+
+def partitioned(num_steps: int, make: Callable[..., torch.optim.Optimizer] = Steps) -> dict[str, Any]:
+    """With one flat parameter, as DeepSpeed has it."""
+    return deepspeed_like.engine_state(training(num_steps, make), deepspeed_like.zero_1)
+
+
+LAYOUTS = [training, partitioned]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_becomes_a_tensor_where_torch_keeps_one(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, training(3))
+    for num_steps in (0, 5):
+        loaded = layout(num_steps, torch.optim.AdamW)
+        bcp.load(tmp_path, loaded)
+        for step in steps(loaded):
+            assert (step.item(), step.shape, step.dtype, step.device.type) == (3, (), torch.float32, "cpu")
+        if layout is training:
+            train(loaded)
+            assert {step.item() for step in steps(loaded)} == {4}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_becomes_a_number_where_the_optimizer_has_one(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, training(3, torch.optim.AdamW))
+    loaded = layout(5)
+    bcp.load(tmp_path, loaded)
+    assert {(type(step), step) for step in steps(loaded)} == {(int, 3)}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_stays_one_where_nobody_says_otherwise(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, training(3))
+    for make in (Steps, torch.optim.SparseAdam):
+        loaded = layout(0, make)
+        bcp.load(tmp_path, loaded)
+        assert {(type(step), step) for step in steps(loaded)} == {(int, 3)}
+
+
+@pytest.mark.usefixtures("group")
+def test_one_value_may_have_dimensions(tmp_path: Path) -> None:
+    def make(*args: Any, **kwargs: Any) -> Steps:
+        return Steps(*args, **kwargs, start=lambda: torch.zeros(1))
+
+    bcp.save(tmp_path, partitioned(3, make))
+    for layout in LAYOUTS:
+        loaded = layout(5, make)
+        bcp.load(tmp_path, loaded)
+        assert all(torch.equal(step, torch.tensor([3.0])) for step in steps(loaded))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_parameter_without_dimensions_has_scalars_of_its_own(tmp_path: Path, num_steps: int) -> None:
+    def nadam(num_steps: int, value: float) -> dict[str, Any]:
+        model = nn.Linear(3, 2)
+        model.scale = nn.Parameter(torch.tensor(value))
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+        for _ in range(num_steps):
+            (model(torch.ones(4, 3)).sum() * model.scale).backward()
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved = nadam(3, 2.0)
+    bcp.save(tmp_path, saved)
+    loaded = deepspeed_like.engine_state(nadam(num_steps, 1.0), deepspeed_like.zero_1)
+    bcp.load(tmp_path, loaded)
+    [state] = loaded["optimizer"].optimizer.state.values()
+    for key in ("step", "mu_product"):
+        assert torch.equal(state[key], saved["optimizer"].state[saved["model"].scale][key])
+
+
+@pytest.mark.parametrize("is_capturable", [False, True])
+def test_scalars_are_made_where_the_group_says(is_capturable: bool) -> None:
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([{"params": [parameter], "capturable": is_capturable}])
+    assert scalar_device(optimizer.param_groups[0], parameter).type == ("meta" if is_capturable else "cpu")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_that_the_checkpoint_lacks_is_missed(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, training(0))
+    loaded = layout(0)
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["step"] = 5
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.step: not in the checkpoint"):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, exclude="optimizer.state.*.step")
+    report = bcp.load(tmp_path, loaded, strict=False)
+    assert sorted(report.missing) == ["optimizer.state.bias.step", "optimizer.state.weight.step"]
+    assert set(steps(loaded)) == {5}
+
+
+def of_norms(layout: Callable[..., dict[str, Any]], value: Callable[[Tensor], Any]) -> dict[str, Any]:
+    state = layout(0)
+    optimizer = getattr(state["optimizer"], "optimizer", state["optimizer"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["norm"] = value(parameter)
+    return state
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stored", [2, 2.0, torch.tensor(2.0)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_value_is_no_tensor_like_the_parameters(tmp_path: Path, layout: Any, stored: Any) -> None:
+    bcp.save(tmp_path, of_norms(training, lambda _: stored))
+    loaded = of_norms(layout, lambda parameter: torch.ones_like(parameter).detach())
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.norm"):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, strict=False)
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    assert all(state["norm"].eq(1).all() for state in optimizer.state.values())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_like_the_parameters_is_no_one_value(tmp_path: Path, layout: Any) -> None:
+    bcp.save(tmp_path, of_norms(training, lambda parameter: torch.ones_like(parameter).detach()))
+    loaded = of_norms(layout, lambda _: torch.tensor(2.0))
+    shapes = r"optimizer\.state\.weight\.norm: shape \[2, 3\] in the checkpoint, \[\] in the state"
+    with pytest.raises(bcp.CheckpointMismatchError, match=shapes):
+        bcp.load(tmp_path, loaded)
+    report = bcp.load(tmp_path, loaded, strict=False)
+    assert report.num_tensors == 2
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    assert all(torch.equal(state["norm"], torch.tensor(2.0)) for state in optimizer.state.values())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("own", [torch.zeros_like, lambda _: torch.tensor(2.0)], ids=["like the parameter", "one"])
+@pytest.mark.parametrize("stored", [None, [1, 2], "much"], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_stays_where_the_checkpoint_has_plain_data(tmp_path: Path, layout: Any, stored: Any, own: Any) -> None:
+    bcp.save(tmp_path, of_norms(training, lambda _: stored))
+    loaded = of_norms(layout, lambda parameter: own(parameter).detach())
+    optimizer = getattr(loaded["optimizer"], "optimizer", loaded["optimizer"])
+    before = [state["norm"].clone() for state in optimizer.state.values()]
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"optimizer\.state\.weight\.norm: "):
+        bcp.load(tmp_path, loaded)
+    bcp.load(tmp_path, loaded, strict=False)
+    after = [state["norm"] for state in optimizer.state.values()]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.usefixtures("group")
+def test_all_but_the_values_that_differ_is_loaded(tmp_path: Path) -> None:
+    saved = training(3) | {"epoch": 7}
+    saved["optimizer"].state[saved["model"].bias]["step"] = 9
+    saved["optimizer"].param_groups[0]["lr"] = 0.5
+    bcp.save(tmp_path, saved)
+    loaded = partitioned(1) | {"epoch": 0}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"bias\.step is 9 .*weight\.step is 3.*partly overwritten"):
+        bcp.load(tmp_path, loaded)
+    optimizer = loaded["optimizer"].optimizer
+    assert steps(loaded) == [1]
+    assert loaded["epoch"] == 7
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    wanted = saved["model"].state_dict()
+    for name, own in loaded["model"].module.named_parameters():
+        assert torch.equal(own, wanted[name].to(own.dtype))
+
+
+class Layers(nn.Module):
+    """Of which two are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(3), torch.ones(3)])
+
+    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+        whole: dict[str, Any] = {"global_shape": (2, 3), "prepend_axis_num": 1}
+        return {
+            str(layer): sharded("w", weight, global_offset=(layer, 0), **whole)
+            for layer, weight in enumerate(self.weights)
+        }
+
+
+def test_parts_of_a_parameter_have_one_count_of_steps_also_as_a_number(tmp_path: Path) -> None:
+    model = Layers()
+    optimizer = Steps(model.parameters())
+    optimizer.step()
+    bcp.save(tmp_path / "same", {"model": model, "optimizer": optimizer})
+    optimizer.state[model.weights[1]]["step"] = 6
+    with pytest.raises(bcp.CheckpointSaveError, match="6 for one part of a parameter and 1 for another"):
+        bcp.save(tmp_path / "other", {"model": model, "optimizer": optimizer})

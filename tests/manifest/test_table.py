@@ -1,0 +1,206 @@
+"""Tensors that are columns: the chunks of a region are the same as those of the records, and none is used unchecked."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from itertools import pairwise, product
+from math import prod
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.manifest import table
+from bytecheckpoint.manifest.encoding import (
+    Chunk,
+    DataFile,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    open_manifest,
+    tensor_record,
+)
+from bytecheckpoint.manifest.envelope import seal, unseal
+from bytecheckpoint.planner.load_plan import Want, plan_load
+from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, part_of_grid, whole
+
+
+def manifest_of(tensors: dict[str, tuple[tuple[int, ...], list[Region]]]) -> Manifest:
+    """uint16 tensors, one chunk after the other in two files by turns."""
+    ends = [0, 0]
+    records = {}
+    for fqn, (shape, regions) in tensors.items():
+        chunks = []
+        for number, region in enumerate(regions):
+            num_bytes = region.numel * itemsize("uint16")
+            chunks.append(Chunk(region, number % 2, ends[number % 2], num_bytes))
+            ends[number % 2] += num_bytes
+        records[fqn] = tensor_record("uint16", shape, chunks)
+    return Manifest(save_id="x", files=[DataFile(f"f{index}", end) for index, end in enumerate(ends)], tensors=records)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Region]]:
+    """A shape cut at random along every dimension: often a regular grid, often not."""
+    shape = draw(st.lists(st.integers(1, 9), max_size=3).map(tuple))
+    spans = []
+    for length in shape:
+        part = draw(st.integers(1, length))
+        cuts = draw(st.just(range(part, length, part)) | st.sets(st.integers(1, length)).map(sorted))
+        bounds = sorted({0, *cuts, length})
+        spans.append(list(pairwise(bounds)))
+    regions = [
+        Region(tuple(start for start, _ in box), tuple(end - start for start, end in box)) for box in product(*spans)
+    ]
+    return shape, draw(st.just(regions) | st.permutations(regions))
+
+
+def boxes(shape: tuple[int, ...]) -> st.SearchStrategy[Region]:
+    spans = [st.tuples(st.integers(0, length), st.integers(0, length)).map(sorted) for length in shape]
+    return st.tuples(*spans).map(lambda box: Region(tuple(a for a, _ in box), tuple(b - a for a, b in box)))
+
+
+@given(layouts(), st.data())
+def test_the_chunks_that_meet_a_region_are_those_of_the_record(
+    layout: tuple[tuple[int, ...], list[Region]], data: st.DataObject
+) -> None:
+    manifest = manifest_of({"before": ((3,), [Region((0,), (1,)), Region((1,), (2,))]), "t": layout})
+    region = data.draw(boxes(layout[0]))
+    opened = open_manifest(encode_manifest(manifest))
+    assert opened.chunks_meeting("t", region) == manifest.chunks_meeting("t", region)
+    assert opened.chunks_meeting("t", whole(layout[0])) == manifest.tensors["t"].chunks
+    assert opened.tensors["t"].chunks == manifest.tensors["t"].chunks
+    assert opened.find_overlap("t") is None
+
+
+@given(st.lists(st.integers(1, 9), max_size=3).map(tuple), st.data())
+def test_a_grid_is_recognised(shape: tuple[int, ...], data: st.DataObject) -> None:
+    part = tuple(data.draw(st.integers(1, length)) for length in shape)
+    regions = grid_regions(shape, part)
+    assert find_tiling_fault(shape, regions) is None
+    numbers = [number for region in regions for number in (*region.offsets, *region.lengths)]
+    assert part_of_grid(shape, numbers, len(regions)) == part
+    swapped = [*numbers[2 * len(shape) :], *numbers[: 2 * len(shape)]]
+    assert len(regions) == 1 or part_of_grid(shape, swapped, len(regions)) is None
+
+
+def test_a_grid_costs_a_few_integers() -> None:
+    rows = [Region((row, 0), (1, 8)) for row in range(1000)]
+    sizes = [len(unseal(encode_manifest(manifest_of({"t": ((1000, 8), order)})))) for order in (rows, rows[::-1])]
+    assert sizes[1] - sizes[0] > 4 * 1000
+
+
+def tampered(manifest: Manifest, **changes: object) -> bytes:
+    body = msgspec.msgpack.decode(unseal(encode_manifest(manifest)))
+    return seal(msgspec.msgpack.encode(body | changes))
+
+
+def halves(fqns: str, *, turned: bool = False) -> Manifest:
+    """Tensors of two chunks of 8 bytes each, as grids or as they are listed."""
+    regions = [Region((0,), (4,)), Region((4,), (4,))]
+    return manifest_of(dict.fromkeys(fqns, ((8,), regions[::-1] if turned else regions)))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "change", [{"chunk_files": bytes([0, 1, 0, 9])}, {"chunk_byte_offsets": bytes([0, 0, 8, 9])}], ids=str
+)
+def test_a_chunk_that_cannot_be_right_is_found_when_it_is_used(*, turned: bool, change: dict[str, bytes]) -> None:
+    data = tampered(halves("ab", turned=turned), **change)
+    with pytest.raises(CheckpointCorruptError):
+        decode_manifest(data)
+    opened = open_manifest(data)
+    assert len(opened.tensors["a"].chunks) == 2
+    assert len(opened.chunks_meeting("a", whole((8,)))) == 2
+    for use in (
+        lambda: opened.tensors["b"],
+        lambda: opened.chunks_meeting("b", whole((8,))),
+        lambda: plan(opened, "ab"),
+    ):
+        with pytest.raises(CheckpointCorruptError) as caught:
+            use()
+        assert caught.value.kind == "bad_manifest"
+
+
+def wholes(fqns: str) -> Manifest:
+    """Tensors of one chunk of 16 bytes each."""
+    return manifest_of(dict.fromkeys(fqns, ((8,), [whole((8,))])))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunk_files": bytes([0, 9])},
+        {"chunk_files": struct.pack("<QQ", 0, (1 << 64) - 3)},
+        {"chunk_files": struct.pack("<QQ", 0, 1 << 63)},
+        {"chunk_byte_offsets": bytes([0, 17])},
+        {"chunk_byte_offsets": struct.pack("<QQ", 0, (1 << 64) - 16)},
+    ],
+    ids=str,
+)
+def test_a_sole_chunk_that_cannot_be_right_is_found_when_it_is_used(change: dict[str, bytes]) -> None:
+    opened = open_manifest(tampered(wholes("ab"), **change))
+    plan(opened, "a")
+    for use in (lambda: opened.chunks_meeting("b", whole((8,))), lambda: plan(opened, "ab")):
+        with pytest.raises(CheckpointCorruptError, match="a chunk of 'b'"):
+            use()
+
+
+def test_sole_chunks_that_share_bytes_are_not_read_together() -> None:
+    opened = open_manifest(tampered(wholes("abc"), chunk_byte_offsets=bytes([0, 16, 15])))
+    plan(opened, "ab")
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'c' share bytes of file 'f0', at 15"):
+        plan(opened, "abca")
+    # A part of one of them is planned in another way.
+    part = [Want("a", whole((8,)), is_flat=True), Want("c", Region((0,), (1,)), is_flat=True)]
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'c' share bytes"):
+        plan_load(opened, part, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+
+
+def test_a_whole_and_a_part_of_a_sole_chunk_may_be_wanted() -> None:
+    wants = [Want("a", whole((8,)), is_flat=True), Want("a", Region((2,), (3,)), is_flat=True)]
+    opened = open_manifest(encode_manifest(wholes("ab")))
+    (fetch,) = plan_load(opened, wants, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+    assert [part[:3] for part in fetch.parts] == [(0, 0, 16), (1, 4, 6)]
+
+
+def plan(manifest: Manifest, fqns: str) -> object:
+    wants = [Want(fqn, whole((8,)), is_flat=True) for fqn in fqns]
+    return plan_load(manifest, wants, verify=True, max_gap_bytes=0, max_fetch_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tensors_that_share_bytes_are_not_read_together(*, turned: bool) -> None:
+    data = tampered(halves("abc", turned=turned), chunk_byte_offsets=bytes([0, 0, 7, 8, 16, 16]))
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'b' share bytes of file 'f0', at 7"):
+        decode_manifest(data)
+    opened = open_manifest(data)
+    plan(opened, "ac")
+    with pytest.raises(CheckpointCorruptError, match="'a' and one of 'b' share bytes of file 'f0', at 7"):
+        plan(opened, "ab")
+
+
+def test_the_same_chunk_may_be_wanted_twice() -> None:
+    plan(open_manifest(encode_manifest(halves("a"))), "aa")
+
+
+def test_many_chunks_are_checked_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = halves("abcdefg")
+    monkeypatch.setattr(table, "_CHUNKS_AT_ONCE", 3)
+    assert len(decode_manifest(encode_manifest(manifest)).tensors) == 7
+    offsets = [chunk.byte_offset for record in manifest.tensors.values() for chunk in record.chunks]
+    for bad in ([*offsets[:-1], offsets[-1] + 1], [*offsets[:6], *offsets[:2], *offsets[8:]]):
+        with pytest.raises(CheckpointCorruptError):
+            decode_manifest(tampered(manifest, chunk_byte_offsets=bytes(bad)))
+
+
+def test_a_tensor_without_elements_has_no_chunk_to_offer() -> None:
+    manifest = manifest_of({"t": ((0, 3), [Region((0, 0), (0, 3))]), "u": ((2,), [whole((2,))])})
+    opened = open_manifest(encode_manifest(manifest))
+    assert opened.chunks_meeting("t", whole((0, 3))) == []
+    assert prod(opened.tensors["t"].shape) == 0
+    assert replace(opened, tensors={}).tensors == {}

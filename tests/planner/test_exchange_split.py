@@ -1,0 +1,151 @@
+"""A load plan divided between ranks against brute force: whatever the layouts, what a rank reads itself and what it
+gets from others together are the numbers that numpy gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint.distributed.wire import pack, slices
+from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, tensor_record
+from bytecheckpoint.planner.byte_ranges import Piece, piece_of
+from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
+from bytecheckpoint.planner.exchange_plan import Extents, Share, share_out
+from bytecheckpoint.planner.exchange_split import Work, can_share, divide_work, packed, wanted_runs
+from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
+from bytecheckpoint.region import Region, relative, rows, whole
+
+ITEM_BYTES = 2
+
+
+class Case:
+    """A file with one tensor in several chunks, and what each of several ranks wants of it."""
+
+    def __init__(self, shape: tuple[int, ...], chunks: Sequence[Region], lead_bytes: int, extent: int) -> None:
+        self.values = np.arange(1, 1 + int(np.prod(shape)), dtype=np.int16).reshape(shape)
+        content = bytearray(lead_bytes)
+        records = []
+        for region in chunks:
+            records.append(Chunk(region, 0, len(content), region.numel * ITEM_BYTES))
+            content += cut(self.values, region).tobytes()
+        self.content = bytes(content)
+        lengths = [min(extent, len(content) - start) for start in range(0, len(content), extent)]
+        file = DataFile("f", len(content), lengths, [0] * len(lengths))
+        record = tensor_record("int16", shape, records)
+        self.manifest = Manifest(save_id="s", files=[file], tensors={"t": record})
+
+
+def cut(values: np.ndarray, region: Region) -> np.ndarray:
+    return values[tuple(map(slice, region.offsets, region.ends))]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, list[Want]]:
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    chunks = [whole(shape)]
+    for _ in range(draw(st.integers(0, 3))):
+        part = chunks.pop(0)
+        dims = [dim for dim, length in enumerate(part.lengths) if length > 1]
+        if not dims:
+            chunks.append(part)
+            continue
+        dim = draw(st.sampled_from(dims))
+        at = draw(st.integers(1, part.lengths[dim] - 1))
+        chunks += [rows(part, dim, 0, at), rows(part, dim, at, part.lengths[dim] - at)]
+    case = Case(shape, chunks, draw(st.integers(0, 9)), draw(st.integers(1, 40)))
+    return case, [Want("t", draw(regions_in(shape)), draw(st.booleans())) for _ in range(draw(st.integers(1, 4)))]
+
+
+@st.composite
+def regions_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    lengths = [draw(st.integers(1, length)) for length in shape]
+    offsets = [draw(st.integers(0, length - taken)) for length, taken in zip(shape, lengths, strict=True)]
+    return Region(tuple(offsets), tuple(lengths))
+
+
+@given(cases(), st.integers(1, 200), st.integers(0, 50), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_what_ranks_read_and_pass_on_is_what_was_stored(
+    drawn: tuple[Case, list[Want]], unit_bytes: int, max_gap_bytes: int, verify: bool
+) -> None:
+    case, wants = drawn
+    extents = Extents(case.manifest.files)
+    plans = [
+        plan_load(case.manifest, [want], verify=verify, max_gap_bytes=max_gap_bytes, max_fetch_bytes=100)
+        for want in wants
+    ]
+    sharable = [[fetch for fetch in plan if can_share(fetch, extents)] for plan in plans]
+    shares = share_out([wanted_runs(plan, extents) for plan in sharable], extents, common_bytes=0)
+    for want, plan, mine, share in zip(wants, plans, sharable, shares, strict=True):
+        work = divide_work(mine, share, extents, unit_bytes=unit_bytes)
+        check_units(work, share, extents, unit_bytes)
+        loaded = carry_out(case, want, work, [fetch for fetch in plan if not can_share(fetch, extents)])
+        np.testing.assert_array_equal(loaded, cut(case.values, want.region))
+
+
+def check_units(work: Work, share: Share, extents: Extents, unit_bytes: int) -> None:
+    longest = max(np.diff(extents.bounds(0)))
+    assert sum(fetch.byte_length for fetch in work.passed_on) == sum(map(extents.num_bytes, share.reads))
+    assert all(fetch.byte_length <= max(unit_bytes, longest) for fetch in work.passed_on)
+    assert all(arrival.items for arrival in work.received)
+
+
+def carry_out(case: Case, want: Want, work: Work, unsharable: Sequence[Fetch]) -> np.ndarray:
+    target = np.zeros(want.region.lengths, np.int16)
+    for fetch in (*work.passed_on, *work.alone, *unsharable):
+        content = case.content[fetch.byte_offset : fetch.end]
+        if fetch.is_direct:
+            assert fetch.byte_length == fetch.parts[0].byte_length
+        for part in fetch.parts:
+            place(part, content[part.byte_offset - fetch.byte_offset :], want, target)
+    for _, unit, items in work.received:
+        content = memoryview(bytearray(case.content[unit.byte_offset : unit.end]))
+        for item in items:
+            assert not isinstance(item, Frame)
+            piece = piece_of(item)
+            parcel = np.empty(piece.byte_length, np.uint8).data
+            pack(content, unit, [piece], parcel)
+            single = slices(content, unit, [piece])
+            assert single is None or single[0] == parcel
+            place(packed(item, 0), bytes(parcel), want, target)
+    return target
+
+
+def place(part: Part, content: bytes, want: Want, target: np.ndarray) -> None:
+    if isinstance(part, FlatPart):
+        flat = target.reshape(-1).view(np.uint8)
+        flat[part.target_byte_offset :][: part.byte_length] = np.frombuffer(content, np.uint8)[: part.byte_length]
+        return
+    lengths, strides = box_layout(part)
+    source = np.frombuffer(content, np.int16, count=part.byte_length // ITEM_BYTES)
+    box = np.lib.stride_tricks.as_strided(source, lengths, [stride * ITEM_BYTES for stride in strides])
+    cut(target, relative(part.region, want.region))[...] = box
+
+
+def test_a_box_whose_elements_lie_across_extents_is_not_shared() -> None:
+    case = Case((4, 4), [whole((4, 4))], lead_bytes=1, extent=8)
+    extents = Extents(case.manifest.files)
+    columns = Want("t", Region((0, 0), (4, 2)), is_flat=True)
+    everything = Want("t", whole((4, 4)), is_flat=True)
+    box, flat = (
+        plan_load(case.manifest, [want], verify=True, max_gap_bytes=0, max_fetch_bytes=100)[0]
+        for want in (columns, everything)
+    )
+    assert not can_share(box, extents)
+    assert can_share(flat, extents)
+
+
+def test_of_a_box_only_its_rows_are_asked_for() -> None:
+    chunk = Chunk(whole((6, 4, 8)), 0, 100, 6 * 4 * 8 * 2)
+    columns = BoxPart(0, 100 + 6, 1000, Region((0, 0, 3), (6, 4, 2)), chunk)
+    assert piece_of(columns) == Piece(106, (24, 4), (16, 1))
+    planes = BoxPart(0, 100, 1000, Region((1, 0, 0), (2, 4, 8)), chunk)
+    assert piece_of(planes) == Piece(100, (128,), (1,))
+    corner = BoxPart(0, 100, 1000, Region((0, 1, 2), (3, 2, 4)), chunk)
+    assert piece_of(corner) == Piece(100, (3, 2, 8), (64, 16, 1))
+    assert piece_of(corner).byte_length == 48
+    assert piece_of(corner).end == 100 + 2 * 64 + 16 + 8

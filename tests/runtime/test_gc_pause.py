@@ -1,0 +1,85 @@
+"""The garbage collector is off while anybody asks for that, and no longer; a save asks only while it plans."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from faults.seams import before, loads_as, state_of
+
+import bytecheckpoint as bcp
+from bytecheckpoint.runtime.gc_pause import collector_paused
+
+
+def thread_that_pauses() -> tuple[threading.Thread, threading.Event, threading.Event]:
+    """Not begun yet; with what it sets once it has paused, and what it waits for."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            entered.set()
+            assert leave.wait(20)
+
+    return threading.Thread(target=pause), entered, leave
+
+
+def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
+    other, entered, leave = thread_that_pauses()
+    with collector_paused():
+        other.start()
+        assert entered.wait(20)
+    is_enabled_before_the_last = gc.isenabled()
+    leave.set()
+    other.join()
+    assert not is_enabled_before_the_last
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused(), collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have() -> None:
+    other, entered, leave = thread_that_pauses()
+    other.start()
+    assert entered.wait(20)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    leave.set()
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_training_goes_on_with_the_collector_while_a_lazy_save_waits_for_other_ranks(tmp_path: Path) -> None:
+    has_returned = threading.Event()
+    seen: dict[str, bool] = {}
+
+    def consulting() -> None:
+        assert has_returned.wait(20)
+        seen["waiting"] = gc.isenabled()
+
+    def planning() -> None:
+        seen["planning"] = gc.isenabled()
+
+    lazy = bcp.SaveOptions(snapshot="lazy")
+    bcp.save(tmp_path / "first", state_of(0, 1.0), async_save=True, options=lazy).result(20)  # its plan is known now
+    with ExitStack() as faults:
+        faults.enter_context(before("bytecheckpoint.distributed.ranks.SoleRank.consult", consulting))
+        faults.enter_context(before("bytecheckpoint.saving.global_plan.merge_plain", planning))
+        handle = bcp.save(tmp_path / "second", state_of(0, 1.0), async_save=True, options=lazy)
+        has_returned.set()
+        handle.result(20)
+    assert seen == {"waiting": True, "planning": False}
+    assert loads_as(tmp_path / "second", 0, 1.0)

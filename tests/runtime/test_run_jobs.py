@@ -1,0 +1,93 @@
+"""Jobs on several threads are all done, or an error says so, also where threads are short; and saves rely on that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.runtime.jobs import do_side_by_side
+from bytecheckpoint.staging.file_image import LiveFile
+
+
+@pytest.fixture
+def one_more_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The first thread of each pool starts, and is slow; the second cannot start."""
+    start = threading.Thread.start
+    started: list[str] = []
+
+    def scarce(thread: threading.Thread) -> None:
+        if thread.name.startswith("bytecheckpoint_"):
+            if thread.name.endswith("_1"):
+                raise RuntimeError("can't start new thread")
+            started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    return started
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+def test_every_job_is_done_once(num_threads: int) -> None:
+    done: list[int] = []
+    do_side_by_side(done.append, range(100), num_threads=num_threads)
+    assert sorted(done) == list(range(100))
+
+
+def test_nothing_is_at_work_any_more_when_threads_were_short(one_more_thread: list[str]) -> None:
+    done: list[int] = []
+
+    def do(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02)
+        done.append(number)
+
+    do_side_by_side(do, range(10), num_threads=4)
+    assert one_more_thread
+    assert sorted(done) == list(range(10))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_an_error_of_any_thread_is_raised(num_threads: int) -> None:
+    def do(number: int) -> None:
+        if number == 7:
+            raise MemoryError("seven")
+
+    with pytest.raises(MemoryError, match="seven"):
+        do_side_by_side(do, range(50), num_threads=num_threads)
+
+
+def test_an_error_of_a_thread_is_raised_where_threads_were_short(one_more_thread: list[str]) -> None:
+    def do(_: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("beside")
+        time.sleep(0.01)
+
+    with pytest.raises((MemoryError, bcp.CheckpointSaveError)):
+        do_side_by_side(do, range(50), num_threads=4)
+    assert one_more_thread
+
+
+def test_compressed_values_are_right_where_threads_are_short(tmp_path: Path, one_more_thread: list[str]) -> None:
+    state = {"weights": {f"w{number}": torch.randn(3 << 20).bfloat16() for number in range(6)}}
+    bcp.save(tmp_path, state, options=bcp.SaveOptions(codec="zstd", writer_threads=4))
+    assert one_more_thread
+    found = bcp.open(tmp_path).state_dict("weights.")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state["weights"].items())
+
+
+def test_an_interrupted_staging_is_told_once_and_the_next_save_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"weights": torch.ones(1000)}
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveFile, "gather", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            bcp.save(tmp_path, state, step=1, async_save=True)
+    bcp.save(tmp_path, state, step=2, async_save=True).result(20)
+    assert bcp.steps(tmp_path) == [2]

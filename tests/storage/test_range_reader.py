@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import xxhash
+
+from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.storage import range_reader
+
+LENGTHS = (10, 1, 30, 7, 52)
+CONTENT = bytes(range(100))
+WAIT_S = 20.0
+
+
+class Telling:
+    """A store that tells how far a read has come every few bytes, or never."""
+
+    def __init__(self, content: bytes, step_bytes: int | None) -> None:
+        self._content = content
+        self._step_bytes = step_bytes
+
+    def read_into(self, _name: str, byte_offset: int, buffer: memoryview, *, on_filled: Any = None) -> None:
+        buffer[:] = self._content[byte_offset : byte_offset + buffer.nbytes]
+        if self._step_bytes is not None and on_filled is not None:
+            for filled in range(self._step_bytes, buffer.nbytes, self._step_bytes):
+                on_filled(filled)
+
+
+def read_all(content: bytes, *, step_bytes: int | None, into: memoryview | None) -> bytes:
+    """The last four extents of the file, as they were placed."""
+    file = DataFile("f", len(CONTENT), LENGTHS, digests())
+    placed: list[bytes] = []
+    target = None if into is None else (lambda: nullcontext(into))
+    read = range_reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda *_: "x")
+    memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    store = Telling(content, step_bytes)
+    range_reader.run_reads(store, [read], threads=1, verify=True, scratch_bytes=1000, memory=memory, submit=submit)
+    return placed[0]
+
+
+def digests() -> list[int]:
+    found, position = [], 0
+    for length in LENGTHS:
+        found.append(xxhash.xxh3_64_intdigest(CONTENT[position : position + length]))
+        position += length
+    return found
+
+
+@pytest.mark.parametrize("step_bytes", [None, 1, 7, 31, 89, 1000])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_every_extent_is_verified_however_a_store_tells_how_far_it_has_come(
+    step_bytes: int | None, is_direct: bool
+) -> None:
+    into = memoryview(bytearray(90)) if is_direct else None
+    assert read_all(CONTENT, step_bytes=step_bytes, into=into) == CONTENT[10:]
+    for position in range(10, 100):
+        damaged = bytearray(CONTENT)
+        damaged[position] ^= 1
+        with pytest.raises(CheckpointCorruptError, match="damaged") as caught:
+            read_all(bytes(damaged), step_bytes=step_bytes, into=into)
+        assert caught.value.kind == "checksum"
+
+
+class Meeting:
+    """A store that does with each read, by its byte offset, what it is told to."""
+
+    def __init__(self, begin: Callable[[int], None]) -> None:
+        self._begin = begin
+
+    def read_into(self, _name: str, byte_offset: int, buffer: memoryview, **_: Any) -> None:
+        self._begin(byte_offset)
+        buffer[:] = CONTENT[byte_offset : byte_offset + buffer.nbytes]
+
+
+def run_each(begin: Callable[[int], None], places: Sequence[Callable[[memoryview], None]], *, threads: int) -> None:
+    """Reads of ten bytes each, from the begin of the file on."""
+    file = DataFile("f", len(CONTENT))
+    reads = [
+        range_reader.Read(file, "f", 10 * number, 10, None, place, lambda *_: "x")
+        for number, place in enumerate(places)
+    ]
+    memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    range_reader.run_reads(
+        Meeting(begin), reads, threads=threads, verify=False, scratch_bytes=10_000, memory=memory, submit=submit
+    )
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_as_many_reads_as_there_are_threads_are_in_flight(threads: int) -> None:
+    together = threading.Barrier(threads, timeout=WAIT_S)
+    placed: list[bytes] = []
+    place = [lambda found: placed.append(bytes(found))] * (2 * threads)
+    run_each(lambda _: together.wait() and None, place, threads=threads)
+    assert sorted(placed) == [CONTENT[10 * number : 10 * number + 10] for number in range(2 * threads)]
+
+
+def test_what_comes_first_is_placed_first_whatever_was_asked_for_before_it() -> None:
+    is_second_placed = threading.Event()
+    order: list[int] = []
+
+    def begin(byte_offset: int) -> None:
+        assert byte_offset or is_second_placed.wait(WAIT_S), "the first read is waited for before another one is placed"
+
+    def place_second(_: memoryview) -> None:
+        order.append(2)
+        is_second_placed.set()
+
+    run_each(begin, [lambda _: order.append(1), place_second], threads=2)
+    assert order == [2, 1]
+
+
+class Giving(Meeting):
+    """One that has what is read in memory of its own."""
+
+    def read_bytes(self, _name: str, byte_offset: int, byte_length: int) -> bytes:
+        self._begin(byte_offset)
+        return CONTENT[byte_offset : byte_offset + byte_length]
+
+
+def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    asked, all_ask = [], threading.Event()
+    take = range_reader.Budget.take
+
+    def take_told(budget: range_reader.Budget, num_bytes: int) -> None:
+        asked.append(num_bytes)
+        if len(asked) == 4:
+            all_ask.set()
+        take(budget, num_bytes)
+
+    def fail(byte_offset: int) -> None:
+        begun.append(byte_offset)
+        assert all_ask.wait(WAIT_S)
+        raise OSError("gone")
+
+    monkeypatch.setattr(range_reader.Budget, "take", take_told)
+    file = DataFile("f", len(CONTENT))
+    reads = [range_reader.Read(file, "f", 25 * number, 25, None, pytest.fail, lambda *_: "x") for number in range(4)]
+    memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    with pytest.raises(OSError, match="gone"):
+        range_reader.run_reads(
+            Giving(fail), reads, threads=4, verify=False, scratch_bytes=1, memory=memory, submit=submit
+        )
+    assert len(begun) == 1

@@ -1,0 +1,97 @@
+"""Two checkpoints compared: names, shapes, dtypes, values, plain data. It needs torch, as no other command does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bytecheckpoint.adapters.plain.plain_data import TensorRef
+
+from ..arguments import Opened
+from ..render.progress import byte_progress
+from .differences import ObjectDifference, Result, TensorDifference
+from .named_values import Named, Place, is_same, named_values
+from .summary import natural_order, plain_value
+from .tensor_diff import Compared, Pair, TensorDiff
+from .value_difference import Tolerance, can_compare
+
+
+def compare_checkpoints(
+    a: Opened,
+    b: Opened,
+    *,
+    tolerance: Tolerance | None,
+    ignore_dtype: bool,
+    is_wanted: Callable[[str], bool],
+    threads: int,
+) -> Result:
+    """All that differs under the names that are wanted. Without a tolerance every bit counts.
+
+    Raises what a load raises.
+    """
+    started = time.monotonic()
+    named_a, named_b = named_values(a.manifest, is_wanted), named_values(b.manifest, is_wanted)
+    common = sorted(named_a.tensors.keys() & named_b.tensors.keys(), key=natural_order)
+    pairs = {fqn: Pair(named_a.tensors[fqn], named_b.tensors[fqn]) for fqn in common}
+    same_shape = [pair for pair in pairs.values() if a.manifest.describe(pair.a)[1] == b.manifest.describe(pair.b)[1]]
+    comparison = TensorDiff(a, b, same_shape, tolerance=tolerance)
+    num_bytes = comparison.num_bytes
+    with byte_progress("comparing", num_bytes) as on_progress:
+        compared = comparison.run(threads=threads, on_progress=on_progress)
+    tensors = [
+        _tensor_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()
+    ]
+    return Result(
+        only_in_a=sorted(named_a.tensors.keys() - named_b.tensors.keys(), key=natural_order),
+        only_in_b=sorted(named_b.tensors.keys() - named_a.tensors.keys(), key=natural_order),
+        num_tensors=len(common),
+        tensors=[tensor for tensor in tensors if tensor.problems or _is_near(tensor)],
+        objects=_object_differences(named_a, named_b, tolerance),
+        num_objects=len(named_a.values.keys() | named_b.values.keys()),
+        num_bytes_read=num_bytes,
+        num_bytes_same=compared.num_bytes_same,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _is_near(tensor: TensorDifference) -> bool:
+    """Whether values differ, all of them within the tolerance."""
+    return tensor.values is not None and bool(tensor.values.max_abs)
+
+
+def _tensor_difference(
+    fqn: str, pair: Pair, opened: tuple[Opened, Opened], compared: Compared, *, ignore_dtype: bool
+) -> TensorDifference:
+    described = [side.manifest.describe(stored) for side, stored in zip(opened, pair, strict=True)]
+    (dtype_a, shape_a), (dtype_b, shape_b) = described
+    values = compared.differences.get(pair)
+    problems = []
+    if shape_a != shape_b:
+        problems.append("shape")
+    if dtype_a != dtype_b and not (ignore_dtype and can_compare(dtype_a, dtype_b)):
+        problems.append("dtype")
+    if shape_a == shape_b and values is not None and values.num_differing:
+        problems.append("values")
+    return TensorDifference(
+        fqn, (dtype_a, dtype_b), (shape_a, shape_b), values if shape_a == shape_b else None, problems
+    )
+
+
+def _object_differences(a: Named, b: Named, tolerance: Tolerance | None) -> list[ObjectDifference]:
+    found = []
+    for place in a.values.keys() | b.values.keys():
+        only_in = "b" if place not in a.values else "a" if place not in b.values else None
+        if only_in is None and is_same(a.values[place], b.values[place], tolerance):
+            continue
+        (json_a, text_a), (json_b, text_b) = _shown(a, place), _shown(b, place)
+        found.append(ObjectDifference(*place, only_in, (json_a, json_b), (text_a, text_b)))
+    return sorted(found, key=lambda item: (natural_order(item.fqn), -1 if item.rank is None else item.rank))
+
+
+def _shown(side: Named, place: Place) -> tuple[Any, str]:
+    """A value as JSON has it, and as text."""
+    if place not in side.values:
+        return None, "-"
+    value = side.values[place]
+    return plain_value(value) if not isinstance(value, TensorRef) else (f"tensor {value.fqn}", f"tensor {value.fqn}")

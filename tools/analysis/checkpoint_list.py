@@ -1,0 +1,209 @@
+"""The checkpoints that a path, its folders and the folders of runs in it hold. It lists three levels and reads
+manifests: the path, what lies in it, and what lies in those of its folders that are no checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import NamedTuple
+
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    StorageError,
+    UnsafeCheckpointError,
+)
+from bytecheckpoint.formats.detect import find_file, find_folder
+from bytecheckpoint.formats.find_checkpoint import Found, manifest_of
+from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+_LOOKS_IN_FLIGHT = 8
+MAX_RUN_FOLDERS = 10_000
+"""Folders within runs that are listed, in all."""
+_FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Files that may be a checkpoint of another format; their first bytes decide."""
+_DATA_FILE = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A folder or file that is a checkpoint, or a folder that a save has not finished."""
+
+    folder: str
+    """Inside the root, of a file its path there; "" is the root itself."""
+    path: str
+    run: str = ""
+    """The folder of the root that holds it, where that is no checkpoint itself."""
+    step: int | None
+    committed: bool
+    num_bytes: int
+    """Of the data files: what the manifest says, or where there is none, what lies there."""
+    num_tensors: int | None = None
+    world_size: int | None = None
+    created_at: datetime | None = None
+    save_id: str | None = None
+    format: str = OWN_FORMAT
+    """Another one where other programs wrote it."""
+    problem: str | None = None
+    """Why the manifest cannot be read."""
+    is_refused: bool = False
+    """The problem is no damage: another program's file, which may be no checkpoint, has what is never loaded."""
+
+    @property
+    def name(self) -> str:
+        """Within its run, or within the root."""
+        return self.folder.removeprefix(f"{self.run}/") if self.run else self.folder
+
+
+class Listing(NamedTuple):
+    """What was found under a root."""
+
+    checkpoints: Sequence[Listed]
+    """The root itself, its steps, its other folders and files; then the same of each run."""
+    not_listed: Sequence[str]
+    """Folders of the root that were not looked into: there are too many, or the storage does not permit it."""
+
+
+class _Look(NamedTuple):
+    """What one folder was found to be."""
+
+    folder: str
+    checkpoint: Listed | None
+    entries: Mapping[str, int | None] | None
+    """What lies in it; None where the storage does not permit a look."""
+
+
+def list_checkpoints(store: Store) -> Listing:
+    """Lists the root, each folder in it, and each folder in those of them that are neither checkpoints nor steps.
+
+    Raises CheckpointNotFoundError where the root is a file, StorageError where it cannot be listed.
+    """
+    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT, thread_name_prefix="bcp-ls") as pool:
+        entries = store.list("")
+        root = _Look("", _look_into(store, "", entries), entries)
+        looks = list(pool.map(lambda name: _look(store, name), _folders(entries)))
+        runs, skipped = _runs_to_list([look for look in looks if not look.checkpoint])
+        inside = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
+        of_runs = [look.checkpoint for look in pool.map(lambda name: _look(store, name), inside)]
+        holders = [root] if root.checkpoint is None else []
+        files = [(look.folder, *file) for look in (*holders, *runs) for file in _files(look.entries or {})]
+        of_files = list(pool.map(lambda file: _look_at_file(store, *file), files))
+    of_root = [root.checkpoint, *(look.checkpoint for look in looks)]
+    found = [item for item in (*of_root, *map(_in_run, (*of_runs, *of_files))) if item]
+    return Listing(sorted(found, key=_order), skipped)
+
+
+def _folders(entries: Mapping[str, int | None]) -> list[str]:
+    return sorted(name for name, size in entries.items() if size is None and name != layout.DATA_FOLDER)
+
+
+def _files(entries: Mapping[str, int | None]) -> list[tuple[str, int]]:
+    """Names and bytes of those that may be checkpoints."""
+    return [(name, size) for name, size in entries.items() if size is not None and name.endswith(_FILE_SUFFIXES)]
+
+
+def _runs_to_list(looks: Sequence[_Look]) -> tuple[list[_Look], list[str]]:
+    """The folders to look into one level further, and the names of those that are not."""
+    runs: list[_Look] = []
+    skipped: list[str] = []
+    num_folders = 0
+    for look in looks:
+        count = len(_folders(look.entries or {}))
+        if look.entries is None or num_folders + count > MAX_RUN_FOLDERS:
+            skipped.append(look.folder)
+        else:
+            runs.append(look)
+            num_folders += count
+    return runs, skipped
+
+
+def _in_run(item: Listed | None) -> Listed | None:
+    return item and replace(item, run=item.folder.rpartition("/")[0])
+
+
+def _order(item: Listed) -> tuple[object, ...]:
+    return (item.run, item.folder != "", item.step is None, item.step or 0, item.folder)
+
+
+def _look(store: Store, folder: str) -> _Look:
+    try:
+        entries = store.list(folder)
+        return _Look(folder, _look_into(store, folder, entries), entries)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
+        return _Look(folder, None, None)
+
+
+def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> Listed | None:
+    path, step = join_name(str(store), folder), layout.parse_step(folder.rpartition("/")[2])
+    foreign = None if layout.has_manifest(entries) else find_folder(store, folder, entries)
+    if layout.has_manifest(entries) or foreign:
+        return read_checkpoint(Found(store, 0, folder, foreign), step)
+    data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in entries else {}
+    if step is None and not any(map(_DATA_FILE.match, data)):
+        return None
+    num_bytes = sum(size or 0 for size in data.values())
+    return Listed(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
+
+
+def _look_at_file(store: Store, folder: str, name: str, num_bytes: int) -> Listed | None:
+    """The checkpoint of another format that a file is; None for any other file."""
+    try:
+        place = find_file(store, folder, name, num_bytes)
+    except (CheckpointNotFoundError, CheckpointCorruptError):  # of no format that is known, or empty
+        return None
+    item = read_checkpoint(Found(store, 0, folder, place), None)
+    return item and replace(item, folder=join_name(folder, name))
+
+
+def read_checkpoint(found: Found, step: int | None) -> Listed | None:
+    """A checkpoint as its manifest tells of it; None where it was deleted since it was found."""
+    folder, path = found.folder, found.path
+    own_format = found.foreign.format if found.foreign else OWN_FORMAT
+    try:
+        info = describe_checkpoint(manifest_of(found), path=path, seconds={})
+    except (CheckpointCorruptError, CheckpointMismatchError, UnsafeCheckpointError) as error:
+        return Listed(
+            folder=folder,
+            path=path,
+            step=step,
+            committed=True,
+            num_bytes=0,
+            format=own_format,
+            problem=error.message,
+            is_refused=_is_refusal(found, error),
+        )
+    except CheckpointNotFoundError:
+        return None
+    return Listed(
+        folder=folder,
+        path=path,
+        step=info.step if step is None else step,
+        committed=True,
+        num_bytes=info.num_bytes,
+        num_tensors=info.num_tensors,
+        world_size=info.world_size,
+        created_at=info.created_at,
+        save_id=info.save_id,
+        format=info.format,
+    )
+
+
+def _is_refusal(found: Found, error: CheckpointError) -> bool:
+    is_file = found.foreign is not None and bool(found.foreign.file)
+    return is_file and isinstance(error, UnsafeCheckpointError)
+
+
+def runs_of(checkpoints: Iterable[Listed]) -> list[str]:
+    """The runs that these are in, in order; "" for the root."""
+    return list(dict.fromkeys(item.run for item in checkpoints))

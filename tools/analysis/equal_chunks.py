@@ -1,0 +1,112 @@
+"""Which chunks of two checkpoints hold the same bytes, as far as their manifests can tell: by the checksums of the
+extents that the chunks lie in. It looks at a million chunks as columns, and reads no data file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bytecheckpoint.manifest.chunk_validation import all_coordinates, numels_of_chunks
+from bytecheckpoint.manifest.encoding import DataFile, Manifest
+from bytecheckpoint.manifest.records import columns_of
+from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.manifest.validation import itemsizes_of
+from bytecheckpoint.region import Region
+
+
+class ChunkColumns:
+    """All chunks of a checkpoint, tensor by tensor, as columns."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        tensors, fqns = manifest.tensors, list(manifest.tensors)
+        columns = tensors.columns if isinstance(tensors, ColumnTensors) else columns_of(tensors)
+        columns = columns._replace(coordinates=all_coordinates(columns), is_grid=np.zeros(len(fqns), bool))
+        of_tensors = np.repeat(np.arange(len(fqns)), columns.num_chunks)
+        raw_bytes = numels_of_chunks(columns, of_tensors, fqns) * itemsizes_of(columns, fqns)[of_tensors]
+        names = np.array(columns.codec_names or ["none"])
+        self.manifest = manifest
+        self.files = columns.files.astype(np.int64)
+        self.byte_offsets = columns.byte_offsets.astype(np.int64)
+        self.byte_lengths = columns.byte_lengths.astype(np.int64) if len(columns.byte_lengths) else raw_bytes
+        self.codecs = names[columns.codecs.astype(np.int64)] if len(columns.codecs) else np.full(len(raw_bytes), "none")
+        self._indices = {fqn: index for index, fqn in enumerate(fqns)}
+        self._starts = np.cumsum([0, *columns.num_chunks.tolist()]).tolist()
+        self._coordinates = columns.coordinates
+        self._coordinate_starts = np.cumsum([0, *(2 * columns.num_dims * columns.num_chunks).tolist()]).tolist()
+
+    def of(self, fqn: str) -> range:
+        """The numbers of the chunks of a tensor."""
+        index = self._indices[fqn]
+        return range(self._starts[index], self._starts[index + 1])
+
+    def coordinates(self, fqn: str) -> np.ndarray:
+        """Of each chunk of a tensor: its offsets, then its lengths, one after the other."""
+        index = self._indices[fqn]
+        return self._coordinates[self._coordinate_starts[index] : self._coordinate_starts[index + 1]]
+
+    def regions(self, fqn: str, numbers: Sequence[int]) -> list[Region]:
+        """Those of some chunks of a tensor, by their numbers within it."""
+        num_dims = len(self.manifest.describe(fqn)[1])
+        rows = self.coordinates(fqn).reshape(len(self.of(fqn)), 2, num_dims)
+        return [Region(tuple(offsets), tuple(lengths)) for offsets, lengths in rows[list(numbers)].tolist()]
+
+
+def are_cut_alike(a: ChunkColumns, fqn_a: str, b: ChunkColumns, fqn_b: str) -> bool:
+    """Whether the chunks of two tensors of one shape can be set beside each other."""
+    return len(a.of(fqn_a)) == len(b.of(fqn_b)) and np.array_equal(a.coordinates(fqn_a), b.coordinates(fqn_b))
+
+
+def known_equal(a: ChunkColumns, b: ChunkColumns, chunks_a: np.ndarray, chunks_b: np.ndarray) -> np.ndarray:
+    """Of pairs of chunks with one region and dtype, by number: whether the manifests show that they hold the same.
+
+    They do where both lie at the same place in runs of extents that have the same lengths and checksums.
+    """
+    files_a, files_b = a.files[chunks_a], b.files[chunks_b]
+    equal: np.ndarray = (a.codecs[chunks_a] == b.codecs[chunks_b]) & (
+        a.byte_lengths[chunks_a] == b.byte_lengths[chunks_b]
+    )
+    order = np.lexsort((files_b, files_a))
+    changes = np.flatnonzero((np.diff(files_a[order]) != 0) | (np.diff(files_b[order]) != 0)) + 1
+    for pairs in np.split(order, changes) if len(order) else ():
+        first = pairs[0]
+        files = a.manifest.files[files_a[first]], b.manifest.files[files_b[first]]
+        starts = a.byte_offsets[chunks_a[pairs]], b.byte_offsets[chunks_b[pairs]]
+        equal[pairs] &= _equal_in(files, starts, a.byte_lengths[chunks_a[pairs]])
+    return equal
+
+
+def _equal_in(
+    files: tuple[DataFile, DataFile], starts: tuple[np.ndarray, np.ndarray], byte_lengths: np.ndarray
+) -> np.ndarray:
+    """For chunks that lie in one file on each side."""
+    equal = np.zeros(len(byte_lengths), bool)
+    if not (files[0].extent_lengths and files[1].extent_lengths):
+        return equal
+    lengths_a, lengths_b = (np.array(file.extent_lengths, np.uint64) for file in files)
+    digests_a, digests_b = (np.array(file.extent_digests, np.uint64) for file in files)
+    (first_a, stop_a, lead_a), (first_b, stop_b, lead_b) = (
+        _extents_around(lengths, start, byte_lengths)
+        for lengths, start in zip((lengths_a, lengths_b), starts, strict=True)
+    )
+    candidates = np.flatnonzero((lead_a == lead_b) & (stop_a - first_a == stop_b - first_b))
+    shifts = first_b[candidates] - first_a[candidates]
+    for shift in np.unique(shifts).tolist():
+        chosen = candidates[shifts == shift]
+        low, high = int(first_a[chosen].min()), int(stop_a[chosen].max())
+        here, there = slice(low, high), slice(low + shift, high + shift)
+        differs = (lengths_a[here] != lengths_b[there]) | (digests_a[here] != digests_b[there])
+        so_far = np.concatenate([[0], np.cumsum(differs)])
+        equal[chosen] = so_far[stop_a[chosen] - low] == so_far[first_a[chosen] - low]
+    return equal
+
+
+def _extents_around(
+    lengths: np.ndarray, starts: np.ndarray, byte_lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of chunks: the first extent that each touches, the one after the last, and where in the first it begins."""
+    bounds = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
+    first = np.searchsorted(bounds, starts, side="right") - 1
+    stop = np.maximum(np.searchsorted(bounds, starts + byte_lengths, side="left"), first)
+    return first, stop, starts - bounds[first]

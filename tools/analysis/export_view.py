@@ -1,0 +1,56 @@
+"""A checkpoint as `bcp convert` would write it, without writing it: its tensors under the names that the target has.
+The elements stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from bytecheckpoint.conversion.link import link_manifest
+from bytecheckpoint.conversion.mapped_source import names_for_experts, view_of
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.select import LeftOut, Wish
+from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_separate_experts
+from bytecheckpoint.name_maps.load import Beside
+from bytecheckpoint.name_maps.rewrite_manifest import relink
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.planner.copy_plan import same_tensor
+
+from ..arguments import Opened
+from ..name_options import NameOptions
+
+
+class Export(NamedTuple):
+    """What would be written."""
+
+    opened: Opened
+    left_out: Sequence[LeftOut]
+
+
+def export_of(opened: Opened, names: NameOptions, *, to: Any, exclude: Sequence[str], beside: Opened) -> Export:
+    """The checkpoint that `bcp convert --to` would write of this one with these options, at the place of another one.
+
+    Raises what the conversion raises; CheckpointMismatchError (conflict) also for a map that makes tensors of which the
+    checkpoint does not hold every element, as the zeros of a padded vocabulary.
+    """
+    source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False, path=opened.path)
+    view = view_of(source, names.name_map(), is_state=to == "bcp", in_place=True)
+    wish = Wish(to=to, exclude=exclude, rename=names.rename, keep_names=names.keep_names, experts=names.experts or "")
+    manifest, selection = link_manifest(view, wish, source=opened.folder, target=opened.folder)
+    left_out = list(selection.left_out)
+    if to == "hf":  # which has tensors only
+        left_out += [LeftOut(fqn, 0, 0, "plain data") for fqn in (*manifest.objects, *manifest.rank_objects)]
+        experts = names_for_experts(wish, source, Beside(beside.store, beside.folder))
+        manifest = replace(_with_separate_experts(manifest, experts), objects={}, rank_objects={})
+    return Export(opened._replace(manifest=manifest), left_out)
+
+
+def _with_separate_experts(manifest: Manifest, experts: str) -> Manifest:
+    if experts not in EXPERT_NAMES:
+        return manifest
+    whole = [same_tensor(fqn, *manifest.describe(fqn), stored_fqn=fqn) for fqn in manifest.tensors]
+    separate = with_separate_experts(whole, EXPERT_NAMES[experts])
+    return manifest if len(separate) == len(whole) else replace(manifest, tensors=relink(manifest, separate).records)

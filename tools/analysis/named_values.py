@@ -1,0 +1,114 @@
+"""What a checkpoint holds, by the names that users know it by: tensors, tied ones under each name, and plain values,
+leaf by leaf. It reads nothing but the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.plain.plain_data import (
+    TensorRef,
+    decode_plain,
+    encode_plain,
+    is_content_fqn,
+    keep_in_tree,
+    leaves,
+)
+from bytecheckpoint.adapters.shards import dtype_name
+from bytecheckpoint.manifest.encoding import Manifest
+
+from .value_difference import Side, Tolerance, find_difference
+
+
+class Place(NamedTuple):
+    """Where a plain value stands."""
+
+    fqn: str
+    rank: int | None
+    """The rank that saved it; None where all ranks have it in common."""
+
+
+class Named(NamedTuple):
+    """The contents of a checkpoint."""
+
+    tensors: dict[str, str]
+    """By each of its names, the FQN under which a tensor is stored."""
+    values: dict[Place, Any]
+    """The leaves of plain data. A tensor of a single rank that lies in data files is a TensorRef."""
+
+
+def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> Named:
+    """Those whose names are wanted.
+
+    Tensors stored under a name made of their content stand under the names that the state gave them. Raises what
+    decoding plain data raises.
+    """
+    tensors = {fqn: fqn for fqn in manifest.tensors} | dict(manifest.aliases)
+    values: dict[Place, Any] = {}
+    for place, value in _leaves(manifest):
+        if not isinstance(value, TensorRef) or place.rank is not None:
+            values[place] = value
+        elif value.fqn in manifest.tensors:
+            tensors[place.fqn] = value.fqn
+        if isinstance(value, TensorRef) and value.fqn != place.fqn and is_content_fqn(value.fqn):
+            tensors.pop(value.fqn, None)
+    return Named(
+        {fqn: stored for fqn, stored in tensors.items() if is_wanted(fqn)},
+        {place: value for place, value in values.items() if is_wanted(place.fqn)},
+    )
+
+
+def _leaves(manifest: Manifest) -> Iterator[tuple[Place, Any]]:
+    for fqn, data in manifest.objects.items():
+        for leaf, value in leaves(decode_plain(data), fqn).items():
+            yield Place(leaf, None), value
+    for fqn, by_rank in manifest.rank_objects.items():
+        for rank, data in sorted(by_rank.items()):
+            for leaf, value in leaves(decode_plain(data), fqn).items():
+                yield Place(leaf, rank), value
+
+
+def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
+    """Whether two plain values are the same: of one type, with the same bits, or the same within a tolerance where
+    they are floats, or lists, arrays and tensors of floats.
+    """
+    if type(a) is not type(b):
+        return False
+    if encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree):
+        return True
+    if tolerance is None:
+        return False
+    if isinstance(a, float):
+        return _is_near(_scalar(a), _scalar(b), tolerance)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(is_same(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    if isinstance(a, Mapping):
+        return list(a) == list(b) and all(is_same(a[key], b[key], tolerance) for key in a)
+    if isinstance(a, torch.Tensor | np.ndarray | np.generic):
+        return tuple(a.shape) == tuple(b.shape) and _is_near(_elements(a), _elements(b), tolerance)
+    return False
+
+
+def _is_near(a: Side | None, b: Side | None, tolerance: Tolerance) -> bool:
+    if a is None or b is None or a.dtype != b.dtype:
+        return False
+    return not find_difference(a, b, tolerance).num_differing
+
+
+def _scalar(value: float) -> Side:
+    return Side("float64", memoryview(np.float64(value).tobytes()))
+
+
+def _elements(value: Any) -> Side | None:
+    """Of a tensor or array of floating point numbers; of nothing else a part may differ."""
+    if isinstance(value, torch.Tensor):
+        is_float = value.is_floating_point()
+        content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if is_float else b""
+        return Side(dtype_name(value.dtype), memoryview(content)) if is_float else None
+    array = np.ascontiguousarray(value)
+    name = array.dtype.newbyteorder("<").name if array.dtype.kind == "f" and array.dtype.itemsize <= 8 else None
+    return Side(name, memoryview(array.astype(array.dtype.newbyteorder("<")).tobytes())) if name else None

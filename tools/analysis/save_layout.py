@@ -1,0 +1,157 @@
+"""How a checkpoint was cut and spread when it was saved: parts of tensors, chunks of files, bytes of ranks. It looks at
+a million chunks as columns, and makes no record of any.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.manifest.encoding import Manifest, TensorRecord
+from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.region import find_tiling_fault, grid_counts, part_of_grid
+
+_WHOLE = "whole"
+_RANK = re.compile(r"-([0-9]{1,9})-[0-9]+\.safetensors\Z")
+
+
+class Cut(NamedTuple):
+    """The tensors that are cut alike."""
+
+    name: str
+    """`whole`, parts along each dimension (`4 x 1`), or `irregular`."""
+    num_tensors: int
+    num_chunks: int
+    num_bytes: int
+
+
+class Writers(NamedTuple):
+    """What the ranks of the save have written."""
+
+    num_ranks: int
+    """That have written anything."""
+    min_num_bytes: int
+    median_num_bytes: float
+    max_num_bytes: int
+
+
+class Compressed(NamedTuple):
+    """What compressing has saved."""
+
+    num_chunks: int
+    """That are compressed."""
+    num_bytes: int
+    """Of all chunks, as stored."""
+    raw_num_bytes: int
+    """Of all elements."""
+
+
+def chunk_counts(manifest: Manifest) -> dict[str, int]:
+    """How many chunks each tensor has."""
+    tensors = manifest.tensors
+    if isinstance(tensors, ColumnTensors):
+        return dict(zip(tensors, tensors.columns.num_chunks.tolist(), strict=True))
+    return {fqn: record.num_chunks for fqn, record in tensors.items()}
+
+
+def chunks_by_file(manifest: Manifest) -> list[int]:
+    """How many chunks each file has."""
+    tensors, num_files = manifest.tensors, len(manifest.files)
+    if isinstance(tensors, ColumnTensors):
+        counts: list[int] = np.bincount(tensors.columns.files.astype(np.int64), minlength=num_files).tolist()
+        return counts
+    counted = Counter(file for record in tensors.values() for file in record.files)
+    return [counted[index] for index in range(num_files)]
+
+
+def cuts_of(manifest: Manifest) -> list[Cut]:
+    """The ways in which tensors are cut, those with most bytes first."""
+    cuts: dict[str, Cut] = {}
+    counts = chunk_counts(manifest)
+    for fqn, part in _parts(manifest):
+        dtype, shape = manifest.describe(fqn)
+        name = _name_of(shape, part, counts[fqn])
+        _, num_tensors, num_chunks, num_bytes = cuts.get(name) or Cut(name, 0, 0, 0)
+        more_bytes = prod(shape) * itemsize(dtype)
+        cuts[name] = Cut(name, num_tensors + 1, num_chunks + counts[fqn], num_bytes + more_bytes)
+    return sorted(cuts.values(), key=lambda cut: (-cut.num_bytes, cut.name))
+
+
+def _parts(manifest: Manifest) -> Iterator[tuple[str, Sequence[int] | None]]:
+    """Each tensor with the lengths of a part where its chunks are a regular grid, else None."""
+    tensors = manifest.tensors
+    if isinstance(tensors, ColumnTensors):
+        columns = tensors.columns
+        lengths = columns.grid_parts.tolist()
+        bounds = pairwise([0, *np.cumsum(columns.num_dims * columns.is_grid).tolist()])
+        for fqn, is_grid, (start, stop) in zip(tensors, columns.is_grid.tolist(), bounds, strict=True):
+            yield fqn, lengths[start:stop] if is_grid else None
+        return
+    for fqn, record in tensors.items():
+        yield fqn, part_of_grid(record.shape, record.coordinates, record.num_chunks)
+
+
+def _name_of(shape: Sequence[int], part: Sequence[int] | None, num_chunks: int) -> str:
+    if num_chunks <= 1:
+        return _WHOLE
+    return "irregular" if part is None else " x ".join(map(str, grid_counts(shape, part)))
+
+
+def writers_of(manifest: Manifest) -> Writers | None:
+    """By the names of data files; None where they have others, as in foreign formats."""
+    by_rank: Counter[int] = Counter()
+    for file in manifest.files:
+        found = _RANK.search(file.name)
+        if found is None or not file.name.rpartition("/")[2].startswith(f"{manifest.save_id}-"):
+            return None
+        by_rank[int(found.group(1))] += file.byte_length
+    if not by_rank:
+        return None
+    of_ranks = list(by_rank.values())
+    return Writers(len(of_ranks), min(of_ranks), median(of_ranks), max(of_ranks))
+
+
+def compressed(manifest: Manifest) -> Compressed | None:
+    """None where no chunk is compressed."""
+    tensors = manifest.tensors
+    if isinstance(tensors, ColumnTensors):
+        columns = tensors.columns
+        packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
+        num_chunks = int(np.isin(columns.codecs, packed).sum())
+        num_bytes = int(columns.byte_lengths.sum())
+    else:
+        num_chunks = sum(codec != "none" for record in tensors.values() for codec in record.codecs)
+        num_bytes = sum(sum(record.byte_lengths) for record in tensors.values())
+    described = manifest.describe_all().values()
+    raw_num_bytes = sum(prod(shape) * itemsize(dtype) for dtype, shape in described)
+    return Compressed(num_chunks, num_bytes, raw_num_bytes) if num_chunks else None
+
+
+def is_covered_once(manifest: Manifest, fqn: str) -> bool:
+    """Whether the chunks of a tensor cover it exactly once. Of a regular grid that is known."""
+    tensors = manifest.tensors
+    if isinstance(tensors, ColumnTensors) and not tensors.may_overlap(fqn):
+        return True
+    record = tensors[fqn]
+    return find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks]) is None
+
+
+def first_chunks(record: TensorRecord, count: int) -> TensorRecord:
+    """The record with at most so many of its chunks (0 for all): to show some of a million makes none of the others."""
+    if not count or record.num_chunks <= count:
+        return record
+    return record._replace(
+        coordinates=record.coordinates[: 2 * len(record.shape) * count],
+        files=record.files[:count],
+        byte_offsets=record.byte_offsets[:count],
+        byte_lengths=record.byte_lengths[:count],
+        codecs=record.codecs[:count],
+    )

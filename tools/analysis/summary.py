@@ -1,0 +1,243 @@
+"""What a manifest says, as the records that `bcp show` prints: totals, tensors, files, plain objects. It reads no data
+file; only plain objects need torch to be decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import isfinite, prod
+from typing import Any, NamedTuple
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.manifest.encoding import Chunk, Manifest, TensorRecord
+
+from ..arguments import Opened
+from ..render.number_format import shape_text, shortened, some_of
+from .save_layout import Cut, chunk_counts, chunks_by_file, cuts_of, is_covered_once
+
+_DIGITS = re.compile(r"([0-9]+)")
+_MAX_TEXT = 200
+
+
+class Tensor(NamedTuple):
+    """A tensor, or another name of a tied one."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    """The global shape."""
+    alias_of: str | None
+    """The FQN under which a tied tensor is stored."""
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in the data files: nothing for an alias."""
+        return 0 if self.alias_of else self.num_elements * itemsize(self.dtype)
+
+    @property
+    def stored_fqn(self) -> str:
+        return self.alias_of or self.fqn
+
+
+@dataclass(slots=True)
+class Total:
+    """Of tensors that are stored; aliases count for nothing."""
+
+    name: str
+    num_tensors: int = 0
+    num_elements: int = 0
+    num_bytes: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        if tensor.alias_of is None:
+            self.num_tensors += 1
+            self.num_elements += tensor.num_elements
+            self.num_bytes += tensor.num_bytes
+
+
+class Plain(NamedTuple):
+    """A plain value."""
+
+    fqn: str
+    rank: int | None
+    """The rank that saved it; None where all ranks have it in common."""
+    type: str
+    value: Any
+    """Itself where JSON has it, else text."""
+    text: str
+
+
+class Contents:
+    """The tensors of an opened checkpoint in natural order (layer 10 after layer 9), and their totals."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        stored = manifest.describe_all()
+        tensors = [Tensor(fqn, dtype, shape, None) for fqn, (dtype, shape) in stored.items()]
+        tensors += [Tensor(alias, *stored[fqn], fqn) for alias, fqn in manifest.aliases.items()]
+        self.tensors = sorted(tensors, key=lambda tensor: natural_order(tensor.fqn))
+
+    @cached_property
+    def entries(self) -> list[Total]:
+        """By top-level name of the state that was saved."""
+        return _totals(self.tensors, lambda tensor: tensor.fqn.split(".", 1)[0])
+
+    @cached_property
+    def dtypes(self) -> list[Total]:
+        """By dtype, the largest first."""
+        totals = _totals(self.tensors, lambda tensor: tensor.dtype)
+        return sorted(totals, key=lambda total: -total.num_bytes)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements of all tensors but those that are the state of an optimizer."""
+        optimizers = {
+            name
+            for name in {fqn.split(".", 1)[0] for fqn in self._manifest.objects}
+            if any(tensor.fqn.startswith(f"{name}.state.") for tensor in self.tensors)
+        }
+        return sum(entry.num_elements for entry in self.entries if entry.name not in optimizers)
+
+    @cached_property
+    def _num_chunks(self) -> dict[str, int]:
+        return chunk_counts(self._manifest)
+
+    @cached_property
+    def num_chunks(self) -> int:
+        return sum(self._num_chunks.values())
+
+    @cached_property
+    def cuts(self) -> list[Cut]:
+        """The ways in which tensors are cut."""
+        return cuts_of(self._manifest)
+
+    def record(self, tensor: Tensor) -> TensorRecord:
+        """Where the tensor lies."""
+        return self._manifest.tensors[tensor.stored_fqn]
+
+    def num_chunks_of(self, tensor: Tensor) -> int:
+        return self._num_chunks[tensor.stored_fqn]
+
+    def is_covered_once(self, tensor: Tensor) -> bool:
+        """Whether the chunks of a tensor cover it exactly once."""
+        return is_covered_once(self._manifest, tensor.stored_fqn)
+
+    def chunk_json(self, chunk: Chunk) -> dict[str, Any]:
+        """A chunk, with the name of its file."""
+        return {
+            "offsets": chunk.region.offsets,
+            "lengths": chunk.region.lengths,
+            "file": self._manifest.files[chunk.file].name,
+            "byte_offset": chunk.byte_offset,
+            "byte_length": chunk.byte_length,
+            "codec": chunk.codec,
+        }
+
+    def select(self, patterns: Sequence[str], *, path: str) -> list[Tensor]:
+        """The tensors with one of these FQNs, or matching one of these globs; all where there is no pattern.
+
+        Raises CheckpointNotFoundError (not_found) for a pattern without any.
+        """
+        if not patterns:
+            return self.tensors
+        names = {tensor.fqn for tensor in self.tensors}
+        wanted: set[str] = set()
+        for pattern in patterns:
+            found = {pattern} & names or {name for name in names if fnmatchcase(name, pattern)}
+            if not found:
+                raise CheckpointNotFoundError(_no_such_tensor(path, pattern, names), kind="not_found", path=path)
+            wanted |= found
+        return [tensor for tensor in self.tensors if tensor.fqn in wanted]
+
+
+def natural_order(fqn: str) -> list[str | tuple[int, str]]:
+    """A sort key under which numbers in a name count as numbers."""
+    parts: list[Any] = _DIGITS.split(fqn)
+    parts[1::2] = [(int(digits[:18]), digits) for digits in parts[1::2]]
+    return parts
+
+
+def _no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> str:
+    last = pattern.rsplit(".", 1)[-1]
+    near = sorted((name for name in names if pattern in name), key=natural_order)
+    near = near or sorted((name for name in names if name.endswith(last)), key=natural_order)
+    hint = f"near matches: {some_of(near, 5)}" if near else "`bcp show CKPT --limit 0` lists all"
+    return f"no tensor of {path} is named or matches {pattern!r}; {hint}"
+
+
+def _totals(tensors: Iterable[Tensor], name_of: Any) -> list[Total]:
+    totals: dict[str, Total] = {}
+    for tensor in tensors:
+        name = name_of(tensor)
+        total = totals.get(name) or totals.setdefault(name, Total(name))
+        total.add(tensor)
+    return list(totals.values())
+
+
+def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
+    """Each data file: its size, checksums and chunks."""
+    return [
+        {
+            "name": file.name,
+            "num_bytes": file.byte_length,
+            "num_extents": len(file.extent_lengths),
+            "num_chunks": num_chunks,
+        }
+        for file, num_chunks in zip(manifest.files, chunks_by_file(manifest), strict=True)
+    ]
+
+
+def plain_objects(opened: Opened) -> list[Plain]:
+    """All plain values, those of single ranks under each rank."""
+    # Decoding them needs torch, and no other command does.
+    from bytecheckpoint.adapters.plain.plain_data import TensorRef, decode_plain, leaves  # noqa: PLC0415
+    from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415
+    from bytecheckpoint.loading.read import Source  # noqa: PLC0415
+    from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
+
+    source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False)
+    checkpoint = Checkpoint(source, opened.path)
+    trees = {fqn: leaves(decode_plain(data), fqn) for fqn, data in opened.manifest.objects.items()}
+    values = [item for of_tree in trees.values() for item in of_tree.items() if not isinstance(item[1], TensorRef)]
+    found = [_plain(fqn, None, value) for fqn, value in values]
+    for fqn in opened.manifest.rank_objects:
+        found += [_plain(fqn, rank, value) for rank, value in checkpoint.rank_values(fqn).items()]
+    return sorted(found, key=lambda plain: (natural_order(plain.fqn), -1 if plain.rank is None else plain.rank))
+
+
+def _plain(fqn: str, rank: int | None, value: Any) -> Plain:
+    return Plain(fqn, rank, type(value).__name__, *plain_value(value))
+
+
+def plain_value(value: Any) -> tuple[Any, str]:
+    """A plain value as JSON has it, and as text."""
+    text = _describe(value)
+    return value if _is_json(value) else text, text
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    shape, dtype = getattr(value, "shape", ()), getattr(value, "dtype", None)
+    if shape and dtype is not None:
+        return f"{str(dtype).removeprefix('torch.')} {shape_text(shape)}"
+    return shortened(repr(value), _MAX_TEXT)
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, float):
+        return isfinite(value)
+    if type(value) in (list, tuple):
+        return all(map(_is_json, value))
+    if isinstance(value, Mapping):
+        return all(type(key) is str and _is_json(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, str)

@@ -1,0 +1,201 @@
+"""The tensors of two checkpoints set beside each other, whatever their layouts: read region by region as a load reads
+them, in bounded memory, several regions at a time. What the checksums of both manifests show to be equal is not read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.planner.load_plan import Want, plan_load
+from bytecheckpoint.region import Region, split_rows, whole
+from bytecheckpoint.runtime.jobs import do_all
+
+from ..arguments import Opened
+from .differences import flat_position, index_of
+from .equal_chunks import ChunkColumns, are_cut_alike, known_equal
+from .value_difference import Difference, First, Side, Tolerance, can_compare, find_difference
+
+_TILE_BYTES = 16 << 20
+"""Of one side."""
+_TILES_AT_ONCE = 4096
+_OPTIONS = LoadOptions(reader_threads=1, scratch_bytes=16 << 20)
+
+
+class Pair(NamedTuple):
+    """A tensor of each checkpoint, of one shape, under the FQNs under which they are stored."""
+
+    a: str
+    b: str
+
+
+class Compared(NamedTuple):
+    """What came of it."""
+
+    differences: dict[Pair, Difference]
+    """Of all pairs whose values can be compared."""
+    num_bytes_same: int
+    """Of the first checkpoint, that need not be read because both manifests have the same checksums for them."""
+
+
+class _Tile(NamedTuple):
+    """A region of a pair that is compared at once."""
+
+    pair: Pair
+    region: Region
+    num_bytes: int
+    """Of the wider dtype."""
+
+
+class TensorDiff:
+    """The comparison of two opened checkpoints. Making it reads nothing; `num_bytes` are to be read of both."""
+
+    def __init__(self, a: Opened, b: Opened, pairs: Iterable[Pair], *, tolerance: Tolerance | None) -> None:
+        self._sources = _source(a), _source(b)
+        self._tolerance = tolerance
+        self._lock = threading.Lock()
+        self._regions: list[tuple[Pair, Region]] = []
+        self._differences: dict[Pair, Difference] = {}
+        self._num_bytes_same = 0
+        for pair in dict.fromkeys(pairs):
+            if can_compare(a.manifest.describe(pair.a)[0], b.manifest.describe(pair.b)[0]):
+                self._differences[pair] = Difference()
+        self._add_regions()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._bytes_of(pair, region) for pair, region in self._regions)
+
+    def run(self, *, threads: int, on_progress: Callable[[int], None]) -> Compared:
+        """Reads and compares. `on_progress` gets the number of bytes of both that are done since it was last called.
+
+        Raises what a load raises; every file that is needed is looked at before anything is read.
+        """
+        # Before anything is cut into tiles: a manifest may claim a tensor of any size.
+        for index, source in enumerate(self._sources):
+            _check_files(source, {pair[index] for pair, _ in self._regions})
+
+        def do(batch: Sequence[_Tile]) -> None:
+            found = self._compare(batch)
+            with self._lock:
+                for tile, difference in zip(batch, found, strict=True):
+                    self._differences[tile.pair].add(difference)
+                on_progress(sum(self._bytes_of(tile.pair, tile.region) for tile in batch))
+
+        do_all(do, _batches(self._tiles()), num_threads=threads)
+        return Compared(self._differences, self._num_bytes_same)
+
+    def _bytes_of(self, pair: Pair, region: Region) -> int:
+        return region.numel * sum(map(itemsize, self._dtypes(pair)))
+
+    def _dtypes(self, pair: Pair) -> list[str]:
+        return [source.manifest.describe(fqn)[0] for source, fqn in zip(self._sources, pair, strict=True)]
+
+    def _tiles(self) -> Iterator[_Tile]:
+        for pair, region in self._regions:
+            item_bytes = max(map(itemsize, self._dtypes(pair)))
+            for part in split_rows(region, _TILE_BYTES // item_bytes):
+                yield _Tile(pair, part, part.numel * item_bytes)
+
+    def _add_regions(self) -> None:
+        """What has to be read: the chunks that may differ of tensors that are cut alike, and all of the others."""
+        a, b = (ChunkColumns(source.manifest) for source in self._sources)
+        alike: list[Pair] = []
+        others: list[Pair] = []
+        for pair in self._differences:
+            dtype_a, dtype_b = self._dtypes(pair)
+            is_alike = dtype_a == dtype_b and are_cut_alike(a, pair.a, b, pair.b)
+            (alike if is_alike else others).append(pair)
+        numbers_a, numbers_b = (
+            np.concatenate([np.arange(chunks.start, chunks.stop) for chunks in of_side] or [np.zeros(0, np.int64)])
+            for of_side in ([a.of(pair.a) for pair in alike], [b.of(pair.b) for pair in alike])
+        )
+        equal = known_equal(a, b, numbers_a, numbers_b)
+        start = 0
+        for pair in alike:
+            count = len(a.of(pair.a))
+            unequal = np.flatnonzero(~equal[start : start + count]).tolist()
+            regions = a.regions(pair.a, unequal) if unequal else []
+            self._add(pair, regions)
+            dtype, shape = a.manifest.describe(pair.a)
+            self._num_bytes_same += (prod(shape) - sum(region.numel for region in regions)) * itemsize(dtype)
+            start += count
+        for pair in others:
+            self._add(pair, [whole(a.manifest.describe(pair.a)[1])])
+
+    def _add(self, pair: Pair, regions: Iterable[Region]) -> None:
+        self._regions += [(pair, region) for region in regions if region.numel]
+
+    def _compare(self, batch: Sequence[_Tile]) -> list[Difference]:
+        sides = [
+            _read(source, [(tile.pair[index], tile.region) for tile in batch])
+            for index, source in enumerate(self._sources)
+        ]
+        found = []
+        for tile, a, b in zip(batch, *sides, strict=True):
+            difference = find_difference(a, b, self._tolerance)
+            if difference.first is not None:
+                _, shape = self._sources[0].manifest.describe(tile.pair.a)
+                position = _position(difference.first.position, tile.region, shape)
+                difference.first = First(position, difference.first.a, difference.first.b)
+            found.append(difference)
+        return found
+
+
+def _source(opened: Opened) -> Source:
+    return Source(opened.store, opened.folder, opened.manifest, _OPTIONS, is_exchanged=False)
+
+
+def _check_files(source: Source, fqns: Iterable[str]) -> None:
+    files = {file for fqn in fqns for file in source.manifest.tensors[fqn].files}
+    source.check_files(files)
+
+
+def _batches(tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
+    batch: list[_Tile] = []
+    num_bytes = 0
+    for tile in tiles:
+        if batch and (num_bytes + tile.num_bytes > _TILE_BYTES or len(batch) == _TILES_AT_ONCE):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(tile)
+        num_bytes += tile.num_bytes
+    if batch:
+        yield batch
+
+
+def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[Side]:
+    """The stored bytes of these regions, on the calling thread."""
+    described = source.manifest.describe_each([fqn for fqn, _ in wanted])
+    shards, contents = [], []
+    for (fqn, region), (dtype, shape) in zip(wanted, described, strict=True):
+        content = torch.empty(region.numel * itemsize(dtype), dtype=torch.uint8, device="cpu")
+        shards.append(LocalShard(fqn, dtype, shape, region, content.view(torch_dtype(dtype)).view(region.lengths)))
+        contents.append(Side(dtype, content.numpy().data))
+    fqns = [fqn for fqn, _ in wanted]
+    # Not Source.plan, which looks at the files: that was done once for all regions.
+    fetches = plan_load(
+        source.manifest,
+        [Want(fqn, region, is_flat=True) for fqn, region in wanted],
+        verify=_OPTIONS.verify,
+        max_gap_bytes=source.store.access.gap_bytes,
+        max_fetch_bytes=_OPTIONS.scratch_bytes,
+    )
+    source.read(fetches, shards, fqns)
+    return contents
+
+
+def _position(position: int, region: Region, shape: Sequence[int]) -> int:
+    """An element of a region, by its number there, as number in the whole tensor, both row-major."""
+    return flat_position(
+        [at + offset for at, offset in zip(index_of(position, region.lengths), region.offsets, strict=True)], shape
+    )

@@ -1,0 +1,188 @@
+"""What the values of tensors are like, read once, chunk by chunk, in bounded memory. The parts are read as a load reads
+them: few large ranges of a file, each verified.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+
+from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.loading.replaced import noticing_replacement
+from bytecheckpoint.manifest.encoding import Chunk, Manifest
+from bytecheckpoint.manifest.frames import CODECS, unknown_codec
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.planner.byte_ranges import names_in
+from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, Frame, Part, coalesce
+from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
+from bytecheckpoint.region import flat_span, split_rows
+from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.storage.layout import check_files
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.range_reader import FrameRead, HostMemory, Read, run_reads
+
+from ..arguments import Opened
+from .element_values import decode_values, has_values
+
+_PART_BYTES = 2 << 20
+"""A part is turned into float64, so a thread takes several times this."""
+_FETCH_BYTES = 8 << 20
+
+
+class Stats:
+    """Of the values seen so far. Infinities and NaN are counted, and left out of everything else."""
+
+    def __init__(self) -> None:
+        self.min: float | int | None = None
+        self.max: float | int | None = None
+        self.num_nan = self.num_inf = self.num_zeros = 0
+        self._count = 0
+        self._mean = self._squares = 0.0
+
+    @property
+    def mean(self) -> float | None:
+        return self._mean if self._count else None
+
+    @property
+    def std(self) -> float | None:
+        """Of the whole tensor as a population."""
+        return math.sqrt(max(self._squares, 0.0) / self._count) if self._count else None
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """By the names that docs/cli.md gives them."""
+        numbers = {"min": self.min, "max": self.max, "mean": self.mean, "std": self.std}
+        return {**numbers, "num_nan": self.num_nan, "num_inf": self.num_inf, "num_zeros": self.num_zeros}
+
+    def add(self, values: np.ndarray) -> None:
+        """More values. Of complex ones only NaN, infinities and zeros are counted: they have no order."""
+        self.num_zeros += int(values.size - np.count_nonzero(values))
+        if values.dtype.kind not in "iu":
+            is_nan = np.isnan(values)
+            is_finite = np.isfinite(values)
+            self.num_nan += int(np.count_nonzero(is_nan))
+            self.num_inf += int(np.count_nonzero(~is_finite & ~is_nan))
+            values = values if is_finite.all() else values[is_finite]
+        if values.size and values.dtype.kind != "c":
+            self._add_finite(values)
+
+    def _add_finite(self, values: np.ndarray) -> None:
+        low, high = values.min().item(), values.max().item()
+        self.min = low if self.min is None else min(self.min, low)
+        self.max = high if self.max is None else max(self.max, high)
+        # Chan, Golub, LeVeque (1983): means and sums of squared differences of two parts as those of the whole.
+        with np.errstate(over="ignore", invalid="ignore"):
+            wide = values.astype(np.float64)
+            mean = float(wide.mean())
+            wide -= mean
+            squares = float(np.dot(wide, wide))
+        total = self._count + values.size
+        delta = mean - self._mean
+        self._mean += delta * values.size / total
+        self._squares += squares + delta * delta * self._count * values.size / total
+        self._count = total
+
+
+def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, Stats]:
+    """The statistics of these stored tensors; those whose dtype has no numbers in it (packed bits) are left out.
+
+    Raises what a load raises. `on_progress` gets the number of their bytes that were seen since it was last called.
+    """
+    manifest, options = opened.manifest, LoadOptions()
+    wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]
+    # Before anything is planned: a manifest may claim a tensor of any size.
+    with noticing_replacement(opened.store, opened.folder, manifest):
+        files = {file for fqn in wanted for file in manifest.tensors[fqn].files}
+        check_files(opened.store, opened.folder, manifest, files)
+    fetches = list(_plan(manifest, wanted))
+    found = {fqn: Stats() for fqn in wanted}
+    lock = threading.Lock()
+
+    def add(parts: Sequence[Part], byte_offset: int, content: memoryview) -> None:
+        for part in parts:
+            start = part.byte_offset - byte_offset
+            fqn = wanted[part.want]
+            values = decode_values(manifest.describe(fqn)[0], content[start : start + part.byte_length])
+            with lock:
+                found[fqn].add(values)
+        with lock:
+            on_progress(sum(part.byte_length for part in parts))
+
+    reads = [_read(opened, fetch, add, wanted) for fetch in fetches]
+    run_reads(
+        opened.store,
+        reads,
+        threads=options.reader_threads,
+        verify=options.verify,
+        scratch_bytes=options.scratch_bytes,
+        memory=HostMemory(),
+        submit=SpareThreads(is_awaited=False).submit,
+    )
+    return found
+
+
+def _plan(manifest: Manifest, fqns: Sequence[str]) -> Iterator[Fetch]:
+    parts: list[list[Part]] = [[] for _ in manifest.files]
+    frames: list[list[Frame]] = [[] for _ in manifest.files]
+    bounds = [[0, *accumulate(file.extent_lengths)] for file in manifest.files]
+    for index, fqn in enumerate(fqns):
+        record = manifest.tensors[fqn]
+        item_bytes = itemsize(record.dtype)
+        for chunk in record.chunks:
+            if chunk.codec not in CODECS:
+                raise unknown_codec(chunk.codec, fqn)
+            if chunk.codec == "none":
+                parts[chunk.file] += _parts(index, chunk, item_bytes)
+            else:
+                frames[chunk.file] += _frames(index, chunk, bounds[chunk.file], item_bytes)
+    for number, file in enumerate(manifest.files):
+        extents = ExtentIndex(file, verify=True)
+        yield from coalesce(
+            number, parts[number], frames[number], extents, max_gap_bytes=0, max_fetch_bytes=_FETCH_BYTES
+        )
+
+
+def _parts(index: int, chunk: Chunk, item_bytes: int) -> Iterable[BoxPart]:
+    for region in split_rows(chunk.region, _PART_BYTES // item_bytes) if chunk.byte_length else ():
+        first, last = flat_span(region, chunk.region)
+        yield BoxPart(index, chunk.byte_offset + first * item_bytes, (last - first) * item_bytes, region, chunk)
+
+
+def _frames(index: int, chunk: Chunk, bounds: Sequence[int], item_bytes: int) -> list[Frame]:
+    """All frames of a chunk, each with one part. An empty chunk has none."""
+    if not chunk.byte_length:
+        return []
+    parts = frame_parts(index, chunk, chunk.region, flat_target=chunk.region, item_bytes=item_bytes)
+    return frames_of(chunk, {number: [part] for number, part in parts}, bounds, item_bytes=item_bytes)
+
+
+def _read(
+    opened: Opened, fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]
+) -> Read:
+    file = opened.manifest.files[fetch.file]
+    return Read(
+        file=file,
+        name=join_name(opened.folder, file.name),
+        byte_offset=fetch.byte_offset,
+        byte_length=fetch.byte_length,
+        target=None,
+        place=partial(add, fetch.parts, fetch.byte_offset),
+        wanted_by=partial(names_in, fetch, fqns),
+        frames=[_frame_read(frame, add) for frame in fetch.frames],
+    )
+
+
+def _frame_read(frame: Frame, add: Callable[[Sequence[Part], int, memoryview], None]) -> FrameRead:
+    return FrameRead(
+        byte_offset=frame.byte_offset,
+        byte_length=frame.byte_length,
+        raw_bytes=frame.raw_bytes,
+        codec=frame.codec,
+        item_bytes=frame.item_bytes,
+        target=None,
+        place=partial(add, frame.parts, 0),
+    )

@@ -1,0 +1,276 @@
+"""`bcp gc`: what dead saves have left, and its removal."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage import garbage, layout, stage_folder
+from bytecheckpoint.storage.garbage import Leftover, Leftovers
+from bytecheckpoint.storage.inventory import clock_of
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, endpoint_of
+
+from . import exit_codes
+from .arguments import at_home_folder, with_output_options
+from .render.column_widths import Column
+from .render.number_format import age_text, count_text, size_text, some_of
+from .render.terminal import Screen, print_json
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_COLUMNS = [
+    Column("save id", style="bold cyan", is_whole=True),
+    Column("size", is_right=True),
+    Column("files", is_right=True, drop=2),
+    Column("uploads", is_right=True, drop=1),
+    Column("last change", is_whole=True, drop=3),
+    Column("folder", style="dim"),
+    Column("state"),
+]
+
+_EXAMPLE = """\b
+Example:
+  bcp gc s3://bucket/run
+  bcp gc s3://bucket/run --older-than 6h --delete
+  bcp gc s3://bucket/run --local-stage /nvme/stage --delete
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What one save has left in one place."""
+
+    path: str
+    """Of the folder: below the root, or in the local stage."""
+    save_id: str
+    num_files: int
+    num_uploads: int
+    num_bytes: int
+    changed_s: float | None
+    """When any of it last changed, in seconds since 1970."""
+    is_local: bool
+    is_dead: bool
+    why: str
+    """Why it is taken for dead or for alive."""
+    leftover: Leftover | None
+    """None for what is in a local stage."""
+
+
+class Age(click.ParamType[float]):
+    """A length of time: `90m`, `24h`, `7d`, or a number of seconds."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is no length of time: give 90m, 24h, 7d, or a number of seconds", param, ctx)
+        return float(found.group(1)) * _SECONDS[found.group(2) or "s"]
+
+
+@click.command(name="gc", short_help="What dead saves have left; removes it where told.", epilog=_EXAMPLE)
+@click.argument("root")
+@click.option("--delete", "is_real", is_flag=True, help="Remove what is dead. Without it, nothing is changed.")
+@click.option(
+    "--older-than",
+    "min_age_s",
+    type=Age(),
+    default=garbage.MIN_AGE_S,
+    metavar="AGE",
+    help="Take for alive what has changed within this time: 90m, 24h, 7d. 24h if not given.",
+)
+@click.option(
+    "--save-id",
+    "save_ids",
+    multiple=True,
+    metavar="ID",
+    help="Only what this save has left, whatever its age: you know that it is dead. May be repeated.",
+)
+@click.option(
+    "--local-stage",
+    "stage",
+    callback=at_home_folder,
+    metavar="FOLDER",
+    help="Also what saves to ROOT have left in this local stage, on this host, and `bcp.recover` could still finish.",
+)
+@with_output_options
+def gc(
+    *,
+    root: str,
+    is_real: bool,
+    min_age_s: float,
+    save_ids: Sequence[str],
+    stage: str | None,
+    as_json: bool,
+    storage_options: Mapping[str, Any],
+) -> int:
+    """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
+    removes those of dead ones.
+
+    A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
+    touched, nor is anything that no save of this library has written.
+    """
+    store = open_store(root, storage_options=storage_options, writer_threads=1)
+    listing = store.list("")
+    found = garbage.find_leftovers(store, "")
+    if not listing and not found.found and stage is None:
+        layout.find_checkpoint(store, "latest", location=str(store))  # raises: there is nothing at all
+    now_s = time.time()
+    if is_real and found.found:
+        # Times are the storage's, and so must be what they are compared with.
+        now_s = clock_of(store) or now_s
+    candidates = [_candidate(store, item, now_s, min_age_s, save_ids) for item in found.found]
+    if stage is not None:
+        candidates += _in_stage(store, stage, min_age_s, save_ids)
+    if save_ids:
+        candidates = [item for item in candidates if item.save_id in save_ids]
+    failures = _remove(store, stage, [item for item in candidates if item.is_dead]) if is_real else []
+    if as_json:
+        print_json(_as_json(store, candidates, found, failures, is_real=is_real))
+    else:
+        _print(store, candidates, found, failures, is_real=is_real)
+    return exit_codes.STORAGE if failures else exit_codes.FINE
+
+
+def _candidate(store: Store, item: Leftover, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> Candidate:
+    is_named = item.save_id in save_ids
+    is_old = item.is_dead(now_s=now_s, min_age_s=min_age_s)
+    why = "named" if is_named else "old" if is_old else "age unknown" if item.newest_s is None else "young"
+    return Candidate(
+        path=join_name(str(store), item.folder),
+        save_id=item.save_id,
+        num_files=len(item.names),
+        num_uploads=len(item.uploads),
+        num_bytes=item.num_bytes,
+        changed_s=item.newest_s,
+        is_local=False,
+        is_dead=is_named or is_old,
+        why=why,
+        leftover=item,
+    )
+
+
+def _in_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[Candidate]:
+    """What is in the local stage, of saves to this root. Whether a process lives there is known there for certain."""
+    candidates = []
+    for found in stage_folder.scan(stage):
+        journal = found.journal
+        if journal is None or journal.endpoint != endpoint_of(store) or not _is_below(journal.path, str(store)):
+            continue
+        is_named = journal.save_id in save_ids
+        is_old = time.time() - journal.started_at >= min_age_s
+        why = "its process lives" if found.is_alive else "named" if is_named else "old" if is_old else "young"
+        candidates.append(
+            Candidate(
+                path=join_name(stage, found.name),
+                save_id=journal.save_id,
+                num_files=len(found.sizes),
+                num_uploads=0,
+                num_bytes=sum(found.sizes.values()),
+                changed_s=journal.started_at,
+                is_local=True,
+                is_dead=not found.is_alive and (is_named or is_old),
+                why=why,
+                leftover=None,
+            )
+        )
+    return candidates
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(join_name(root, "x")[:-1])
+
+
+def _remove(store: Store, stage: str | None, dead: Sequence[Candidate]) -> list[str]:
+    """Removes them, each whatever becomes of the others; returns what went wrong."""
+    failures = []
+    for item in dead:
+        try:
+            if item.leftover is not None:
+                garbage.remove(store, item.leftover)
+            elif stage is not None and not stage_folder.remove_all(stage, [item.path.rpartition("/")[2]]):
+                failures.append(f"{item.path} has been taken by a process meanwhile, and was left alone")
+        except CheckpointError as error:
+            failures.append(error.message)
+    return failures
+
+
+def _as_json(
+    store: Store, candidates: Sequence[Candidate], found: Leftovers, failures: Sequence[str], *, is_real: bool
+) -> dict[str, Any]:
+    return {
+        "root": str(store),
+        "deleted": is_real,
+        "leftovers": [
+            {
+                "path": item.path,
+                "save_id": item.save_id or None,
+                "num_files": item.num_files,
+                "num_uploads": item.num_uploads,
+                "num_bytes": item.num_bytes,
+                "changed_at": None
+                if item.changed_s is None
+                else datetime.fromtimestamp(item.changed_s, UTC).isoformat(timespec="seconds"),
+                "local": item.is_local,
+                "dead": item.is_dead,
+                "why": item.why,
+            }
+            for item in candidates
+        ],
+        "unreadable": [join_name(str(store), folder) for folder in found.unreadable],
+        "uploads_not_looked_for": found.not_looked_for or None,
+        "failures": list(failures),
+    }
+
+
+def _print(
+    store: Store, candidates: Sequence[Candidate], found: Leftovers, failures: Sequence[str], *, is_real: bool
+) -> None:
+    screen = Screen()
+    dead = [item for item in candidates if item.is_dead]
+    size = size_text(sum(item.num_bytes for item in dead))
+    did = "removed" if is_real else "to be removed with --delete"
+    if candidates:
+        screen.line(f"{store}: {count_text(len(dead), 'leftover')} of dead saves, {size}, {did}", style="bold")
+        screen.line()
+        now = datetime.now(UTC)
+        screen.table(_COLUMNS, [_row(str(store), item, now, is_real=is_real) for item in candidates])
+    else:
+        screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")
+    if any(not item.is_dead for item in candidates):
+        screen.line()
+        screen.line("What is not dead is left alone: --older-than AGE or --save-id ID says what is.")
+    if found.unreadable:
+        screen.line()
+        shown = some_of([folder or "." for folder in found.unreadable], 10)
+        screen.line(f"not looked at, because the manifest there is damaged: {shown}", style="yellow")
+    if found.not_looked_for:
+        screen.line()
+        screen.line(f"unfinished uploads were not looked for: {found.not_looked_for}", style="yellow")
+    for failure in failures:
+        screen.line(failure, style="red")
+
+
+def _row(root: str, item: Candidate, now: datetime, *, is_real: bool) -> list[str]:
+    changed = None if item.changed_s is None else datetime.fromtimestamp(item.changed_s, UTC)
+    state = ("removed" if is_real else "dead") if item.is_dead else "alive?"
+    folder = item.path if item.is_local else item.path.removeprefix(root).strip("/") or "."
+    return [
+        item.save_id or "-",
+        size_text(item.num_bytes),
+        count_text(item.num_files),
+        count_text(item.num_uploads),
+        age_text(changed, now),
+        folder,
+        f"{state} ({item.why})",
+    ]

@@ -1,0 +1,1 @@
+"""Text, HTML and charts from what commands have computed."""

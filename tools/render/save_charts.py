@@ -1,0 +1,98 @@
+"""The pictures of how a save went, as SVG: when each rank was in which phase, and how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bytecheckpoint.diagnostics.phase_summary import Phase, RankRow, end_of, first_call, rank_rows
+from bytecheckpoint.diagnostics.telemetry_records import RankRecord
+
+from .chrome_trace import in_lanes
+from .html_elements import color, fitted
+from .number_format import shortened
+from .report_charts import WIDTH, label, rect, svg
+from .timeline_text import seconds_text
+from .treemap import Box
+
+_LEFT = 90.0
+"""Room for the names of rows."""
+_AXIS_HEIGHT = 20.0
+_TOP = 4.0
+_MAX_ROWS = 64
+_MAX_COLUMNS = 256
+_MAX_SPANS = 200
+"""Of a row: the longest ones."""
+_CELL_HEIGHT = 26.0
+_NUM_TICKS = 5
+
+
+def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
+    """Ranks down, time across. Where there are many ranks, neighbours share a row, which shows the slowest of them."""
+    rows = rank_rows(ranks, phases, _MAX_ROWS)
+    row_height = 18.0 if len(rows) <= 32 else 10.0
+    height = _TOP + row_height * len(rows) + _AXIS_HEIGHT
+    last = max(end_of(record, ranks) for record in ranks) or 1e-9
+    scale = (WIDTH - _LEFT) / last
+    colors = {phase.name: color(number) for number, phase in enumerate(phases)}
+    parts = _ticks(last, scale, height)
+    for number, row in enumerate(rows):
+        y = _TOP + number * row_height
+        parts.append(label(0.0, y + row_height - 3, fitted(row.label, _LEFT - 6), "small"))
+        offset = row.slowest.started_at - first_call(ranks)
+        parts += _bars(row, colors, Box(_LEFT + offset * scale, y, scale, row_height - 1))
+    return svg(WIDTH, height, "when each rank was in which phase", *parts)
+
+
+def _ticks(last: float, scale: float, height: float) -> list[str]:
+    parts = []
+    for number in range(_NUM_TICKS):
+        seconds = last * number / _NUM_TICKS
+        x = _LEFT + seconds * scale
+        parts.append(rect(Box(x, 0.0, 1.0, height - _AXIS_HEIGHT), "currentColor", [seconds_text(seconds)], "tick"))
+        parts.append(label(x, height - 5, seconds_text(seconds), "small"))
+    return parts
+
+
+def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
+    """The spans of a row; the box's width is that of a second."""
+    longest = sorted(row.slowest.spans, key=lambda span: span.start - span.end)[:_MAX_SPANS]
+    placed = in_lanes(longest)
+    num_lanes = 1 + max((lane for lane, _ in placed), default=0)
+    parts = []
+    for lane, span in placed:
+        of_span = Box(
+            box.x + span.start * box.width,
+            box.y + box.height * lane / num_lanes,
+            (span.end - span.start) * box.width,
+            box.height / num_lanes,
+        )
+        lines = [
+            f"rank {row.slowest.rank} on {shortened(row.slowest.host, 40)}",
+            f"{shortened(span.phase, 40)}: {seconds_text(span.end - span.start)}",
+        ]
+        parts.append(rect(of_span, colors.get(span.phase, "gray"), lines))
+    return parts
+
+
+def heat_map(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
+    """Phases down, ranks across, the darker the longer; neighbours share a column where there are many."""
+    columns = rank_rows(ranks, phases, _MAX_COLUMNS)
+    width = (WIDTH - _LEFT) / len(columns)
+    height = _CELL_HEIGHT * len(phases) + _AXIS_HEIGHT
+    longest = max(phase.max_s for phase in phases)
+    parts = []
+    for number, phase in enumerate(phases):
+        y = number * _CELL_HEIGHT
+        parts.append(label(0.0, y + 17, fitted(phase.name, _LEFT - 6), "small"))
+        for position, column in enumerate(columns):
+            seconds = column.seconds[number]
+            share = seconds / longest if longest else 0.0
+            lines = [f"rank {column.label}", f"{shortened(phase.name, 40)}: {seconds_text(seconds)}"]
+            box = Box(_LEFT + position * width, y, width, _CELL_HEIGHT - 1)
+            parts.append(rect(box, f"hsl(14 85% {round(94 - 54 * share)}%)", lines))
+    every = -(-len(columns) // 16)
+    parts += [
+        label(_LEFT + position * width, height - 5, columns[position].label.partition("-")[0], "small")
+        for position in range(0, len(columns), every)
+    ]
+    return svg(WIDTH, height, "how long each rank was in each phase", *parts)

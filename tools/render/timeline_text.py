@@ -1,0 +1,149 @@
+"""How `bcp timeline` looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from bytecheckpoint.diagnostics.phase_summary import Phase, RankRow, SlowRank, end_of, first_call, rank_rows
+from bytecheckpoint.diagnostics.telemetry_records import SaveRecords
+from bytecheckpoint.info import describe_checkpoint
+
+from ..arguments import Opened
+from .column_widths import Column
+from .number_format import count_text, shortened, size_text, some_of, time_text
+from .terminal import Screen, Styled
+
+_NAME = "bold cyan"
+PHASE_COLUMNS = [
+    Column("phase", style=_NAME),
+    *(Column(name, is_right=True) for name in ("fastest", "median", "slowest", "on rank")),
+]
+SLOW_COLUMNS = [
+    Column("last ranks", is_right=True, style=_NAME),
+    Column("through after", is_right=True),
+    Column("slow in", is_whole=True),
+    Column("for", is_right=True),
+    Column("median", is_right=True, drop=1),
+    Column("host"),
+]
+_SHADES = " ░▒▓█"
+_SHADE_WIDTH = 4
+_HEAT = ("", "yellow", "dark_orange", "red", "bold red")
+_MAX_NAME = 40
+_SHOWN_UNREADABLE = 10
+
+
+def print_timeline(
+    screen: Screen,
+    opened: Opened,
+    records: SaveRecords,
+    phases: Sequence[Phase],
+    slowest: Sequence[SlowRank],
+    *,
+    limit: int,
+    trace_path: str | None,
+) -> None:
+    screen.line(opened.path, style="bold")
+    if records.ranks:
+        _print_facts(screen, opened, records)
+        _print_phases(screen, phases)
+        _print_heat_map(screen, rank_rows(records.ranks, phases, limit), phases, len(records.ranks))
+        _print_slowest(screen, slowest)
+    for item in records.unreadable[:_SHOWN_UNREADABLE]:
+        screen.line()
+        screen.line(f"cannot be understood: {item.name}: {item.what}", style="red")
+    screen.rest(len(records.unreadable), _SHOWN_UNREADABLE, "more files like that: --json lists all")
+    if trace_path is not None:
+        screen.line()
+        screen.line(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
+
+
+def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
+    ranks = records.ranks
+    first = first_call(ranks)
+    started = datetime.fromtimestamp(first, UTC)
+    world_size = opened.manifest.provenance.get("world_size")
+    missing = world_size - len(ranks) if isinstance(world_size, int) else 0
+    hosts = sorted({record.host for record in ranks})
+    written = sum(record.num_bytes for record in ranks)
+    lasted = max(end_of(record, ranks) for record in ranks)
+    rows = [
+        ("called", time_text(started)),
+        ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} told nothing" if missing > 0 else "")),
+        ("hosts", some_of([shortened(host, _MAX_NAME) for host in hosts], 4)),
+        ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
+    ]
+    committed = describe_checkpoint(opened.manifest, path=opened.path, seconds={}).created_at
+    if committed is not None and committed.tzinfo:
+        rows.append(("committed", time_text(committed)))
+    screen.fields(rows)
+
+
+def seconds_text(seconds: float) -> str:
+    """`1.23 s`, `45 ms`, `20 µs`."""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
+
+
+def _print_phases(screen: Screen, phases: Sequence[Phase]) -> None:
+    screen.line()
+    screen.table(PHASE_COLUMNS, list(map(phase_cells, phases)))
+
+
+def phase_cells(phase: Phase) -> list[str]:
+    """A row under PHASE_COLUMNS."""
+    return [
+        shortened(phase.name, _MAX_NAME),
+        *map(seconds_text, (phase.min_s, phase.median_s, phase.max_s)),
+        str(phase.slowest_rank),
+    ]
+
+
+def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Phase], num_ranks: int) -> None:
+    columns = [
+        Column("rank", is_right=True, style=_NAME),
+        *(Column(shortened(phase.name, _MAX_NAME), is_whole=True) for phase in phases),
+        Column("host"),
+    ]
+    longest = max((phase.max_s for phase in phases), default=0.0)
+    screen.line()
+    screen.table(
+        columns,
+        [
+            [
+                row.label,
+                *(_cell(seconds, longest) for seconds in row.seconds),
+                shortened(row.host, _MAX_NAME),
+            ]
+            for row in rows
+        ],
+    )
+    shared = "; a row shows the slowest of its ranks" if len(rows) < num_ranks else ""
+    screen.line(f"  the darker, the longer{shared}", style="dim")
+
+
+def _cell(seconds: float, longest: float) -> Styled:
+    share = seconds / longest if longest else 0.0
+    level = min(int(share * len(_SHADES)), len(_SHADES) - 1)
+    return Styled(f"{_SHADES[level] * _SHADE_WIDTH} {seconds_text(seconds):>7}", _HEAT[level])
+
+
+def _print_slowest(screen: Screen, slowest: Sequence[SlowRank]) -> None:
+    screen.line()
+    screen.table(SLOW_COLUMNS, list(map(slow_cells, slowest)))
+
+
+def slow_cells(slow: SlowRank) -> list[str]:
+    """A row under SLOW_COLUMNS."""
+    return [
+        str(slow.record.rank),
+        seconds_text(slow.end_s),
+        "called late" if slow.phase == "start" else shortened(slow.phase, _MAX_NAME),
+        seconds_text(slow.phase_s),
+        seconds_text(slow.median_s),
+        shortened(slow.record.host, _MAX_NAME),
+    ]
