@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from bytecheckpoint.manifest.encoding import (
+from bytecheckpoint.manifest import (
     Chunk,
     DataFile,
     Manifest,

@@ -27,8 +27,8 @@ from bytecheckpoint.loading.mismatches import share_findings
 from bytecheckpoint.loading.name_scope import View, WantedState, match_named
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.runtime.buffers import Scratch
-from bytecheckpoint.runtime.phase_timer import Clock
+from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.global_plan import Agreed, Wish, agree, propose, wish_of
 from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.saving.report import encode_report
@@ -91,10 +91,10 @@ def _saving(setting: Setting, ranks: Ranks, agreed: Agreed) -> Saving:
         about=Subject(str(setting.folder), STEP, is_save=True),
         options=options,
         agreed=agreed,
-        snapshot=LiveState([], Scratch(1, 1)),
-        scratch=Scratch(1, 1),
+        snapshot=LiveState([], BufferPool(1, 1)),
+        scratch=BufferPool(1, 1),
         metadata={},
-        clock=Clock(),
+        clock=PhaseTimer(),
         tier=None,
     )
 

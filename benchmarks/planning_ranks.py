@@ -16,7 +16,7 @@ import zstandard
 
 from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import Offer, pack_offers
 from bytecheckpoint.saving import global_plan

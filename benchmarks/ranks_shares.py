@@ -12,7 +12,7 @@ from report_tables import table
 
 from bytecheckpoint.distributed.rendezvous import Address
 from bytecheckpoint.loading.assign_readers import LocalPlan, assign
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.exchange_plan import Extents, Run
 
 TITLES = ["small replicas", "ranks", "CPU s", "MB of answers"]

@@ -21,14 +21,14 @@ from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, t
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
 from bytecheckpoint.loading.match import Match, match_again
-from bytecheckpoint.loading.mismatches import Verdict, warn_of_idle
+from bytecheckpoint.loading.mismatches import MatchVerdict, warn_of_idle
 from bytecheckpoint.loading.name_scope import View, WantedState, fit_state
-from bytecheckpoint.loading.open_checkpoint import Asked, open_alone, open_together, reading_again, wanted_step
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, open_together, reading_again, wanted_step
 from bytecheckpoint.loading.overwrite_state import telling
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.runtime.gc_pause import collector_paused
-from bytecheckpoint.runtime.phase_timer import Clock
+from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.global_plan import Agreed, Target, agree, propose, wish_of
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import IN_FLIGHT, write_in_background
@@ -48,7 +48,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 @IN_FLIGHT.call()
-@collector_paused()  # for all of it, so that what planning made is gone again when collections go on
+@gc_paused()  # for all of it, so that what planning made is gone again when collections go on
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -93,7 +93,7 @@ def save(
         StorageError: The store refused or could not be reached.
         With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
     """
-    options, clock = options or SaveOptions(), Clock()
+    options, clock = options or SaveOptions(), PhaseTimer()
     IN_FLIGHT.wait_until_entered()
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
     # Asking the store takes a thread, which a lazy save would wait for where training needs the cores.
@@ -202,7 +202,7 @@ def warm_up(
     IN_FLIGHT.wait_until_entered()
     about = Subject("(nowhere: warm_up)", None, is_save=True, call="warm_up")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
-    with together(ranks, "warming up", about=about), collector_paused(), IN_FLIGHT.turn(awaits_upload=False):
+    with together(ranks, "warming up", about=about), gc_paused(), IN_FLIGHT.turn(awaits_upload=False):
         target = Target(about.path, None, overwrite=False)
         wish = wish_of(target, collect_all(entries_of(state, framework)), options)
         agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
@@ -212,7 +212,7 @@ def warm_up(
 
 
 @reading_again
-@collector_paused()  # as for save
+@gc_paused()  # as for save
 def load(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -276,7 +276,7 @@ def load(
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
-        asked = Asked(root_of(path, role), wanted_step(step), storage_options)
+        asked = LoadTarget(root_of(path, role), wanted_step(step), storage_options)
         source = open_together(ranks, asked, options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):
@@ -312,7 +312,7 @@ def load(
     return report
 
 
-def _report(source: Source, match: Match, verdict: Verdict, traffic: Traffic, seconds: float) -> LoadReport:
+def _report(source: Source, match: Match, verdict: MatchVerdict, traffic: Traffic, seconds: float) -> LoadReport:
     return LoadReport(
         path=source.path,
         step=source.manifest.step,
@@ -344,7 +344,7 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError, and
     CheckpointMismatchError where the path is a checkpoint and a root of steps and `step` does not say which.
     """
-    asked = Asked(os.fspath(path), wanted_step(step), storage_options)
+    asked = LoadTarget(os.fspath(path), wanted_step(step), storage_options)
     source = open_alone(asked, options or LoadOptions())
     return Checkpoint(source, source.path)
 

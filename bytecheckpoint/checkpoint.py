@@ -18,8 +18,8 @@ from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundErro
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.select import Wish, select
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.loading.select import SelectionRequest, select
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.region import Region, whole
 
 _MAX_ROWS = 50
@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         """Plain data as it was saved, nested, without the tensors in its dicts, which are keys of the checkpoint; one
         in a list is there as a view. An optimizer has its `param_groups`. `rank_values` has what differs between ranks.
         """
-        wish = Wish(to="torch", is_in_memory=True)
+        wish = SelectionRequest(to="torch", is_in_memory=True)
         selection = select(self.manifest, wish, None)
         views = [self[tensor.pieces[0].fqn or ""] for tensor in selection.wanted]
         return plain_part(PlainData(self.manifest, selection, wish).shared(), views) or {}

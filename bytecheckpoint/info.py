@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 
 OWN_FORMAT = "bytecheckpoint"
 Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.key_map import listed_globs
 from bytecheckpoint.checkpoint import read_whole
 from bytecheckpoint.loading.mismatches import refuse_unused
-from bytecheckpoint.loading.open_checkpoint import Asked, open_alone, reading_again, wanted_step
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, reading_again, wanted_step
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
-from bytecheckpoint.loading.select import Wish, select
+from bytecheckpoint.loading.select import SelectionRequest, select
 from bytecheckpoint.options import LoadOptions
 
 
@@ -50,10 +50,10 @@ def load_tree(
         CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError, StorageError: As for `load`.
     """
     included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
-    source = open_alone(Asked(os.fspath(path), wanted_step(step), storage_options), options or LoadOptions())
+    source = open_alone(LoadTarget(os.fspath(path), wanted_step(step), storage_options), options or LoadOptions())
     manifest = source.manifest
-    refuse_unused(Stored(manifest, rank=0, key_map=None, include=included, exclude=excluded), source.path)
-    wish = Wish(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
+    refuse_unused(CheckpointView(manifest, rank=0, key_map=None, include=included, exclude=excluded), source.path)
+    wish = SelectionRequest(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
     selection = select(manifest, wish, None)
     nested = PlainData(manifest, selection, wish).nested()
     fqns = [tensor.pieces[0].fqn or "" for tensor in selection.wanted]

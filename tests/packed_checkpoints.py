@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.manifest.frames import FRAME_BYTES, is_compressible, is_worth_it
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.compression import FrameEncoder

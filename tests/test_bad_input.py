@@ -14,7 +14,7 @@ import xxhash
 from training import mlp, same_module
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest
+from bytecheckpoint.manifest import decode_manifest, encode_manifest
 from bytecheckpoint.manifest.envelope import MAGIC
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest
+from bytecheckpoint.manifest import decode_manifest, encode_manifest
 from distributed.workers import WorkerPool
 
 

@@ -19,7 +19,7 @@ import click
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
 from bytecheckpoint.loading.links import Files, files_of, opening_at
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import at_home

@@ -29,7 +29,7 @@ from .render.progress import byte_progress
 from .render.terminal import Screen, print_json
 
 if TYPE_CHECKING:
-    from bytecheckpoint.conversion.convert import Converted, Request
+    from bytecheckpoint.conversion.convert import Converted, ConvertRequest
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 _MAX_FILE = {"bcp": "8GiB", "hf": "5GB"}
@@ -125,11 +125,11 @@ def convert(
     if flatten_optimizer and to != "dcp":
         raise click.UsageError(f"--flatten-optimizer is for --to dcp, not --to {to}")
     of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
-    from bytecheckpoint.conversion.convert import Limits, Request  # noqa: PLC0415 - needs torch, as the rest of it does
-    from bytecheckpoint.loading.open_checkpoint import Asked  # noqa: PLC0415
-    from bytecheckpoint.loading.select import Wish  # noqa: PLC0415
+    from bytecheckpoint.conversion.convert import ConvertLimits, ConvertRequest  # noqa: PLC0415 - needs torch, as the rest of it does
+    from bytecheckpoint.loading.open_checkpoint import LoadTarget  # noqa: PLC0415
+    from bytecheckpoint.loading.select import SelectionRequest  # noqa: PLC0415
 
-    wish = Wish(
+    wish = SelectionRequest(
         to=to,
         include=include,
         exclude=exclude,
@@ -140,12 +140,12 @@ def convert(
         flatten_optimizer=flatten_optimizer,
     )
     default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
-    request = Request(
-        source=Asked(src, step, of_source),
+    request = ConvertRequest(
+        source=LoadTarget(src, step, of_source),
         target=dst,
         target_options={} if follow_links and is_local(dst) else of_target,
         wish=wish,
-        limits=Limits(memory, max_shard_size or default_bytes),
+        limits=ConvertLimits(memory, max_shard_size or default_bytes),
         overwrite=overwrite,
         is_link=link,
         follow_links=follow_links,
@@ -162,7 +162,7 @@ def _refuse_idle(to: str, *, link: bool, max_shard_size: int | None) -> None:
         raise click.UsageError(f"--max-shard-size is for --to hf and --to bcp, not --{'link' if link else f'to {to}'}")
 
 
-def _run(request: Request, *, as_json: bool) -> int:
+def _run(request: ConvertRequest, *, as_json: bool) -> int:
 
     from bytecheckpoint.conversion.convert import convert as convert_checkpoint  # noqa: PLC0415
     from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks  # noqa: PLC0415
@@ -190,7 +190,7 @@ def _run(request: Request, *, as_json: bool) -> int:
     return exit_codes.FINE
 
 
-def _look_for_unfollowed_link(request: Request, error: CheckpointError) -> None:
+def _look_for_unfollowed_link(request: ConvertRequest, error: CheckpointError) -> None:
     """Raises UnfollowedLinkError where that is why the source could not be read."""
     source = request.source
     if error.kind == "path_escape" and not (request.follow_links or request.is_link):
@@ -219,7 +219,7 @@ def _silent() -> Any:
     return nullcontext(lambda _: None)
 
 
-def _as_json(request: Request, result: Converted, seconds: float) -> dict[str, Any]:
+def _as_json(request: ConvertRequest, result: Converted, seconds: float) -> dict[str, Any]:
     return {
         "source": result.source_path,
         "source_format": result.source_format,

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.diagnostics.filesystem_features import FolderFacts, probe_folder
-from bytecheckpoint.diagnostics.store_guarantees import Check, ProbeStore, check_promises
+from bytecheckpoint.diagnostics.store_guarantees import GuaranteeCheck, ProbeStore, check_promises
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed, measure_latency, measure_reads, measure_writes
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
@@ -41,7 +41,7 @@ class Diagnosis:
     """All that was found out about one storage."""
 
     url: str
-    checks: Sequence[Check]
+    checks: Sequence[GuaranteeCheck]
     folder: FolderFacts | None
     """None for a URL."""
     latency: Latency
@@ -236,7 +236,7 @@ def _print(diagnosis: Diagnosis) -> None:
     screen.table([Column("option", style="bold cyan"), Column("take", is_right=True), Column("because")], rows)
 
 
-def _kept_text(check: Check) -> str:
+def _kept_text(check: GuaranteeCheck) -> str:
     if check.is_kept is None:
         return "not known"
     return "yes" if check.is_kept else "NO" if check.is_needed else "no"

@@ -13,7 +13,7 @@ import click
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage import garbage, layout, stage_folder
-from bytecheckpoint.storage.garbage import Leftover, Leftovers
+from bytecheckpoint.storage.garbage import Garbage, GarbageObject
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
@@ -60,7 +60,7 @@ class Candidate:
     is_dead: bool
     why: str
     """Why it is taken for dead or for alive."""
-    leftover: Leftover | None
+    leftover: GarbageObject | None
     """None for what is in a local stage."""
 
 
@@ -142,7 +142,7 @@ def gc(
     return exit_codes.STORAGE if failures else exit_codes.FINE
 
 
-def _candidate(store: Store, item: Leftover, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> Candidate:
+def _candidate(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> Candidate:
     is_named = item.save_id in save_ids
     is_old = item.is_dead(now_s=now_s, min_age_s=min_age_s)
     why = "named" if is_named else "old" if is_old else "age unknown" if item.newest_s is None else "young"
@@ -206,7 +206,7 @@ def _remove(store: Store, stage: str | None, dead: Sequence[Candidate]) -> list[
 
 
 def _as_json(
-    store: Store, candidates: Sequence[Candidate], found: Leftovers, failures: Sequence[str], *, is_real: bool
+    store: Store, candidates: Sequence[Candidate], found: Garbage, failures: Sequence[str], *, is_real: bool
 ) -> dict[str, Any]:
     return {
         "root": str(store),
@@ -234,7 +234,7 @@ def _as_json(
 
 
 def _print(
-    store: Store, candidates: Sequence[Candidate], found: Leftovers, failures: Sequence[str], *, is_real: bool
+    store: Store, candidates: Sequence[Candidate], found: Garbage, failures: Sequence[str], *, is_real: bool
 ) -> None:
     screen = Screen()
     dead = [item for item in candidates if item.is_dead]

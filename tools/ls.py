@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.formats.find_checkpoint import Found, Opening, find_checkpoint
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
@@ -91,7 +91,7 @@ def _mixed(found: Sequence[Listed]) -> str | None:
     return None
 
 
-def _gone(found: Found) -> Listed:
+def _gone(found: FoundCheckpoint) -> Listed:
     raise CheckpointNotFoundError(
         f"{found.path} was there and is gone, or a file of it is", kind="not_found", path=found.path
     )

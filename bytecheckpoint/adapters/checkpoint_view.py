@@ -21,7 +21,7 @@ from bytecheckpoint.adapters.plain.plain_data import (
     leaves,
 )
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
@@ -61,7 +61,7 @@ class UnusedRule(NamedTuple):
         return f"{self.option} {self.rule if self.option == 'key_map' else repr(self.rule)}"
 
 
-class Stored:
+class CheckpointView:
     """A checkpoint as the state's entries see it."""
 
     def __init__(

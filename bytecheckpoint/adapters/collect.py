@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.containers import PlainEntry
-from bytecheckpoint.adapters.expectation import Contents, Expectation
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.deepspeed import flat_optimizer, is_engine
 from bytecheckpoint.adapters.frameworks.detect import check_known, refuse_absent
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, is_megatron_module, refuse_inside
@@ -40,18 +40,18 @@ class Entry(Protocol):
 
     fqn: str
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         """What to save, as views of live memory."""
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         """What to load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
-    def prepare(self, stored: Stored, refused: Collection[str], /) -> None:
+    def prepare(self, stored: CheckpointView, refused: Collection[str], /) -> None:
         """Creates that memory, but for what is `refused`, by FQN. Called once, after every check has passed on every
         rank.
         """
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         """Puts plain data in place, once the tensors are loaded."""
 
 
@@ -156,13 +156,13 @@ def _tensors_in(buffer: torch.Tensor) -> list[torch.Tensor]:
     return [part for part in parts.values() if isinstance(part, torch.Tensor)]
 
 
-def collect_all(entries: list[Entry]) -> list[Contents]:
+def collect_all(entries: list[Entry]) -> list[EntryContents]:
     """What every entry gives to a save.
 
     Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
     """
     taken: set[str] = set()
-    collected: list[Contents] = []
+    collected: list[EntryContents] = []
     for entry in entries:
         contents = entry.collect()
         for shard in [shard for shard in contents.shards if shard.tensor.is_meta]:
@@ -178,7 +178,7 @@ def collect_all(entries: list[Entry]) -> list[Contents]:
 
 
 def finish_all(
-    entries: Sequence[Entry], stored: Stored, overwriting: Callable[[], AbstractContextManager[None]]
+    entries: Sequence[Entry], stored: CheckpointView, overwriting: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """Finishes every entry, `overwriting` around each, also behind one that cannot take all that it should.
 

@@ -10,8 +10,15 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, Stored
-from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem, RankMissing, not_stored, rank_missing
+from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView
+from bytecheckpoint.adapters.expectation import (
+    EntryContents,
+    Expectation,
+    Problem,
+    RankMissing,
+    not_stored,
+    rank_missing,
+)
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts, is_subclass
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.native.subclass_metadata import are_facts
@@ -31,29 +38,29 @@ class PlainEntry:
         self._adopted = TreeTarget()
         self._may_differ = fqn.partition(".")[0] == PER_RANK_NAME
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         shards = LocalShards()
         if isinstance(self._value, torch.Tensor) and not self._may_differ and not is_subclass(self._value):
             shards.add(self.fqn, self._value)
-            return Contents(shards.found, {self.fqn})
+            return EntryContents(shards.found, {self.fqn})
         if self._may_differ:
             plain = encode_plain(self._value, self.fqn, partial(keep_for_rank, shards))
             names = {*leaves(self._value, self.fqn), *(shard.fqn for shard in shards.found)}
-            return Contents(shards.found, names, {self.fqn: ("either", plain)})
+            return EntryContents(shards.found, names, {self.fqn: ("either", plain)})
         if _holds_tensors_only(self._value) and self.fqn:
             fqns, plain = encode_refs(self.fqn, tuple(self._value))
             shards.add_all(zip(fqns, self._value.values(), strict=True))
-            return Contents(shards.found, set(fqns), {self.fqn: ("shared", plain)})
+            return EntryContents(shards.found, set(fqns), {self.fqn: ("shared", plain)})
         found: list[tuple[str, torch.Tensor]] = []
         plain = encode_plain(self._value, self.fqn, lambda fqn, tensor: found.append((fqn, tensor)))
         shards.add_all(found)
-        return Contents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
+        return EntryContents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
 
     def optimizer_forms(self) -> Mapping[str, Form]:
         """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
         return forms_in(self._value, self.fqn)
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         shards = LocalShards(with_addresses=True)
         values = leaves(self._value, self.fqn)
         others = {fqn: value for fqn, value in values.items() if type(value) not in PLAIN_TENSORS}
@@ -80,7 +87,7 @@ class PlainEntry:
         shards.add_all(tensors)
         return expectation
 
-    def _expects_other(self, fqn: str, value: Any, stored: Stored, expectation: Expectation) -> bool:
+    def _expects_other(self, fqn: str, value: Any, stored: CheckpointView, expectation: Expectation) -> bool:
         """Whether a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
         missing = stored.missing_at(fqn)
         adopted = _adopted(value, fqn, stored)
@@ -98,13 +105,13 @@ class PlainEntry:
             expectation.problems.extend(_problems(fqn, value, stored))
         return True
 
-    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
         for fqn, value in leaves(self._value, self.fqn).items():
             adopted = _adopted(value, fqn, stored)
             if adopted is not None:
                 self._adopted.prepare(adopted[1], adopted[0], {}, stored)
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
             if type(value) in PLAIN_TENSORS and fqn in stored.tensors:  # which is filled in place
@@ -137,7 +144,7 @@ def _holds_tensors_only(value: Any) -> bool:
     return not others or (others == {DTensor} and not any(map(is_subclass, value.values())))
 
 
-def _adopted(value: Any, fqn: str, stored: Stored) -> tuple[str, Any] | None:
+def _adopted(value: Any, fqn: str, stored: CheckpointView) -> tuple[str, Any] | None:
     """What an empty dict takes: whatever the checkpoint has in its place, by its FQN there."""
     found = stored.subtree(fqn) if isinstance(value, dict) else None
     return found if found is not None and isinstance(found[1], dict) else None
@@ -148,7 +155,7 @@ def _missing_in(values: Mapping[str, Any]) -> list[Problem]:
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
 
-def _problems(fqn: str, value: Any, stored: Stored) -> list[Problem]:
+def _problems(fqn: str, value: Any, stored: CheckpointView) -> list[Problem]:
     """Why the plain data of this FQN, small tensors included, cannot take the place of a value."""
     found = stored.plain.get(fqn)
     if isinstance(found, RankMissing):
@@ -169,7 +176,7 @@ def _problems(fqn: str, value: Any, stored: Stored) -> list[Problem]:
     return []
 
 
-def _taken(tree: dict[Any, Any], fqn: str, stored: Stored, left: Collection[str]) -> dict[Any, Any]:
+def _taken(tree: dict[Any, Any], fqn: str, stored: CheckpointView, left: Collection[str]) -> dict[Any, Any]:
     """The dict without what include and exclude leave out, and without what this rank has no value for."""
     taken = {}
     for key, item in tree.items():

@@ -12,7 +12,7 @@ Scope = Literal["shared", "whole", "either", "rank"]
 differ, or is each rank's own."""
 
 
-class Contents(NamedTuple):
+class EntryContents(NamedTuple):
     """What an entry of the state gives to a save."""
 
     shards: list[LocalShard]

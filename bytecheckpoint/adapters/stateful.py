@@ -17,8 +17,15 @@ from typing import Any, Literal, Protocol, TypeGuard
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, Stored, StoredTree
-from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem, RankMissing, not_stored, rank_missing
+from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
+from bytecheckpoint.adapters.expectation import (
+    EntryContents,
+    Expectation,
+    Problem,
+    RankMissing,
+    not_stored,
+    rank_missing,
+)
 from bytecheckpoint.adapters.native.subclass_flatten import around, subclasses_in
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
@@ -84,7 +91,7 @@ class StatefulEntry:
             self._shown = self._value.state_dict()
         return self._shown
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         state = self._value.state_dict()
         shards = LocalShards()
         may_differ = self.fqn.partition(".")[0] == PER_RANK_NAME
@@ -92,9 +99,9 @@ class StatefulEntry:
         names = set(leaves(state, self.fqn))
         if may_differ:
             names.update(shard.fqn for shard in shards.found)
-        return Contents(shards.found, names, {self.fqn: ("either" if may_differ else "whole", plain)})
+        return EntryContents(shards.found, names, {self.fqn: ("either" if may_differ else "whole", plain)})
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         if not self._current:
             state = self._show()
             self._current, self._target.live = leaves(state, self.fqn), subclasses_in(state, self.fqn)
@@ -137,7 +144,7 @@ class StatefulEntry:
         own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
         return bool(own) and own <= tree.keys()
 
-    def _settle_subclasses(self, values: Mapping[str, Any], stored: Stored) -> list[Problem]:
+    def _settle_subclasses(self, values: Mapping[str, Any], stored: CheckpointView) -> list[Problem]:
         """Of the object's own tensor subclasses, those that do not fit are made anew. One that is spread over ranks, or
         of which nothing else is there to make, stays as it is: why is returned.
         """
@@ -160,11 +167,11 @@ class StatefulEntry:
             problems += [problem for problem in refused.problems if around(problem.fqn, {name})]
         return problems
 
-    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:
             self._target.prepare(self._found.tree, self._found.fqn, self._current, stored)
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         if self._found is not None:
             state = self._target.filled(self._found.tree, self._found.fqn, self._current, stored)
             self._value.load_state_dict(state)
@@ -190,7 +197,7 @@ class RankLocalEntry:
         self._current: dict[str, Any] = {}
         """What of the value stays where something is left out."""
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         shards = LocalShards()
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
@@ -202,13 +209,13 @@ class RankLocalEntry:
         state = self._state()
         plain = encode_plain(state, self.fqn, on_tensor)
         names = {self.fqn, *leaves(state, self.fqn), *(shard.fqn for shard in shards.found)}
-        return Contents(shards.found, names, {self.fqn: ("rank", plain)})
+        return EntryContents(shards.found, names, {self.fqn: ("rank", plain)})
 
     def _state(self) -> Any:
         value = self._holder.value
         return value.state_dict() if is_stateful(value) else value
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         found = stored.entry_tree(self.fqn)
         self._found = None
         if found is None:
@@ -232,11 +239,11 @@ class RankLocalEntry:
             self._target.problems(found.tree, found.fqn, stored),
         )
 
-    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:
             self._target.prepare(self._found.tree, self._found.fqn, {}, stored)
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         if self._found is None:
             return
         value = self._target.filled(self._found.tree, self._found.fqn, self._current, stored)

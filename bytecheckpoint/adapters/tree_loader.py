@@ -9,7 +9,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, placeholder
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, RankMissing
 from bytecheckpoint.adapters.native.subclass_flatten import around, is_facts, outer_fqn, restored
 from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuildable
@@ -73,7 +73,7 @@ class TreeTarget:
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
 
-    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> list[LocalShard]:
+    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: CheckpointView) -> list[LocalShard]:
         """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
         for name, found in self._refs(tree, fqn, stored):
@@ -82,14 +82,14 @@ class TreeTarget:
             shards.add(name, placeholder(found) if target is None else target)
         return shards.found
 
-    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> None:
+    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: CheckpointView) -> None:
         for name, found in self._refs(tree, fqn, stored):
             own = current.get(name)
             if not fits(own, found):
                 device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
                 self._new[name] = torch.empty_like(placeholder(found), device=device)
 
-    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: Stored) -> Any:
+    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: CheckpointView) -> Any:
         """The tree with tensors in place of references; what include and exclude leave out is as in `current`, and not
         there at all where that lacks it. None where nothing is left.
         """
@@ -110,15 +110,15 @@ class TreeTarget:
             return None if filled is _ABSENT else filled
         return restored(filled, fqn, self.live, left=unbuildable)
 
-    def left_out(self, tree: Any, fqn: str, stored: Stored) -> set[str]:
+    def left_out(self, tree: Any, fqn: str, stored: CheckpointView) -> set[str]:
         """The subclasses, by checkpoint FQN, that would have to be built without what include and exclude leave out."""
         return {name for name in partly_taken(leaves(tree, fqn), stored) if state_fqn(name, stored) not in self.live}
 
-    def problems(self, tree: Any, fqn: str, stored: Stored) -> list[Problem]:
+    def problems(self, tree: Any, fqn: str, stored: CheckpointView) -> list[Problem]:
         """Which subclasses in the tree cannot be built."""
         return list(self._unbuildable(leaves(tree, fqn), stored).values())
 
-    def _unbuildable(self, values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
+    def _unbuildable(self, values: Mapping[str, Any], stored: CheckpointView) -> dict[str, Problem]:
         not_built = partly_taken(values, stored)
         found = unbuildable(values, stored)
         return {
@@ -127,7 +127,7 @@ class TreeTarget:
             if name not in not_built and state_fqn(name, stored) not in self.live
         }
 
-    def _refs(self, tree: Any, fqn: str, stored: Stored) -> list[tuple[str, StoredTensor]]:
+    def _refs(self, tree: Any, fqn: str, stored: CheckpointView) -> list[tuple[str, StoredTensor]]:
         """State FQN and stored tensor of every reference in the tree that the load takes."""
         values = leaves(tree, fqn)
         left = self.left_out(tree, fqn, stored)
@@ -136,7 +136,7 @@ class TreeTarget:
         return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
 
 
-def state_fqn(fqn: str, stored: Stored) -> str:
+def state_fqn(fqn: str, stored: CheckpointView) -> str:
     """What a subclass of this checkpoint FQN is called in the state: what its facts are called says so."""
     return outer_fqn(stored.rename(f"{fqn}.{FACTS}"))
 

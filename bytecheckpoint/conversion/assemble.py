@@ -17,9 +17,9 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.scatter import takes_bytes
 from bytecheckpoint.loading.select import FLOAT_DTYPES
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.tensor_bytes import narrowed
-from bytecheckpoint.planner.copy_plan import Wanted, copies_of
+from bytecheckpoint.planner.copy_plan import WantedTensor, copies_of
 from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.region import relative
 
@@ -39,7 +39,7 @@ class Job(NamedTuple):
 class Elements:
     """Those of these tensors. Reads on the calling thread and the source's threads."""
 
-    def __init__(self, source: Source, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, source: Source, wanted: Sequence[WantedTensor]) -> None:
         self._source = source
         self._wanted = wanted
         self._narrowed = {number for number, tensor in enumerate(wanted) if is_narrowed(tensor, source.manifest)}
@@ -120,7 +120,7 @@ CHECKED_NUMEL = 1 << 18
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def is_narrowed(wanted: Wanted, manifest: Manifest) -> bool:
+def is_narrowed(wanted: WantedTensor, manifest: Manifest) -> bool:
     """Whether a finite element of what it is made of may be infinite in it."""
     if wanted.dtype not in FLOAT_DTYPES:
         return False

@@ -28,17 +28,16 @@ from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.formats.find_checkpoint import Opening
 from bytecheckpoint.info import OWN_FORMAT
-from bytecheckpoint.loading.open_checkpoint import Asked, open_together
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.select import LeftOut, Selection, Wish, select
-from bytecheckpoint.manifest.encoding import DataFile
-from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
+from bytecheckpoint.manifest import ColumnTensors, DataFile
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.name_maps.load import Beside
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.copy_plan import check_wanted
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
@@ -53,7 +52,7 @@ _READER_THREADS = 8
 OnProgress = Callable[[int], None]
 
 
-class Limits(NamedTuple):
+class ConvertLimits(NamedTuple):
     """How much of everything."""
 
     memory_bytes: int
@@ -62,14 +61,14 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class ConvertRequest:
     """A conversion that is asked for."""
 
-    source: Asked
+    source: LoadTarget
     target: str
     target_options: Mapping[str, Any]
-    wish: Wish
-    limits: Limits
+    wish: SelectionRequest
+    limits: ConvertLimits
     overwrite: bool
     is_link: bool
     """Write a manifest only."""
@@ -114,7 +113,7 @@ class _Plan(NamedTuple):
 
 
 def convert(
-    request: Request,
+    request: ConvertRequest,
     ranks: Ranks,
     *,
     progress: Callable[[int], AbstractContextManager[OnProgress]],
@@ -153,7 +152,7 @@ def convert(
     return _converted(plan)
 
 
-def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
+def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
     """Has one rank write a manifest that points into the source."""
     with together(ranks, "linking", about=about):
         source = _open_source(request, ranks)
@@ -175,7 +174,7 @@ def _link(request: Request, ranks: Ranks, about: Subject) -> Converted:
     return replace(_converted(plan), num_bytes=num_bytes)
 
 
-def _open_source(request: Request, ranks: Ranks) -> Source:
+def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
     """The source, with its whole manifest checked."""
     memory_bytes = request.limits.memory_bytes
     options = LoadOptions(
@@ -190,7 +189,7 @@ def _open_source(request: Request, ranks: Ranks) -> Source:
     return source
 
 
-def _plan(request: Request, ranks: Ranks) -> _Plan:
+def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
     """The same on every rank, because all see the same manifest and are told the same id."""
     wish, limits = request.wish, request.limits
     source = _open_source(request, ranks)
@@ -225,7 +224,7 @@ def _plan(request: Request, ranks: Ranks) -> _Plan:
     return _Plan(source, view.sides, selection, place, standing, target, save_id, experts)
 
 
-def _agreed(request: Request, source: Source, place: Place, ranks: Ranks) -> tuple[Standing, str, str]:
+def _agreed(request: ConvertRequest, source: Source, place: Place, ranks: Ranks) -> tuple[Standing, str, str]:
     """Gives every rank what the first one found at the target, the save id that it drew, and its names for experts."""
     payload = b""
     if ranks.rank == COORDINATOR:
@@ -253,7 +252,7 @@ def _write_all(
     plan: _Plan,
     files: Sequence[TargetFile],
     elements: Elements,
-    request: Request,
+    request: ConvertRequest,
     *,
     on_progress: OnProgress,
     done: list[DataFile],
@@ -261,7 +260,7 @@ def _write_all(
     """Adds each file to `done` as soon as it is there."""
     longest = max((file.byte_length for file in files), default=0)
     budget = budget_of(request.limits.memory_bytes, longest)
-    scratch = Scratch(budget.window_bytes, budget.num_windows)
+    scratch = BufferPool(budget.window_bytes, budget.num_windows)
     writing = _Writing(plan, elements, scratch=scratch, budget=budget, on_progress=on_progress)
     for file in files:
         written = writing.write(file, is_replaced=request.overwrite)
@@ -272,7 +271,7 @@ class _Writing:
     """The files of one rank on their way."""
 
     def __init__(
-        self, plan: _Plan, elements: Elements, *, scratch: Scratch, budget: Budget, on_progress: OnProgress
+        self, plan: _Plan, elements: Elements, *, scratch: BufferPool, budget: Budget, on_progress: OnProgress
     ) -> None:
         self._plan = plan
         self._elements = elements

@@ -20,8 +20,8 @@ from bytecheckpoint.conversion.torch_save import left_out_metadata, save_runs, s
 from bytecheckpoint.conversion.zip_writer import ALIGNMENT
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.select import LeftOut, Selection
-from bytecheckpoint.manifest.encoding import DataFile, Manifest
-from bytecheckpoint.planner.copy_plan import Wanted
+from bytecheckpoint.manifest import DataFile, Manifest
+from bytecheckpoint.planner.copy_plan import WantedTensor
 
 METADATA_NAME, SUFFIX = ".metadata", ".distcp"
 _VERSION = "1.0.0"
@@ -66,7 +66,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
 
 
 def _planned(
-    state: Mapping[Any, Any], wanted: Sequence[Wanted]
+    state: Mapping[Any, Any], wanted: Sequence[WantedTensor]
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
     """What torch would write for a state: its description, where each part of it is asked for, and the parts."""
     stubs: dict[int, TensorStub] = {}
@@ -115,11 +115,11 @@ def _is_list(value: Any) -> bool:
     return type(value) in (list, tuple)
 
 
-def _size(value: Any, wanted: Sequence[Wanted]) -> int:
+def _size(value: Any, wanted: Sequence[WantedTensor]) -> int:
     return sum(map(run_bytes, _archive(value, wanted, first_run=0)))
 
 
-def _archive(value: Any, wanted: Sequence[Wanted], *, first_run: int) -> list[Run]:
+def _archive(value: Any, wanted: Sequence[WantedTensor], *, first_run: int) -> list[Run]:
     if isinstance(value, TensorStub):
         return save_runs(value, wanted, first_run=first_run)
     if isinstance(value, torch.Tensor):

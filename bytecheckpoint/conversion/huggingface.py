@@ -10,8 +10,8 @@ from bytecheckpoint.conversion.stream import Run, span_of
 from bytecheckpoint.conversion.target import Target, TargetFile, spread
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.loading.select import LeftOut, Selection, has_plain_data
-from bytecheckpoint.manifest.encoding import DataFile, Manifest
-from bytecheckpoint.planner.copy_plan import Wanted
+from bytecheckpoint.manifest import DataFile, Manifest
+from bytecheckpoint.planner.copy_plan import WantedTensor
 from bytecheckpoint.storage.safetensors_header import MAX_HEADER_BYTES, stored_dtype_of
 
 SOLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
@@ -57,7 +57,7 @@ def _left_out(manifest: Manifest, selection: Selection) -> list[LeftOut]:
     return plain + [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata if key != "format"]
 
 
-def _refuse_unheld(wanted: Sequence[Wanted]) -> None:
+def _refuse_unheld(wanted: Sequence[WantedTensor]) -> None:
     unheld = [tensor for tensor in wanted if stored_dtype_of(tensor.dtype) is None]
     if unheld:
         raise CheckpointMismatchError(
@@ -86,7 +86,7 @@ def _shards(byte_lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
     return shards
 
 
-def _header(tensors: Sequence[Wanted], aliases: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[WantedTensor], aliases: Mapping[str, str]) -> bytes:
     held = {tensor.fqn for tensor in tensors}
     # As safetensors' own save_model tells which names it has left out because they are tied to another.
     tied = {alias: fqn for alias, fqn in aliases.items() if fqn in held and alias != "format"}

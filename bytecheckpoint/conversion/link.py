@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from bytecheckpoint.conversion.mapped_source import View
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
-from bytecheckpoint.formats.file_reader import FileBytes
+from bytecheckpoint.formats.file_reader import FileReader
 from bytecheckpoint.formats.torch_save.archive import directory_offset
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.link_samples import sample_ranges, take_sample
 from bytecheckpoint.loading.plain_trees import PlainData
-from bytecheckpoint.loading.select import Selection, Wish, select
-from bytecheckpoint.manifest.encoding import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.loading.select import Selection, SelectionRequest, select
+from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros
 from bytecheckpoint.runtime.jobs import do_side_by_side
 from bytecheckpoint.saving.report import provenance_of
@@ -23,7 +23,7 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 
-def link_manifest(view: View, wish: Wish, *, source: str, target: str) -> tuple[Manifest, Selection]:
+def link_manifest(view: View, wish: SelectionRequest, *, source: str, target: str) -> tuple[Manifest, Selection]:
     """The manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs as
     stores show them. What is left out stays where it is.
 
@@ -66,7 +66,7 @@ def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int)
     def take(number: int) -> None:
         file = files[number]
         name = join_name(folder, file.name)
-        directory = directory_offset(FileBytes(store, name, file.byte_length))
+        directory = directory_offset(FileReader(store, name, file.byte_length))
         ranges = sample_ranges(file.byte_length, directory)
         files[number] = file._replace(samples=[take_sample(store, name, *of_sample) for of_sample in ranges])
 

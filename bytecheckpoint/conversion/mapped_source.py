@@ -11,13 +11,13 @@ from typing import NamedTuple
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.select import LeftOut, ModelNames, Wish
-from bytecheckpoint.manifest.encoding import Manifest, tensor_record
+from bytecheckpoint.loading.select import LeftOut, ModelNames, SelectionRequest
+from bytecheckpoint.manifest import Manifest, tensor_record
 from bytecheckpoint.name_maps.fused_experts import TRANSPOSED_TYPES, expert_names_of
 from bytecheckpoint.name_maps.load import Beside, as_mapped, as_state, map_checkpoint, read_config
 from bytecheckpoint.name_maps.objects import LEFT_OUT_BY_MAP, mapped_objects
 from bytecheckpoint.options import NameMap
-from bytecheckpoint.planner.copy_plan import Piece, Wanted
+from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor
 from bytecheckpoint.region import whole
 
 
@@ -26,7 +26,7 @@ class View(NamedTuple):
 
     manifest: Manifest
     """Without chunks where a map stands between it and the checkpoint."""
-    pieces: Mapping[str, Sequence[Piece]] | None = None
+    pieces: Mapping[str, Sequence[CopySource]] | None = None
     """Of each of its tensors, by the FQN there; None where these are the stored tensors."""
     names_of_map: ModelNames | None = None
     left_out: Sequence[LeftOut] = ()
@@ -34,13 +34,13 @@ class View(NamedTuple):
     sides: tuple[str, str] | None = None
     """From which framework to which."""
 
-    def made_of_stored(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+    def made_of_stored(self, wanted: Sequence[WantedTensor]) -> list[WantedTensor]:
         """Tensors that are made of those of the view, each of one whole, made of those of the checkpoint."""
         if self.pieces is None:
             return list(wanted)
         return [tensor._replace(pieces=self._pieces(tensor)) for tensor in wanted]
 
-    def _pieces(self, tensor: Wanted) -> Sequence[Piece]:
+    def _pieces(self, tensor: WantedTensor) -> Sequence[CopySource]:
         pieces = self.pieces or {}
         return [found for piece in tensor.pieces if piece.fqn is not None for found in pieces[piece.fqn]]
 
@@ -73,7 +73,7 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     )
 
 
-def names_for_experts(wish: Wish, source: Source, target: Beside) -> str:
+def names_for_experts(wish: SelectionRequest, source: Source, target: Beside) -> str:
     """The names that experts get in an HF target: those that `wish` asks for, else those of the model family that a
     `config.json` at the target or beside the source names, else Qwen2-MoE's.
 

@@ -12,8 +12,8 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.select import Selection
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, tensor_record
-from bytecheckpoint.planner.copy_plan import Wanted
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.planner.copy_plan import WantedTensor
 from bytecheckpoint.planner.file_layout import PlacedChunk, cut_extents, lay_out_files
 from bytecheckpoint.planner.write_items import Offer, Write
 from bytecheckpoint.region import Region, flat_span, split_rows, whole
@@ -77,7 +77,7 @@ def plan_own(
     return Target(files, by_rank, MANIFEST_NAME, encoded)
 
 
-def _shares(wanted: Sequence[Wanted], max_file_bytes: int, num_ranks: int) -> list[_Share]:
+def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_Share]:
     """The tensors, by rows in parts where one is larger than a file, or than what a rank is to write."""
     sizes = [prod(tensor.shape) * itemsize(tensor.dtype) for tensor in wanted]
     max_bytes = min(max_file_bytes, max(1 << 20, -(-sum(sizes) // num_ranks)))

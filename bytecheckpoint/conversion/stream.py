@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from bytecheckpoint.conversion.assemble import Elements, Job
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.copy_plan import Wanted
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.planner.copy_plan import WantedTensor
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     byte_length: int
 
 
-def span_of(number: int, tensor: Wanted) -> Span:
+def span_of(number: int, tensor: WantedTensor) -> Span:
     """All of the tensor of this number."""
     item_bytes = itemsize(tensor.dtype)
     return Span(number, 0, item_bytes, prod(tensor.shape) * item_bytes)
@@ -126,7 +126,7 @@ def budget_of(memory_bytes: int, longest_file: int) -> Budget:
 class ReadAhead:
     """A stream for a store that takes it block by block. While a window of it is written, the next ones are read."""
 
-    def __init__(self, stream: Stream, elements: Elements, scratch: Scratch, budget: Budget) -> None:
+    def __init__(self, stream: Stream, elements: Elements, scratch: BufferPool, budget: Budget) -> None:
         self._stream = stream
         self._elements = elements
         self._scratch = scratch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.conversion.stream import Run, Stream
 from bytecheckpoint.loading.select import LeftOut
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 
 
 class TargetFile(NamedTuple):

@@ -22,9 +22,9 @@ from bytecheckpoint.conversion.zip_writer import Member, archive_runs
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub, without_numpy
 from bytecheckpoint.loading.select import LeftOut, Selection
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.tensor_bytes import as_bytes
-from bytecheckpoint.planner.copy_plan import Wanted
+from bytecheckpoint.planner.copy_plan import WantedTensor
 
 _PROTOCOL = 2
 """What torch.save writes, and what weights_only knows."""
@@ -51,7 +51,7 @@ class _StorageStub(NamedTuple):
     num_items: int
 
 
-def save_runs(value: Any, wanted: Sequence[Wanted], *, first_run: int = 0) -> list[Run]:
+def save_runs(value: Any, wanted: Sequence[WantedTensor], *, first_run: int = 0) -> list[Run]:
     """The archive that torch.save would write for a value with stubs for tensors, as runs of a file."""
     pickler = _Pickler(wanted)
     content = pickler.pickled(value)
@@ -67,7 +67,7 @@ def save_runs(value: Any, wanted: Sequence[Wanted], *, first_run: int = 0) -> li
 class _Pickler(pickle.Pickler):
     """Writes stubs as torch writes tensors."""
 
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, wanted: Sequence[WantedTensor]) -> None:
         self._stream = io.BytesIO()
         super().__init__(self._stream, protocol=_PROTOCOL)
         self._wanted = wanted

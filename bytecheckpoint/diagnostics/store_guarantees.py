@@ -26,7 +26,7 @@ _ROUNDS = 5
 _WRITERS = 4
 
 
-class Check(NamedTuple):
+class GuaranteeCheck(NamedTuple):
     """One promise, and whether it was kept."""
 
     name: str
@@ -99,18 +99,18 @@ def get(store: Store, name: str, byte_offset: int, byte_length: int) -> bytes:
     return bytes(buffer)
 
 
-def check_promises(store: ProbeStore) -> Iterator[Check]:
+def check_promises(store: ProbeStore) -> Iterator[GuaranteeCheck]:
     """One after the other. Raises what the store raises where not even a small object can be written and read."""
     content = _pattern(100_003)
     put(store, "small", content)
     is_same = get(store, "small", 0, len(content)) == content
-    yield Check("read_back", True, is_same, "what was written is read" if is_same else "other bytes are read")
+    yield GuaranteeCheck("read_back", True, is_same, "what was written is read" if is_same else "other bytes are read")
     for name, is_needed, probe in _PROBES:
         try:
             is_kept, what = probe(store)
         except CheckpointError as error:
             is_kept, what = False, error.message
-        yield Check(name, is_needed, is_kept, what)
+        yield GuaranteeCheck(name, is_needed, is_kept, what)
 
 
 _Found = tuple[bool | None, str]

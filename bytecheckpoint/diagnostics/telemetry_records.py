@@ -26,7 +26,7 @@ _LOOKS_IN_FLIGHT = 16
 _DAMAGED = "damaged"
 
 
-class Span(msgspec.Struct, frozen=True):
+class PhaseSpan(msgspec.Struct, frozen=True):
     """One phase as it went. In seconds since the call."""
 
     phase: str
@@ -43,7 +43,7 @@ class RankRecord(msgspec.Struct, frozen=True):
     host: str
     started_at: float
     """In seconds since 1970, by the clock of that machine."""
-    spans: list[Span]
+    spans: list[PhaseSpan]
     seconds: dict[str, float]
     num_bytes: int
     num_files: int

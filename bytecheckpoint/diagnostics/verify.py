@@ -16,10 +16,9 @@ from typing import NamedTuple
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.link_samples import sample_faults
 from bytecheckpoint.loading.replaced import refuse_replaced
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest
-from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.manifest import Chunk, ColumnTensors, DataFile, Manifest
 from bytecheckpoint.region import find_tiling_fault
-from bytecheckpoint.storage.checksum_scan import Fault, Piece, find_files, pieces_of, scan, size_faults
+from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, pieces_of, scan, size_faults
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.safetensors_header import (
@@ -94,7 +93,7 @@ def verify_checkpoint(
     faults = size_faults(files, sizes)
     num_bytes_checked = 0
 
-    def on_done(piece: Piece, found: Sequence[Fault]) -> None:
+    def on_done(piece: ScanRange, found: Sequence[ScanFault]) -> None:
         nonlocal num_bytes_checked
         faults.extend(found)
         num_bytes_checked += piece.byte_length
@@ -141,14 +140,14 @@ def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: Abst
 
 def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
-) -> list[Fault]:
+) -> list[ScanFault]:
     """The files that a link points to and that were written again, with their sizes as they were."""
     whole = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
     found = sample_faults(
         store, [names[number] for number in whole], [files[number] for number in whole], threads=threads
     )
     return [
-        Fault(
+        ScanFault(
             "checksum",
             whole[number],
             sample.byte_offset,
@@ -183,7 +182,7 @@ class _Contents:
                 items.sort(key=lambda item: (item[0], item[2].byte_length, item[1]))
         return self._by_file[index]
 
-    def describe(self, fault: Fault) -> Damage:
+    def describe(self, fault: ScanFault) -> Damage:
         """The fault with the tensors that it hits."""
         items = self.of_file(fault.file)
         start, end = self._first_unread_byte(fault), fault.byte_offset + fault.byte_length
@@ -197,7 +196,7 @@ class _Contents:
         unique = list(dict.fromkeys(tensors))
         return Damage(fault.kind, name, fault.byte_offset, fault.byte_length, unique, fault.what)
 
-    def _first_unread_byte(self, fault: Fault) -> int:
+    def _first_unread_byte(self, fault: ScanFault) -> int:
         """The start of the extent in which a file is cut off: its checksum is about bytes that are gone."""
         position = 0
         for length in self._manifest.files[fault.file].extent_lengths if fault.kind == "truncated" else ():
@@ -207,7 +206,7 @@ class _Contents:
         return fault.byte_offset
 
 
-def _broken_starts(files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[Fault]) -> set[int]:
+def _broken_starts(files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[ScanFault]) -> set[int]:
     """The files whose header need not be looked at, because the bytes that it lies in are known to be damaged."""
     first_extents = {index: file.extent_lengths[0] for index, file in enumerate(files) if file.extent_lengths}
     missing = {index for index, size in enumerate(sizes) if size is None}
@@ -222,7 +221,7 @@ def _header_faults(
     *,
     broken_starts: set[int],
     threads: int,
-) -> Iterator[Fault]:
+) -> Iterator[ScanFault]:
     """Data files whose header says something else than the manifest: other readers of safetensors would be misled.
 
     Only files of this save are looked at: a manifest may point into other formats as well.
@@ -232,13 +231,13 @@ def _header_faults(
         index for index, file in enumerate(manifest.files) if index not in broken_starts and file.name.startswith(own)
     ]
 
-    def look(index: int) -> Fault | None:
+    def look(index: int) -> ScanFault | None:
         try:
             header = read_header(store, names[index])
         except CheckpointError as error:
-            return Fault(error.kind, index, 0, 8, error.message)
+            return ScanFault(error.kind, index, 0, 8, error.message)
         what = _compare(manifest, contents.of_file(index), header.metadata, header.entries)
-        return Fault("bad_manifest", index, 0, header.data_offset, what) if what else None
+        return ScanFault("bad_manifest", index, 0, header.data_offset, what) if what else None
 
     if wanted:
         contents.of_file(wanted[0])  # collects those of all files, once

@@ -15,7 +15,7 @@ import xxhash
 
 from bytecheckpoint.distributed.connection import PeerLeftError
 from bytecheckpoint.errors import CheckpointCorruptError
-from bytecheckpoint.planner.byte_ranges import Piece
+from bytecheckpoint.planner.byte_ranges import ByteRange
 from bytecheckpoint.planner.exchange_split import Unit
 
 _DIGEST = struct.Struct("<Q")
@@ -24,7 +24,7 @@ HEADER_BYTES = _HEADER.size
 _BROKEN_OFF, _GETTING_ON = (1 << 64) - 1, (1 << 64) - 2
 """What stands in place of the number of a file where no parcel follows."""
 
-Request = dict[Unit, tuple[Piece, ...]]
+Request = dict[Unit, tuple[ByteRange, ...]]
 """What a taker wants of the units of a reader."""
 
 
@@ -55,7 +55,7 @@ def decode_request(sent: bytes, *, taker: int) -> Request:
     content = sent[_DIGEST.size :]
     if sent[: _DIGEST.size] != _DIGEST.pack(xxhash.xxh3_64_intdigest(content)):
         raise damaged(f"what rank {taker} asked for ({len(sent)} bytes) was")
-    return dict(msgspec.msgpack.decode(content, type=list[tuple[Unit, tuple[Piece, ...]]]))
+    return dict(msgspec.msgpack.decode(content, type=list[tuple[Unit, tuple[ByteRange, ...]]]))
 
 
 def encode_header(header: Header) -> bytes:
@@ -70,14 +70,14 @@ def decode_header(content: bytes) -> Header | None:
     return header if header.file != _GETTING_ON else None
 
 
-def slices(content: memoryview, unit: Unit, pieces: Sequence[Piece]) -> list[memoryview] | None:
+def slices(content: memoryview, unit: Unit, pieces: Sequence[ByteRange]) -> list[memoryview] | None:
     """The pieces as parts of the unit's bytes, where each is a single row."""
     if any(len(piece.lengths) > 1 for piece in pieces):
         return None
     return [content[piece.byte_offset - unit.byte_offset :][: piece.byte_length] for piece in pieces]
 
 
-def pack(content: memoryview, unit: Unit, pieces: Sequence[Piece], into: memoryview) -> None:
+def pack(content: memoryview, unit: Unit, pieces: Sequence[ByteRange], into: memoryview) -> None:
     """Copies the pieces out of the unit's bytes, one after the other."""
     source, target = np.frombuffer(content, np.uint8), np.frombuffer(into, np.uint8)
     position = 0

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.formats import safetensors_files
-from bytecheckpoint.formats.file_reader import FileBytes, damaged
+from bytecheckpoint.formats.file_reader import FileReader, damaged
 from bytecheckpoint.formats.frameworks import (
     dcp_folder,
     dcp_nested,
@@ -18,11 +18,11 @@ from bytecheckpoint.formats.frameworks import (
     megatron_legacy_folder,
     trainer_folder,
 )
-from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save import file as torch_file
 from bytecheckpoint.formats.torch_save import sharded_files
 from bytecheckpoint.formats.unread_files import name_unread_files
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -92,7 +92,7 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
         num_bytes = listing.get(pointer)
         if num_bytes and num_bytes <= _MAX_POINTER_BYTES:
-            text = FileBytes(store, pointer, num_bytes).read(0, num_bytes).decode("utf-8", "replace").strip()
+            text = FileReader(store, pointer, num_bytes).read(0, num_bytes).decode("utf-8", "replace").strip()
             is_number = pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal()
             if is_number:
                 names += [form.format(int(text)) for form in _NUMBERED]
@@ -107,7 +107,7 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
     Raises CheckpointNotFoundError (not_found) for one of no format that is known, CheckpointCorruptError (truncated)
     for an empty one.
     """
-    file = FileBytes(store, join_name(folder, name), num_bytes)
+    file = FileReader(store, join_name(folder, name), num_bytes)
     if not num_bytes:
         raise damaged(file.path, "it is empty", kind="truncated")
     head = file.read(0, min(num_bytes, _HEAD_BYTES))
@@ -136,7 +136,7 @@ def read_manifest(store: Store, place: Place) -> Manifest:
     return parts.manifest(place.format)
 
 
-def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> Parts:
+def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> ManifestBuilder:
     folder, name, kind = place
     if kind == "torch.distributed.checkpoint":
         return dcp_folder.read_folder(store, folder, listing)
@@ -161,9 +161,9 @@ def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> Part
     return safetensors_files.read_files(store, folder, [name])
 
 
-def _read_torch_file(store: Store, folder: str, name: str, listing: Mapping[str, int | None]) -> Parts:
-    file = FileBytes(store, join_name(folder, name), listing.get(name) or 0)
-    parts = Parts(file.path)
+def _read_torch_file(store: Store, folder: str, name: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
+    file = FileReader(store, join_name(folder, name), listing.get(name) or 0)
+    parts = ManifestBuilder(file.path)
     if file.read(0, min(file.byte_length, _HEAD_BYTES)).startswith(torch_file.LEGACY_MAGIC):
         torch_file.refuse_legacy(file.path)
     archive = torch_file.TorchArchive(file, 0, file.byte_length)

@@ -16,7 +16,7 @@ _MAX_BLOCKS = 256
 """That are kept; of each file a MiB."""
 
 
-class FileBytes:
+class FileReader:
     """Reads ranges of a file of known length. What is read is kept for a while, in blocks."""
 
     def __init__(self, store: Store, name: str, byte_length: int) -> None:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.formats.detect import Place, find_file, find_folder, find_step, read_manifest
 from bytecheckpoint.formats.file_reader import damaged
-from bytecheckpoint.manifest.encoding import Manifest, encode_manifest
+from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import at_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
@@ -21,7 +21,7 @@ _HUB_LEVELS = 2
 """A snapshot of the Hugging Face cache is `<model>/snapshots/<revision>`, of links into `<model>/blobs`."""
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint, whose manifest was not read yet."""
 
     store: Store
@@ -61,7 +61,7 @@ def open_above(path: str, levels: int, opening: Opening) -> Store:
     return opening.store(path)
 
 
-def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Opening) -> Found:
+def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Opening) -> FoundCheckpoint:
     """The checkpoint at a path, or the one of a step under it, as `layout.find_checkpoint` finds it; where there is
     none of this library, one of a foreign format.
 
@@ -70,7 +70,7 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
     path = from_root(path)
     store = opening.store(path)
     try:
-        found_here = Found(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
+        found_here = FoundCheckpoint(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
         return _in_hub(found_here, path, opening)  # a manifest that was put there points to what its links lead to
     except CheckpointNotFoundError:
         found = _find_foreign(path, store, step, opening)
@@ -82,21 +82,23 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
 def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
     """The files of the folder at a path: a store, and the folder inside it."""
     path = from_root(path)
-    found = _in_hub(Found(opening.store(path), 0, "", None), path, opening)
+    found = _in_hub(FoundCheckpoint(opening.store(path), 0, "", None), path, opening)
     return found.store, found.folder
 
 
-def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening) -> Found | None:
+def _find_foreign(
+    path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening
+) -> FoundCheckpoint | None:
     try:
         listing = store.list("")
     except CheckpointNotFoundError:  # a file
         listing = {}
     if isinstance(step, int):
         place = find_step(store, step, listing)
-        return None if place is None else Found(store, 0, place.folder, place)
+        return None if place is None else FoundCheckpoint(store, 0, place.folder, place)
     if listing:
         place = find_folder(store, "", listing) or (find_step(store, None, listing) if step == "latest" else None)
-        return None if place is None else _in_hub(Found(store, 0, place.folder, place), path, opening)
+        return None if place is None else _in_hub(FoundCheckpoint(store, 0, place.folder, place), path, opening)
     parent, name = split_path(path)
     if not name:
         return None
@@ -109,11 +111,11 @@ def _find_foreign(path: str, store: Store, step: int | Literal["latest"] | None,
         return None  # the path was looked at, and nothing is there: the folder above is no concern of the caller's
     if num_bytes is None:
         return None
-    found = _in_hub(Found(above, 1, "", None), parent, opening)
+    found = _in_hub(FoundCheckpoint(above, 1, "", None), parent, opening)
     return found._replace(foreign=find_file(found.store, found.folder, name, num_bytes))
 
 
-def _in_hub(found: Found, path: str, opening: Opening) -> Found:
+def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpoint:
     """The same as part of a folder in which its links end, where it is a snapshot of the Hugging Face cache."""
     above, revision = split_path(path)
     model, snapshots = split_path(above)
@@ -124,7 +126,7 @@ def _in_hub(found: Found, path: str, opening: Opening) -> Found:
         return found
     folder = f"{snapshots}/{revision}"
     place = found.foreign and found.foreign._replace(folder=folder)
-    return Found(store, found.levels + _HUB_LEVELS, folder, place)
+    return FoundCheckpoint(store, found.levels + _HUB_LEVELS, folder, place)
 
 
 def from_root(path: str) -> str:
@@ -144,7 +146,7 @@ def split_path(path: str) -> tuple[str, str]:
     return parent or "/", name
 
 
-def manifest_bytes(found: Found) -> bytes:
+def manifest_bytes(found: FoundCheckpoint) -> bytes:
     """The encoded manifest of a checkpoint, for one rank to pass on to all; a foreign one was checked, all of it.
 
     Raises what `layout.read_manifest_bytes` and `formats.read_manifest` raise.
@@ -163,6 +165,6 @@ def manifest_bytes(found: Found) -> bytes:
     return content
 
 
-def manifest_of(found: Found) -> Manifest:
+def manifest_of(found: FoundCheckpoint) -> Manifest:
     """The manifest of a checkpoint, checked."""
     return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=True)

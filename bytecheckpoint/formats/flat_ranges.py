@@ -10,11 +10,11 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import split_flat_range
 
 
-class Buffer(NamedTuple):
+class FlatBuffer(NamedTuple):
     """Consecutive elements in a file."""
 
     file: int
@@ -22,7 +22,7 @@ class Buffer(NamedTuple):
     num_items: int
 
 
-class Run(NamedTuple):
+class FlatRun(NamedTuple):
     """Elements `start` to `start + length` of a flat tensor, and where the first one is."""
 
     start: int
@@ -31,7 +31,7 @@ class Run(NamedTuple):
     byte_offset: int
 
 
-def runs_of(start: int, length: int, buffers: Sequence[Buffer], at: int, *, item_bytes: int) -> Iterator[Run]:
+def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, item_bytes: int) -> Iterator[FlatRun]:
     """Elements `start` to `start + length` of a tensor, which lie from element `at` on in these buffers, taken as one.
 
     Raises ValueError where the buffers end before.
@@ -41,13 +41,13 @@ def runs_of(start: int, length: int, buffers: Sequence[Buffer], at: int, *, item
     for buffer in buffers:
         low, high = max(at, first), min(end, first + buffer.num_items)
         if low < high:
-            yield Run(start + low - at, high - low, buffer.file, buffer.byte_offset + (low - first) * item_bytes)
+            yield FlatRun(start + low - at, high - low, buffer.file, buffer.byte_offset + (low - first) * item_bytes)
         first += buffer.num_items
     if length and first < end:
         raise ValueError(f"elements {at} to {end} are asked for, and there are {first}")
 
 
-def chunks_of_runs(shape: Sequence[int], runs: Sequence[Run], *, item_bytes: int) -> list[Chunk]:
+def chunks_of_runs(shape: Sequence[int], runs: Sequence[FlatRun], *, item_bytes: int) -> list[Chunk]:
     """The chunks of a tensor that lies in these runs."""
     chunks = []
     for start, length, file, byte_offset in runs:
@@ -80,7 +80,7 @@ def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
     return total // num_ranks
 
 
-def shared_runs(placed: Placed, part: int, of_ranks: Sequence[Buffer], *, item_bytes: int) -> Iterator[Run]:
+def shared_runs(placed: Placed, part: int, of_ranks: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
     """Where a tensor is whose flat memory each rank has a part of, one after the other, as ZeRO 1 and 2 do."""
     numel = prod(placed.shape)
     for rank, buffer in enumerate(of_ranks):
@@ -90,8 +90,8 @@ def shared_runs(placed: Placed, part: int, of_ranks: Sequence[Buffer], *, item_b
 
 
 def divided_runs(
-    shape: Sequence[int], at: int, of_ranks: Sequence[Sequence[Buffer]], *, item_bytes: int
-) -> Iterator[Run]:
+    shape: Sequence[int], at: int, of_ranks: Sequence[Sequence[FlatBuffer]], *, item_bytes: int
+) -> Iterator[FlatRun]:
     """Where a tensor is that is divided over the ranks by itself, as ZeRO 3 does: each has the same number of elements
     from `at` on in its own buffers, the last ones filled up.
     """

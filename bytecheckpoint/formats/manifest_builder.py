@@ -13,7 +13,7 @@ import numpy as np
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged, too_much
-from bytecheckpoint.formats.plain_values import INT64, MAX_DEPTH, DtypeName, Size, TensorRef, encode_value
+from bytecheckpoint.formats.plain_values import INT64, MAX_DEPTH, DtypeName, SizeValue, TensorRef, encode_value
 from bytecheckpoint.formats.torch_optimizer import as_saved_here, without_tensors
 from bytecheckpoint.formats.torch_save.unpickler_globals import (
     ByteStream,
@@ -22,7 +22,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import (
     PickledDtype,
     StoredView,
 )
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
 
 MAX_PIECES = 1 << 20
 """Of all tensors together, beyond the parts that the files name one by one: a view of few bytes can say tens of
@@ -38,7 +38,7 @@ _LIGHTNING = "pytorch-lightning_version"
 EXTRA_STATE = "_extra_state"
 """The key under which modules keep extra state: an object of its own, wherever it stands."""
 
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DtypeName, Size})
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DtypeName, SizeValue})
 
 OnTensor = Callable[[str, StoredView], None]
 """Takes a tensor of a pickle and the FQN at which it stands."""
@@ -49,7 +49,7 @@ def join_fqn(fqn: str, key: object) -> str:
 
 
 @dataclass(slots=True)
-class Parts:
+class ManifestBuilder:
     """What was found so far."""
 
     path: str
@@ -90,7 +90,7 @@ class Parts:
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
 
-    def take_in(self, other: Parts, entry: str) -> None:
+    def take_in(self, other: ManifestBuilder, entry: str) -> None:
         """Adds the tensors of another checkpoint as an entry of this one.
 
         Raises CheckpointMismatchError (conflict) for a name that is taken.
@@ -278,7 +278,7 @@ def _num_bytes(value: Any) -> int:
         return value.bit_length() // 8
     if isinstance(value, np.generic | np.ndarray):
         return value.nbytes
-    return value.num_bytes if isinstance(value, Size) else 0
+    return value.num_bytes if isinstance(value, SizeValue) else 0
 
 
 def holds_tensor(value: Any) -> bool:

@@ -40,7 +40,7 @@ class DtypeName(NamedTuple):
         return f"torch.{self.name}"
 
 
-class Size(NamedTuple):
+class SizeValue(NamedTuple):
     """Stands for a torch.Size."""
 
     lengths: tuple[int, ...]
@@ -73,7 +73,7 @@ def _to_wire(value: Any, path: str, depth: int) -> Any:
             return Ext(_REF, encode(value.fqn))
         case DtypeName():
             return Ext(_DTYPE, encode(value.name))
-        case Size():
+        case SizeValue():
             return Ext(_SIZE, encode(list(value.lengths)))
         case dict():
             return _dict_to_wire(value, path, depth)

@@ -17,9 +17,9 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.formats.file_reader import FileBytes, damaged, too_much
-from bytecheckpoint.formats.manifest_builder import Parts
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.formats.file_reader import FileReader, damaged, too_much
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.paths import check_name, join_name
 from bytecheckpoint.storage.safetensors_header import Header, StoredEntry, read_header, torch_dtype_of
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
     offsets: tuple[int, ...]
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """The checkpoint that the files of a folder are. An index says which belong to it; else there is one, or all do.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
@@ -82,7 +82,7 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
             )
 
 
-def read_indexed(store: Store, folder: str, name: str) -> Parts:
+def read_indexed(store: Store, folder: str, name: str) -> ManifestBuilder:
     """The checkpoint of an index: the names in it, each from the file that it says."""
     path = join_name(str(store), folder, name)
     weights = read_index(store, join_name(folder, name), path, store.list(folder).get(name) or 0)
@@ -98,7 +98,7 @@ def read_indexed(store: Store, folder: str, name: str) -> Parts:
     return parts.put_together(wanted)
 
 
-def read_files(store: Store, folder: str, names: Sequence[str]) -> Parts:
+def read_files(store: Store, folder: str, names: Sequence[str]) -> ManifestBuilder:
     """The checkpoint that these files are together."""
     found = _read(store, folder, names)
     return found.put_together({file: set(entries) for file, entries in found.found.items()})
@@ -119,7 +119,7 @@ def read_index(store: Store, name: str, path: str, num_bytes: int) -> dict[str, 
     """
     if num_bytes > _MAX_INDEX_BYTES:
         raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_INDEX_BYTES} are read")
-    content = FileBytes(store, name, num_bytes).read(0, num_bytes)
+    content = FileReader(store, name, num_bytes).read(0, num_bytes)
     try:
         index = json.loads(content, object_pairs_hook=_without_repetitions)
     except (ValueError, RecursionError) as error:
@@ -142,14 +142,14 @@ def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class _Found(NamedTuple):
     """The headers of some files."""
 
-    parts: Parts
+    parts: ManifestBuilder
     found: dict[str, dict[str, _Part]]
     """By name of the file, then of the tensor."""
     is_sharded: bool
     """Files hold parts of tensors."""
     aliases: dict[str, str]
 
-    def put_together(self, wanted: Mapping[str, set[str]]) -> Parts:
+    def put_together(self, wanted: Mapping[str, set[str]]) -> ManifestBuilder:
         """The parts with these tensors of each file."""
         by_tensor: dict[str, list[_Part]] = {}
         for file, names in wanted.items():
@@ -188,7 +188,7 @@ class _Found(NamedTuple):
 
 
 def _read(store: Store, folder: str, names: Iterable[str]) -> _Found:
-    parts = Parts(join_name(str(store), folder))
+    parts = ManifestBuilder(join_name(str(store), folder))
     listings: dict[str, Mapping[str, int | None]] = {}
     found: dict[str, dict[str, _Part]] = {}
     aliases: dict[str, str] = {}

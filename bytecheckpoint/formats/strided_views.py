@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region
 
 MAX_CHUNKS = 1 << 16

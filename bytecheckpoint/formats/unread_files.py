@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -15,7 +15,7 @@ _DATA = re.compile(
 _WHY = "not among the files of the checkpoint, which were read"
 
 
-def name_unread_files(store: Store, folder: str, listing: Mapping[str, int | None], parts: Parts) -> None:
+def name_unread_files(store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> None:
     """Names them in the parts; a subfolder of which nothing was read as one."""
     read = {file.name for file in parts.files}
     seen = {name.partition("/")[0] for name in read}

@@ -15,8 +15,8 @@ from bytecheckpoint.distributed.wire import damaged
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import Arrivals
 from bytecheckpoint.loading.scatter import Targets
-from bytecheckpoint.manifest.encoding import DataFile
-from bytecheckpoint.memory.host_to_device import Lanes
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_plan import Extents, Run
 
@@ -33,7 +33,7 @@ class CommonBytes:
     def __len__(self) -> int:
         return len(self._content)
 
-    def share(self, ranks: Ranks, source: Source, targets: Targets, lanes: Lanes) -> None:
+    def share(self, ranks: Ranks, source: Source, targets: Targets, lanes: CopyStreams) -> None:
         """Reads them on the coordinator and sends them to all ranks, which must all call this.
 
         Raises what reading raises, and CheckpointCorruptError (checksum) for bytes that were damaged on the way.
@@ -63,7 +63,7 @@ class CommonBytes:
             yield run.file, self._extents.bounds(run.file)[run.first], position
             position += self._extents.num_bytes(run)
 
-    def _read(self, source: Source, targets: Targets, lanes: Lanes) -> bytes:
+    def _read(self, source: Source, targets: Targets, lanes: CopyStreams) -> bytes:
         places = list(self._places())
         parts = [b""] * len(places)
 

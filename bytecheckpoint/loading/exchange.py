@@ -43,12 +43,12 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import Arrivals
 from bytecheckpoint.loading.scatter import Targets
 from bytecheckpoint.manifest.frames import FRAME_BYTES
-from bytecheckpoint.memory.host_to_device import Lanes, lanes_to
-from bytecheckpoint.planner.byte_ranges import Piece, piece_of
+from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
+from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
 from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_plan import Extents
 from bytecheckpoint.planner.exchange_split import Arrival, Unit, Work, can_share, divide_work, wanted_runs
-from bytecheckpoint.runtime.buffers import Budget
+from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.range_reader import Read
 
 _GRACE_S = 1.0
@@ -80,7 +80,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
     tensors = (shard.tensor for shard in match.shards if not shard.address)
-    with closing(Listener(towards=ranks.meeting_host)) as listener, lanes_to(tensors) as lanes:
+    with closing(Listener(towards=ranks.meeting_host)) as listener, streams_to(tensors) as lanes:
         runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
         plan = LocalPlan(listener.address, runs, source.unit_bytes(sharable), timeout_s)
         assigned = agree_on_reads(ranks, plan, extents)
@@ -131,7 +131,7 @@ class _Exchange:
         targets: Targets,
         stored_fqns: Sequence[str],
         *,
-        lanes: Lanes,
+        lanes: CopyStreams,
         beat_s: float,
     ) -> None:
         self._ranks = ranks
@@ -142,7 +142,7 @@ class _Exchange:
         self._beat_s = beat_s
         # The other half is for reading.
         outgoing_bytes, incoming_bytes = _halved_again(source.options.scratch_bytes // 2)
-        self._outgoing = Budget(outgoing_bytes)
+        self._outgoing = ByteBudget(outgoing_bytes)
         self._arrivals = Arrivals(
             targets,
             stored_fqns,
@@ -152,7 +152,7 @@ class _Exchange:
         )
         self._activity = Activity()
         self._outboxes: list[Outbox] = []
-        self._takers_of: dict[Unit, dict[tuple[Piece, ...], list[Outbox]]] = {}
+        self._takers_of: dict[Unit, dict[tuple[ByteRange, ...], list[Outbox]]] = {}
         self._inbound: list[Connection] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -267,7 +267,7 @@ class _Exchange:
             raise PeerLeftError
 
     def _parcel(
-        self, unit: Unit, pieces: Sequence[Piece], content: memoryview, num_takers: int, *, is_lasting: bool
+        self, unit: Unit, pieces: Sequence[ByteRange], content: memoryview, num_takers: int, *, is_lasting: bool
     ) -> Parcel:
         """The pieces where they are, if they stay there, or in memory of their own."""
         num_bytes = sum(piece.byte_length for piece in pieces)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
-from bytecheckpoint.manifest.encoding import DataFile, Sample
+from bytecheckpoint.manifest import DataFile, Sample
 from bytecheckpoint.manifest.validation import MAX_SAMPLE_BYTES
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.formats.find_checkpoint import Opening, open_folder
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_local
 from bytecheckpoint.storage.store import Store

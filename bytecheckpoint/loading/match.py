@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, is_at_or_below
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
@@ -54,7 +54,7 @@ class Match(NamedTuple):
                 increment_version(tensor)
 
 
-def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Match:
+def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: bool) -> Match:
     """Compares a state with a checkpoint. What does not fit is among the problems and not among the shards."""
     match = Match([], [], [], set(), set(), set(), [])
     names = {entry.fqn for entry in entries}
@@ -75,7 +75,7 @@ def match_state(entries: Collection[Entry], stored: Stored, *, cast: bool) -> Ma
     return match
 
 
-def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Stored, *, cast: bool) -> None:
+def _match_shards(match: Match, shards: Iterable[LocalShard], stored: CheckpointView, *, cast: bool) -> None:
     """Adds what these shards are filled from, or why they are not."""
     tensors = stored.tensors
     for shard in shards:
@@ -134,7 +134,7 @@ def _leave_out_read_only(match: Match) -> None:
         del match.shards[number], match.stored_fqns[number]
 
 
-def _not_found(fqn: str, stored: Stored) -> Problem:
+def _not_found(fqn: str, stored: CheckpointView) -> Problem:
     if fqn in stored.plain:
         return Problem("missing_key", fqn, f"{fqn}: plain data in the checkpoint, a tensor in the state")
     return not_stored(fqn)
@@ -165,7 +165,7 @@ def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem |
     return None
 
 
-def match_again(entries: Collection[Entry], stored: Stored, before: Match, *, cast: bool) -> Match:
+def match_again(entries: Collection[Entry], stored: CheckpointView, before: Match, *, cast: bool) -> Match:
     """The match of a state that was given the memory that it lacked.
 
     Raises CheckpointMismatchError (conflict) where a target still has none to be filled, or cannot be filled now.

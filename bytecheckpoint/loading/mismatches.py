@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, UnusedRule, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, UnusedRule, is_at_or_below
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -49,7 +49,7 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint has experts in separate tensors, which can be stacks instead."""
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class MatchVerdict(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks found, without repetitions."""
 
     problems: list[Problem]
@@ -67,13 +67,13 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 def share_findings(
     ranks: Ranks,
     match: Match,
-    stored: Stored,
+    stored: CheckpointView,
     state_names: Iterable[str],
     *,
     strict: bool,
     other_name: str = "",
     has_experts: bool = False,
-) -> Verdict:
+) -> MatchVerdict:
     """What does not fit on any rank; with `strict` one error about all of it, raised on every rank.
 
     Keys are unexpected where the checkpoint has them under a top-level name of the state and no rank takes them.
@@ -103,12 +103,12 @@ def share_findings(
         verdict = _merge(all_findings, names)
         other = _common_name(all_findings)
         if _is_lacking(all_findings) and (other or all_findings[COORDINATOR].has_experts):
-            verdict = Verdict([], [], [], fills=True, is_open=True, other_name=other)
+            verdict = MatchVerdict([], [], [], fills=True, is_open=True, other_name=other)
         elif strict and (verdict.problems or verdict.unexpected or verdict.unused or not verdict.fills):
             raise _mismatch(verdict, stored, {name for of_rank in all_findings for name in of_rank.top_level})
         return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
 
-    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=Verdict)
+    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=MatchVerdict)
 
 
 def _is_lacking(findings: Sequence[_Findings]) -> bool:
@@ -121,7 +121,7 @@ def _common_name(findings: Sequence[_Findings]) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def warn_of_idle(verdict: Verdict, path: str) -> None:
+def warn_of_idle(verdict: MatchVerdict, path: str) -> None:
     """Says in one warning which rules match nothing, and where nothing was filled: both are mostly misspelt names."""
     told = [f"{rule} matches nothing in the checkpoint" for rule in verdict.unused]
     if not verdict.fills:
@@ -141,7 +141,7 @@ def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
         )
 
 
-def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
+def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> MatchVerdict:
     wanted = np.zeros(len(names), bool)
     for of_rank in findings:
         wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(names)).astype(bool)
@@ -153,10 +153,10 @@ def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> Verdict:
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
     # A state of nothing but modules without tensors has nothing that a load could fill.
     fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.has_places for of_rank in findings)
-    return Verdict(list(problems.values()), unexpected, unused, fills)
+    return MatchVerdict(list(problems.values()), unexpected, unused, fills)
 
 
-def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> CheckpointMismatchError:
+def _mismatch(verdict: MatchVerdict, stored: CheckpointView, top_level: set[str]) -> CheckpointMismatchError:
     missing = [fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"]
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for kind, fqn, text in verdict.problems:
@@ -180,7 +180,7 @@ def _mismatch(verdict: Verdict, stored: Stored, top_level: set[str]) -> Checkpoi
     )
 
 
-def refuse_unused(stored: Stored, path: str) -> None:
+def refuse_unused(stored: CheckpointView, path: str) -> None:
     """Raises CheckpointMismatchError (conflict) for rules that match nothing in the checkpoint."""
     unused = stored.unused_rules
     if unused:
@@ -188,7 +188,7 @@ def refuse_unused(stored: Stored, path: str) -> None:
         raise CheckpointMismatchError(f"{texts}; nothing was read: check the names", kind="conflict", path=path)
 
 
-def _unused_text(rule: UnusedRule, stored: Stored) -> str:
+def _unused_text(rule: UnusedRule, stored: CheckpointView) -> str:
     names = stored.names_of_all_ranks
     parts = (name.split(".") for name in names)
     around = {".".join(of_name[:count]) for of_name in parts for count in range(1, len(of_name))}
@@ -201,14 +201,14 @@ def _unused_text(rule: UnusedRule, stored: Stored) -> str:
     return f"{text} (near: {near[0]})" if near else text
 
 
-def _nothing_text(stored: Stored, top_level: set[str]) -> str:
+def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
     if not top_level:
         return "the state names nothing, so that nothing would be filled; pass what is to be filled"
     left_out = "include and exclude leave out all of the state" if stored.skipped else "the state has nothing to fill"
     return f"{left_out}, so that nothing would be loaded; it names {_some(sorted(top_level))}"
 
 
-def _entries_text(missing: Sequence[str], stored: Stored) -> str:
+def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
     """What the names of the checkpoint begin with, where none begins as a name of the state does."""
     entries = {name.partition(".")[0] for name in stored.common_names}
     lost = sorted({name.partition(".")[0] for name in missing} - entries)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
 from bytecheckpoint.adapters.collect import Entry, entries_of, plain_names_of
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry
 from bytecheckpoint.adapters.key_map import KeyMap, renamer
@@ -19,8 +19,8 @@ from bytecheckpoint.adapters.optimizers.forms import Reshaping, forms_of
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.formats.torch_optimizer import as_saved_here
 from bytecheckpoint.loading.match import Match, match_state
-from bytecheckpoint.loading.mismatches import Verdict, share_findings
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.loading.mismatches import MatchVerdict, share_findings
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.name_maps.fused_experts import has_separate_experts, with_fused_experts
 from bytecheckpoint.planner.coalesce import Fetch
 
@@ -37,12 +37,12 @@ class View(NamedTuple):
     include: Sequence[str] | None
     exclude: Sequence[str] | None
 
-    def stored(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> Stored:
+    def stored(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
         """The checkpoint as these entries see it, with all of its names below this one, but for those at and below the
         names beside it; as they are below "".
         """
         forms = forms_of(entries)
-        return Stored(
+        return CheckpointView(
             self.manifest,
             rank=self.rank,
             key_map=self.key_map,
@@ -89,7 +89,7 @@ class Matched(NamedTuple):
     """A state compared with a checkpoint."""
 
     entries: list[Entry]
-    stored: Stored
+    stored: CheckpointView
     match: Match
     manifest: Manifest
     """Of the checkpoint as it was compared: with stacks of experts, or as it is."""
@@ -105,12 +105,12 @@ class Fitted(NamedTuple):
     """What all ranks have agreed to load."""
 
     entries: list[Entry]
-    stored: Stored
+    stored: CheckpointView
     match: Match
     manifest: Manifest
     """As in Matched."""
     fetches: list[Fetch]
-    verdict: Verdict
+    verdict: MatchVerdict
 
 
 def match_named(view: View, wanted: WantedState, *, below: str = "", beside: Collection[str] = ()) -> Matched:
@@ -158,7 +158,7 @@ def fit_state(ranks: Ranks, view: View, wanted: WantedState, plan: Callable[[Mat
     return judged(_best_of(ranks, [as_it_is, *others]))
 
 
-def _entries(stored: Stored) -> set[str]:
+def _entries(stored: CheckpointView) -> set[str]:
     """State FQNs of the entries of a checkpoint, where it also has tensors that stand in none."""
     found = {
         fqn

@@ -11,11 +11,11 @@ import msgspec
 
 from bytecheckpoint.distributed.ranks import Ranks, check_same
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.formats.find_checkpoint import Found, Opening, find_checkpoint, manifest_bytes, open_above
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint, manifest_bytes, open_above
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.manifest.encoding import Manifest, MapNotes, encode_manifest
+from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
 from bytecheckpoint.name_maps.load import Beside, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.storage.layout import parse_manifest, parse_step, step_folder
@@ -30,7 +30,7 @@ _ATTEMPTS = 10
 """Attempts to read a checkpoint that others replace meanwhile; the same on every rank."""
 
 
-class Asked(NamedTuple):
+class LoadTarget(NamedTuple):
     """What the caller asks for."""
 
     root: str
@@ -86,7 +86,7 @@ def _with_attempt(error: CheckpointError, before: CheckpointError | None) -> Che
     return type(error)(message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks)
 
 
-def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
+def open_together(ranks: Ranks, asked: LoadTarget, options: LoadOptions) -> Source:
     """The checkpoint that all ranks load. Raises what `find_checkpoint` and `manifest_bytes` raise."""
     opening = Opening(asked.storage_options, options.timeout_s)
     at_root = opening_at(asked.root, opening, follow_links=options.follow_links)
@@ -120,7 +120,7 @@ def open_together(ranks: Ranks, asked: Asked, options: LoadOptions) -> Source:
     )
 
 
-def open_alone(asked: Asked, options: LoadOptions) -> Source:
+def open_alone(asked: LoadTarget, options: LoadOptions) -> Source:
     """The checkpoint that one process looks into. Raises the same."""
     opening = Opening(asked.storage_options, options.timeout_s)
     at_root = opening_at(asked.root, opening, follow_links=options.follow_links)
@@ -132,7 +132,7 @@ def open_alone(asked: Asked, options: LoadOptions) -> Source:
     return Source(*files, manifest, options, is_exchanged=False, path=found.path)
 
 
-def _find(asked: Asked, opening: Opening, options: LoadOptions) -> tuple[Found, bytes, MapNotes]:
+def _find(asked: LoadTarget, opening: Opening, options: LoadOptions) -> tuple[FoundCheckpoint, bytes, MapNotes]:
     """The checkpoint, and its manifest as it is at one moment."""
     for number in range(_ATTEMPTS):
         found = find_checkpoint(asked.root, asked.step, opening)
@@ -164,7 +164,7 @@ def _parsed(content: bytes, map_notes: MapNotes, path: str) -> Manifest:
     return replace(parse_manifest(content, path=path, whole=False), map_notes=map_notes)
 
 
-def _manifest_bytes(found: Found, options: LoadOptions) -> tuple[bytes, MapNotes]:
+def _manifest_bytes(found: FoundCheckpoint, options: LoadOptions) -> tuple[bytes, MapNotes]:
     """The encoded manifest, under the names that the options ask for, and what their map says besides."""
     content = manifest_bytes(found)
     if not isinstance(options.name_map, NameMap):  # None: a name or path has become one

@@ -23,8 +23,8 @@ from bytecheckpoint.adapters.plain.plain_data import (
 )
 from bytecheckpoint.adapters.plain.plain_types import as_plain
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.loading.select import LeftOut, Selection, Wish, optimizers_in
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, optimizers_in
+from bytecheckpoint.manifest import Manifest
 
 _NOTHING = object()
 _OF_NAMES = frozenset({"elsewhere", "outside_model"})
@@ -41,7 +41,7 @@ class TensorStub(NamedTuple):
 class PlainData:
     """What is chosen of a checkpoint's plain data."""
 
-    def __init__(self, manifest: Manifest, selection: Selection, wish: Wish) -> None:
+    def __init__(self, manifest: Manifest, selection: Selection, wish: SelectionRequest) -> None:
         self._manifest = manifest
         self._selection = selection
         self._wish = wish

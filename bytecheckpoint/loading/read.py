@@ -13,10 +13,10 @@ from bytecheckpoint.loading.link_samples import check_samples
 from bytecheckpoint.loading.overwrite_state import Changes
 from bytecheckpoint.loading.replaced import noticing_replacement
 from bytecheckpoint.loading.scatter import Targets, memory_of, place_all, takes_bytes
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.memory.device_to_host import has_streams
-from bytecheckpoint.memory.host_to_device import Lanes, lanes_to
+from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in
 from bytecheckpoint.planner.coalesce import Fetch, Frame
@@ -126,7 +126,7 @@ class Source:
             check_samples(self.store, self.folder, new, threads=self.options.reader_threads)
             self._sampled |= wanted
 
-    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: Lanes) -> Targets:
+    def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: CopyStreams) -> Targets:
         """The memory of these shards, as destinations of a load."""
         return Targets(shards, self._dtypes(stored_fqns), lanes)
 
@@ -134,7 +134,7 @@ class Source:
         """The reads of a plan that was made for these shards."""
         return [self._read(fetch, targets, stored_fqns) for fetch in fetches]
 
-    def run(self, reads: Sequence[Read], lanes: Lanes) -> None:
+    def run(self, reads: Sequence[Read], lanes: CopyStreams) -> None:
         """Carries out these reads; copies into devices may still be under way until the lanes are closed."""
         with noticing_replacement(self.store, self.folder, self.manifest):
             run_reads(
@@ -149,7 +149,7 @@ class Source:
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
-        with lanes_to(shard.tensor for shard in shards if not shard.address) as lanes:
+        with streams_to(shard.tensor for shard in shards if not shard.address) as lanes:
             self.run(self.reads(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
         self.fill_zeros(shards, stored_fqns)
 

@@ -18,7 +18,7 @@ from bytecheckpoint.loading.scatter import Targets, memory_of, place_all
 from bytecheckpoint.planner.byte_ranges import piece_of
 from bytecheckpoint.planner.coalesce import Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_split import Arrival, packed
-from bytecheckpoint.runtime.buffers import Budget
+from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
 
 _MIN_DIRECT_BYTES = 1 << 16
@@ -39,7 +39,7 @@ class Arrivals:
     ) -> None:
         self._targets = targets
         self._stored_fqns = stored_fqns
-        self._scratch = Budget(scratch_bytes)
+        self._scratch = ByteBudget(scratch_bytes)
         self._verify = verify
         self._changes = changes
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.layout import DATA_FOLDER, committed_save_id
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store

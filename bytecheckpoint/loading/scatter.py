@@ -16,7 +16,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.memory.batched_copy import FEW_PIECES, scatter_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
-from bytecheckpoint.memory.host_to_device import Lane, Lanes
+from bytecheckpoint.memory.host_to_device import CopyStream, CopyStreams
 from bytecheckpoint.memory.tensor_bytes import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
 from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
@@ -25,7 +25,7 @@ from bytecheckpoint.planner.load_plan import box_layout
 class Targets:
     """Shards as the destinations of a load, by number."""
 
-    def __init__(self, shards: Sequence[LocalShard], stored_dtypes: Sequence[str], lanes: Lanes) -> None:
+    def __init__(self, shards: Sequence[LocalShard], stored_dtypes: Sequence[str], lanes: CopyStreams) -> None:
         # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
         addresses, byte_lengths = [], []
         for given, stored_dtype in zip(shards, stored_dtypes, strict=True):
@@ -45,7 +45,7 @@ class Targets:
         """Of each, wherever it is, that takes stored bytes as they are; else 0."""
         self._lanes = lanes
 
-    def lane(self, number: int) -> Lane | None:
+    def lane(self, number: int) -> CopyStream | None:
         """The way to a shard, where it is on a device that has one."""
         return self._lanes.to(self.shards[number].tensor)
 

@@ -14,8 +14,8 @@ from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tre
 from bytecheckpoint.adapters.plain.plain_data import TensorRef, decode_plain, is_content_fqn, join_fqn, without_content
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.encoding import Manifest
-from bytecheckpoint.planner.copy_plan import Wanted, same_tensor
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.planner.copy_plan import WantedTensor, same_tensor
 from bytecheckpoint.region import whole
 
 TargetFormat = Literal["bcp", "hf", "dcp", "torch"]
@@ -27,7 +27,7 @@ _MODELS = ("model", "module")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class SelectionRequest:
     """What is asked for."""
 
     to: TargetFormat
@@ -74,7 +74,7 @@ class LeftOut(NamedTuple):
 class Selection:
     """What the target gets."""
 
-    wanted: list[Wanted]
+    wanted: list[WantedTensor]
     names: Mapping[str, str]
     """Checkpoint FQN of each tensor that is taken, under each of its names that is -> its FQN in the target."""
     aliases: Mapping[str, str]
@@ -107,7 +107,7 @@ class ModelNames(NamedTuple):
         return dict.fromkeys(others, "no part of the model, by the name map")
 
 
-def select(manifest: Manifest, wish: Wish, names_of_map: ModelNames | None) -> Selection:
+def select(manifest: Manifest, wish: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
     """Raises CheckpointMismatchError (conflict) where nothing is left, or two tensors would get one name."""
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     every = [*manifest.tensors, *manifest.aliases]
@@ -144,7 +144,7 @@ def _in_order(first: Mapping[str, str], manifest: Manifest) -> Iterator[tuple[st
     return ((fqn, first[fqn]) for fqn in manifest.tensors if fqn in first)
 
 
-def _wanted(manifest: Manifest, stored_fqn: str, name: str, wish: Wish) -> Wanted:
+def _wanted(manifest: Manifest, stored_fqn: str, name: str, wish: SelectionRequest) -> WantedTensor:
     dtype, shape = manifest.describe(stored_fqn)
     is_converted = wish.dtype is not None and dtype in FLOAT_DTYPES
     return same_tensor(name, wish.dtype or dtype if is_converted else dtype, shape, stored_fqn=stored_fqn)

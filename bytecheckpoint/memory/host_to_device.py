@@ -30,7 +30,7 @@ class Event(Protocol):
         """Returns when it is."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """The way into the memory of one device: copies that are done in the order in which they were queued, while the
     host goes on. May be used by any thread.
     """
@@ -88,12 +88,12 @@ class CudaLane:
         self.mark().synchronize()
 
 
-class Lanes:
+class CopyStreams:
     """Those of one load, and the memory for its reads. As a context: however it is left, nothing is in flight
     afterwards.
     """
 
-    def __init__(self, devices: Iterable[torch.device], open_lane: Callable[[torch.device], Lane]) -> None:
+    def __init__(self, devices: Iterable[torch.device], open_lane: Callable[[torch.device], CopyStream]) -> None:
         """Made on the thread on whose streams the tensors are used."""
         self._lanes = {device: open_lane(device) for device in dict.fromkeys(devices)}
         self._buffers: list[LaneBuffers] = []
@@ -109,7 +109,7 @@ class Lanes:
             for lane in self._lanes.values():
                 closing.callback(lane.close)
 
-    def to(self, tensor: torch.Tensor) -> Lane | None:
+    def to(self, tensor: torch.Tensor) -> CopyStream | None:
         """The lane into the memory of this tensor; None where torch puts bytes there at once."""
         return self._lanes.get(tensor.device) if self._lanes else None
 
@@ -125,10 +125,10 @@ class Lanes:
         return self._buffers[-1]
 
 
-def lanes_to(tensors: Iterable[torch.Tensor]) -> Lanes:
+def streams_to(tensors: Iterable[torch.Tensor]) -> CopyStreams:
     """The lanes that a load into these tensors takes: one for each device that has streams."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    return Lanes(filter(has_streams, devices), CudaLane)
+    return CopyStreams(filter(has_streams, devices), CudaLane)
 
 
 class _InFlight(NamedTuple):
@@ -142,7 +142,7 @@ class _InFlight(NamedTuple):
 class LaneBuffers:
     """A few buffers from which lanes copy: each is lent again only when what was queued from it is done."""
 
-    def __init__(self, lanes: Sequence[Lane], num_buffers: int, byte_length: int) -> None:
+    def __init__(self, lanes: Sequence[CopyStream], num_buffers: int, byte_length: int) -> None:
         self._lanes = lanes
         self._num_missing = num_buffers
         self._byte_length = byte_length

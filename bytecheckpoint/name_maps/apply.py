@@ -25,7 +25,7 @@ from bytecheckpoint.name_maps.operations import (
 )
 from bytecheckpoint.name_maps.parameters import Facts, Options, refusal
 from bytecheckpoint.name_maps.records import MapFile, Rule, Source, Surroundings
-from bytecheckpoint.planner.copy_plan import Piece, Wanted
+from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor
 from bytecheckpoint.region import whole
 
 _NUM_SHOWN = 10
@@ -46,7 +46,7 @@ class Contents(NamedTuple):
 class Mapped(NamedTuple):
     """A checkpoint as the other framework has it."""
 
-    tensors: list[Wanted]
+    tensors: list[WantedTensor]
     aliases: dict[str, str]
     """Other names of these tensors."""
     in_model: Mapping[str, str]
@@ -258,7 +258,7 @@ class _Application:
             raise refusal(self._map, f"{name!r:.200} has no dimensions, and one for its layers was expected", "shape")
         return shape[0]
 
-    def _targets(self, groups: Mapping[_Group, Mapping[int, Part]]) -> Iterator[Wanted]:
+    def _targets(self, groups: Mapping[_Group, Mapping[int, Part]]) -> Iterator[WantedTensor]:
         stacks: dict[str, dict[int, Made]] = {}
         one_values: dict[str, Made] = {}
         """For all layers."""
@@ -277,13 +277,13 @@ class _Application:
                 if layer is not None and surroundings.has_equal_parts:
                     one_values.setdefault(fqn, made)
                 elif layer is None:
-                    yield Wanted(fqn, *made)
+                    yield WantedTensor(fqn, *made)
                 else:
                     stacks.setdefault(fqn, {})[layer] = made
         for fqn, made in one_values.items():
-            yield Wanted(fqn, *made)
+            yield WantedTensor(fqn, *made)
         for fqn, layers in stacks.items():
-            yield Wanted(fqn, *self._stack(fqn, layers))
+            yield WantedTensor(fqn, *self._stack(fqn, layers))
 
     def _stack(self, fqn: str, layers: Mapping[int, Made]) -> Made:
         missing = next((index for index in range(len(layers)) if index not in layers), None)
@@ -325,16 +325,16 @@ class _Application:
             name = next(iter(tensors.values())).name
             raise refusal(self._map, f"{name!r:.200}: {error} ({rule.where} of the map)", "shape") from error
 
-    def _as_it_is(self, name: str) -> Wanted:
+    def _as_it_is(self, name: str) -> WantedTensor:
         fqn = self._stored[name]
         if name != fqn:
             self._tied.add(name)
         dtype, shape = self._described[fqn]
-        return Wanted(name, dtype, shape, [Piece(whole(shape), fqn, whole(shape))])
+        return WantedTensor(name, dtype, shape, [CopySource(whole(shape), fqn, whole(shape))])
 
-    def _without_repetitions(self, found: Sequence[Wanted]) -> tuple[list[Wanted], dict[str, str]]:
+    def _without_repetitions(self, found: Sequence[WantedTensor]) -> tuple[list[WantedTensor], dict[str, str]]:
         """The tensors, and as aliases those that were aliases and are made of the same pieces as another."""
-        tensors: list[Wanted] = []
+        tensors: list[WantedTensor] = []
         aliases: dict[str, str] = {}
         names: set[str] = set()
         by_pieces: dict[tuple[object, ...], str] = {}

@@ -11,7 +11,7 @@ _MAX_TERMS = 16
 MAX_SIZE = 1 << 48
 
 
-class Size(NamedTuple):
+class SizeExpression(NamedTuple):
     """A product and quotient of numbers and options."""
 
     text: str
@@ -44,12 +44,12 @@ class Size(NamedTuple):
         return self.text + "".join(f", {name} {value}" for name, value in values.items())
 
 
-def parse_size(value: str | int) -> Size:
+def parse_size(value: str | int) -> SizeExpression:
     """Raises ValueError, which says what is wrong, for what is no size."""
     if isinstance(value, int):
         if not 0 < value <= MAX_SIZE:
             raise ValueError(f"{value} is not a number from 1 to {MAX_SIZE}")
-        return Size(str(value), (("*", value),))
+        return SizeExpression(str(value), (("*", value),))
     words = value.split()
     terms, operators = words[::2], ["*", *words[1::2]]
     if len(words) % 2 == 0 or len(terms) > _MAX_TERMS or not set(operators) <= {"*", "/"}:
@@ -60,4 +60,4 @@ def parse_size(value: str | int) -> Size:
         if not is_number and not term.isidentifier():
             raise ValueError(f"{value!r:.200} has {term!r:.80}, which is no option's name and no number")
         parsed.append(int(term) if is_number else term)
-    return Size(value, tuple(zip(operators, parsed, strict=True)))
+    return SizeExpression(value, tuple(zip(operators, parsed, strict=True)))

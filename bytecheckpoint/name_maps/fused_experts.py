@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.name_maps.operations import in_stack
 from bytecheckpoint.name_maps.rewrite_manifest import relink
-from bytecheckpoint.planner.copy_plan import Piece, Wanted, same_part
+from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor, same_part
 from bytecheckpoint.region import Region, intersect, relative, rows, whole
 
 FUSED = "fused"
@@ -83,7 +83,7 @@ class _Layer(NamedTuple):
 
     files_prefix: str
     memory_prefix: str
-    wanted: list[Wanted]
+    wanted: list[WantedTensor]
     sources: list[str]
 
 
@@ -125,16 +125,18 @@ def _stacks(
     return {name: [[each[number] for each in inner] for number in numbers], "down_proj": [[downs[n]] for n in numbers]}
 
 
-def _stack(fqn: str, experts: Sequence[Sequence[str]], described: _Described) -> Wanted:
+def _stack(fqn: str, experts: Sequence[Sequence[str]], described: _Described) -> WantedTensor:
     """One tensor: along dimension 0 the experts, along dimension 1 the tensors of each."""
     dtype, (num_rows, num_columns) = described[experts[0][0]]
     shape = (num_rows * len(experts[0]), num_columns)
     pieces = [
-        Piece(in_stack(rows(whole(shape), 0, part * num_rows, num_rows), number), name, whole((num_rows, num_columns)))
+        CopySource(
+            in_stack(rows(whole(shape), 0, part * num_rows, num_rows), number), name, whole((num_rows, num_columns))
+        )
         for number, parts in enumerate(experts)
         for part, name in enumerate(parts)
     ]
-    return Wanted(fqn, dtype, (len(experts), *shape), pieces)
+    return WantedTensor(fqn, dtype, (len(experts), *shape), pieces)
 
 
 def _renamed(name: str, renamed: Mapping[str, str], block: str) -> str:
@@ -149,7 +151,7 @@ def _with_block(prefix: str, old: str, new: str) -> str:
     return f"{prefix[: -len(old) - 1]}{new}." if f".{prefix}".endswith(f".{old}.") else prefix
 
 
-def with_separate_experts(tensors: Sequence[Wanted], names: ExpertNames) -> list[Wanted]:
+def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -> list[WantedTensor]:
     """The tensors of a target with one tensor for each matrix of each expert, named as in files.
 
     What is no stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate before up; no
@@ -161,7 +163,7 @@ def with_separate_experts(tensors: Sequence[Wanted], names: ExpertNames) -> list
         prefix, is_expert, name = fqn.rpartition("experts.")
         if is_expert and "." not in name:
             beside.setdefault(prefix, set()).add(name)
-    separate: dict[str, list[Wanted]] = {}
+    separate: dict[str, list[WantedTensor]] = {}
     renamed: dict[str, str] = {}
     for prefix, held in beside.items():
         parts = _separate(prefix, held, by_name, names)
@@ -173,8 +175,8 @@ def with_separate_experts(tensors: Sequence[Wanted], names: ExpertNames) -> list
 
 
 def _separate(
-    prefix: str, held: set[str], by_name: Mapping[str, Wanted], names: ExpertNames
-) -> dict[str, list[Wanted]] | None:
+    prefix: str, held: set[str], by_name: Mapping[str, WantedTensor], names: ExpertNames
+) -> dict[str, list[WantedTensor]] | None:
     """By the fqn of each stack of a layer, the tensors of its experts; None where it cannot be taken apart."""
     is_gated = held == {"gate_up_proj", "down_proj"}
     if not is_gated and held != {"up_proj", "down_proj"}:
@@ -189,11 +191,11 @@ def _separate(
     return {tensor.fqn: cut for tensor, cut in cuts if cut} if all(cut for _, cut in cuts) else None
 
 
-def _cut(prefix: str, tensor: Wanted, matrices: Sequence[str]) -> list[Wanted]:
+def _cut(prefix: str, tensor: WantedTensor, matrices: Sequence[str]) -> list[WantedTensor]:
     """The matrices of all experts of one stack; [] where pieces of it cannot be cut so."""
     num_experts, num_rows, num_columns = tensor.shape
     shape = (num_rows // len(matrices), num_columns)
-    cut: list[Wanted] = []
+    cut: list[WantedTensor] = []
     for number in range(num_experts):
         for position, matrix in enumerate(matrices):
             region = Region((number, position * shape[0], 0), (1, *shape))
@@ -201,11 +203,11 @@ def _cut(prefix: str, tensor: Wanted, matrices: Sequence[str]) -> list[Wanted]:
             if None in pieces:
                 return []
             fqn = f"{prefix}experts.{number}.{matrix}.weight"
-            cut.append(Wanted(fqn, tensor.dtype, shape, [piece for piece in pieces if piece is not None]))
+            cut.append(WantedTensor(fqn, tensor.dtype, shape, [piece for piece in pieces if piece is not None]))
     return cut
 
 
-def _part(piece: Piece, region: Region) -> Piece | None:
+def _part(piece: CopySource, region: Region) -> CopySource | None:
     """The part of a piece that lies in one matrix of one expert, in coordinates of that."""
     common = intersect(piece.region, region)
     source = common and same_part(common, piece)
@@ -213,4 +215,4 @@ def _part(piece: Piece, region: Region) -> Piece | None:
         return None
     inside = relative(common, region)
     target = Region(inside.offsets[1:], inside.lengths[1:])
-    return Piece(target, piece.fqn, target if piece.fqn is None else source)
+    return CopySource(target, piece.fqn, target if piece.fqn is None else source)

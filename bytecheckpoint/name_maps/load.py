@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, join_fqn
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.formats.file_reader import FileBytes, damaged, too_much
+from bytecheckpoint.formats.file_reader import FileReader, damaged, too_much
 from bytecheckpoint.info import OWN_FORMAT
-from bytecheckpoint.manifest.encoding import Manifest, MapNotes
+from bytecheckpoint.manifest import Manifest, MapNotes
 from bytecheckpoint.name_maps.apply import Asked, Contents, Mapped, apply_map, in_a_state
 from bytecheckpoint.name_maps.objects import mapped_objects
 from bytecheckpoint.name_maps.parameters import Facts
@@ -151,7 +151,7 @@ def read_config(beside: Beside) -> Mapping[str, Any]:
     path = join_name(str(beside.store), beside.folder, _CONFIG)
     if num_bytes > _MAX_CONFIG_BYTES:
         raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_CONFIG_BYTES} are read")
-    content = FileBytes(beside.store, join_name(beside.folder, _CONFIG), num_bytes).read(0, num_bytes)
+    content = FileReader(beside.store, join_name(beside.folder, _CONFIG), num_bytes).read(0, num_bytes)
     try:
         config = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ from bytecheckpoint.adapters.plain.plain_data import (
     join_fqn,
     keep_in_tree,
 )
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.name_maps.apply import Mapped
 
 LEFT_OUT_BY_MAP = "left out by the name map"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.name_maps.parameters import Options
 from bytecheckpoint.name_maps.records import Interleave, Padding
-from bytecheckpoint.planner.copy_plan import Piece
+from bytecheckpoint.planner.copy_plan import CopySource
 from bytecheckpoint.region import Region, rows, whole
 
 MAX_PIECES = 1 << 24
@@ -30,9 +30,9 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Without that dimension."""
 
-    def piece(self, target: Region, source: Region) -> Piece:
+    def piece(self, target: Region, source: Region) -> CopySource:
         """The piece that a region of this is of a target."""
-        return Piece(target, self.fqn, source if self.layer is None else in_stack(source, self.layer))
+        return CopySource(target, self.fqn, source if self.layer is None else in_stack(source, self.layer))
 
 
 class Made(NamedTuple):
@@ -40,7 +40,7 @@ class Made(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[CopySource]
 
 
 def in_stack(region: Region, index: int) -> Region:
@@ -68,7 +68,7 @@ def padded(padding: Padding | None, tensor: Part, side: int, options: Options) -
     pieces = [tensor.piece(common, common)]
     if wanted > kept:
         zeros = Region((kept, *all_of_it.offsets[1:]), (wanted - kept, *all_of_it.lengths[1:]))
-        pieces.append(Piece(zeros, None, zeros))
+        pieces.append(CopySource(zeros, None, zeros))
     return Made(tensor.dtype, (wanted, *tensor.shape[1:]), pieces)
 
 

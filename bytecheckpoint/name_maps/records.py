@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.name_maps.expressions import Size
+from bytecheckpoint.name_maps.expressions import SizeExpression
 from bytecheckpoint.name_maps.patterns import Around, Pattern
 
 VARIANT, STACKED = "variant", "stacked"
@@ -30,7 +30,7 @@ class Option(NamedTuple):
     about: str
     sources: tuple[Source, ...]
     """The first that is there counts."""
-    default: Size | None
+    default: SizeExpression | None
 
 
 class Interleave(NamedTuple):
@@ -40,8 +40,8 @@ class Interleave(NamedTuple):
 
     joined: int
     """The side with the one tensor: 0 or 1."""
-    groups: Size
-    rows: tuple[Size, ...]
+    groups: SizeExpression
+    rows: tuple[SizeExpression, ...]
     """Of each part, in a group. Empty: all parts have as many."""
 
 
@@ -50,8 +50,8 @@ class Padding(NamedTuple):
 
     padded: int
     """That side: 0 or 1."""
-    rows: Size
-    without: Size
+    rows: SizeExpression
+    without: SizeExpression
 
 
 class Rule(NamedTuple):

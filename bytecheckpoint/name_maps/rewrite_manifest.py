@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, TensorRecord, tensor_record
-from bytecheckpoint.planner.copy_plan import Piece, Wanted
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor
 from bytecheckpoint.region import Region, flat_span, intersect, relative, split_at_gaps
 
 MAX_CHUNKS = 1 << 22
@@ -26,7 +26,7 @@ class Relinked(NamedTuple):
     """A file after those of the manifest, which does not exist. Chunks in it are zeros."""
 
 
-def relink(manifest: Manifest, tensors: Sequence[Wanted]) -> Relinked:
+def relink(manifest: Manifest, tensors: Sequence[WantedTensor]) -> Relinked:
     """These tensors as chunks in the files of the manifest.
 
     Raises CheckpointMismatchError (conflict) where elements are compressed together with others, or are wanted in
@@ -58,7 +58,7 @@ def refuse_zeros(manifest: Manifest) -> None:
                 raise _not_in_place(fqn, f"{chunk.region.lengths[0]} of its rows are zeros that no file holds")
 
 
-def _chunks(manifest: Manifest, tensor: Wanted, piece: Piece) -> Iterator[Chunk]:
+def _chunks(manifest: Manifest, tensor: WantedTensor, piece: CopySource) -> Iterator[Chunk]:
     """What stored chunks hold of a piece, as chunks of the tensor."""
     if piece.fqn is None:
         yield Chunk(piece.region, len(manifest.files), 0, piece.region.numel * itemsize(tensor.dtype))
@@ -79,7 +79,7 @@ def _chunks(manifest: Manifest, tensor: Wanted, piece: Piece) -> Iterator[Chunk]
             yield from _cut(chunk, common, piece, item_bytes)
 
 
-def _cut(chunk: Chunk, common: Region, piece: Piece, item_bytes: int) -> Iterator[Chunk]:
+def _cut(chunk: Chunk, common: Region, piece: CopySource, item_bytes: int) -> Iterator[Chunk]:
     """The runs of bytes that a part of a chunk is."""
     for run in split_at_gaps(common, chunk.region, 0):
         first, last = flat_span(run, chunk.region)
@@ -87,7 +87,7 @@ def _cut(chunk: Chunk, common: Region, piece: Piece, item_bytes: int) -> Iterato
         yield Chunk(_moved(run, piece), chunk.file, at, (last - first) * item_bytes)
 
 
-def _moved(region: Region, piece: Piece) -> Region:
+def _moved(region: Region, piece: CopySource) -> Region:
     """Where a region of the piece's source is in the target, which has the same dimensions but for leading ones of
     length 1.
     """

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.name_maps.expressions import Size, parse_size
+from bytecheckpoint.name_maps.expressions import SizeExpression, parse_size
 from bytecheckpoint.name_maps.patterns import Around, Pattern, parse_around, parse_pattern
 from bytecheckpoint.name_maps.records import (
     STACKED,
@@ -188,7 +188,7 @@ class _Parser:
             )
             return Option(option.about, sources, None if option.default is None else parse_size(option.default))
 
-    def _size(self, value: int | str) -> Size:
+    def _size(self, value: int | str) -> SizeExpression:
         size = parse_size(value)
         unknown = [name for name in size.names if name not in self._options]
         if unknown:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bytecheckpoint.planner.coalesce import BoxPart, Fetch, Frame, Part
 
 
-class Piece(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file, in rows of equal length and distance, in as many dimensions as it takes."""
 
     byte_offset: int
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
             return False
         if len(self.lengths) == 1:
             return True
-        first = Piece(self.byte_offset, self.lengths[1:], self.strides[1:])
+        first = ByteRange(self.byte_offset, self.lengths[1:], self.strides[1:])
         stride, row_bytes = self.strides[0], first.end - self.byte_offset
         # Only the rows at both ends of the range may reach into it without a byte there.
         low = max(0, -(-(start + 1 - self.byte_offset - row_bytes) // stride))
@@ -51,10 +51,10 @@ class Piece(NamedTuple):
         )
 
 
-def piece_of(item: Part | Frame) -> Piece:
+def piece_of(item: Part | Frame) -> ByteRange:
     """The bytes of the file that an item is made of."""
     if not isinstance(item, BoxPart):
-        return Piece(item.byte_offset, (item.byte_length,), (1,))
+        return ByteRange(item.byte_offset, (item.byte_length,), (1,))
     lengths, strides = [item_bytes_of(item)], [1]
     stride = lengths[0]
     for length, of_chunk in zip(reversed(item.region.lengths), reversed(item.chunk.region.lengths), strict=True):
@@ -64,7 +64,7 @@ def piece_of(item: Part | Frame) -> Piece:
             lengths.insert(0, length)
             strides.insert(0, stride)
         stride *= of_chunk
-    return Piece(item.byte_offset, tuple(lengths), tuple(strides))
+    return ByteRange(item.byte_offset, tuple(lengths), tuple(strides))
 
 
 def item_bytes_of(part: BoxPart) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bytecheckpoint.manifest.encoding import Chunk, DataFile
+from bytecheckpoint.manifest import Chunk, DataFile
 from bytecheckpoint.region import Region
 
 MIN_DIRECT_BYTES = 1 << 20

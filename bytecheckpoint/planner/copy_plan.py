@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.region import (
     Region,
     describe,
@@ -23,7 +23,7 @@ from bytecheckpoint.region import (
 )
 
 
-class Piece(NamedTuple):
+class CopySource(NamedTuple):
     """A region of a target's tensor, and where its elements come from."""
 
     region: Region
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     is None."""
 
 
-class Wanted(NamedTuple):
+class WantedTensor(NamedTuple):
     """A tensor as the target is to hold it."""
 
     fqn: str
@@ -45,7 +45,7 @@ class Wanted(NamedTuple):
     dtype: str
     """torch's name without `torch.`. Elements of another dtype are converted, as `Tensor.to` does it."""
     shape: tuple[int, ...]
-    pieces: Sequence[Piece]
+    pieces: Sequence[CopySource]
     """In any order. Their regions cover every element of the shape exactly once."""
 
 
@@ -63,13 +63,13 @@ class Copy(NamedTuple):
     """As in a Piece. Its lengths are those of `region`, but for dimensions of length 1."""
 
 
-def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str) -> Wanted:
+def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str) -> WantedTensor:
     """A tensor that is all of a stored one."""
     region = whole(shape)
-    return Wanted(fqn, dtype, shape, [Piece(region, stored_fqn, region)])
+    return WantedTensor(fqn, dtype, shape, [CopySource(region, stored_fqn, region)])
 
 
-def check_wanted(wanted: Sequence[Wanted], manifest: Manifest) -> None:
+def check_wanted(wanted: Sequence[WantedTensor], manifest: Manifest) -> None:
     """Raises CheckpointMismatchError (coverage) where pieces are not in their tensors, or do not make up one."""
     for tensor in wanted:
         for piece in tensor.pieces:
@@ -80,7 +80,7 @@ def check_wanted(wanted: Sequence[Wanted], manifest: Manifest) -> None:
             raise _not_made(tensor, f"there is {found}")
 
 
-def _check_piece(tensor: Wanted, piece: Piece, manifest: Manifest) -> None:
+def _check_piece(tensor: WantedTensor, piece: CopySource, manifest: Manifest) -> None:
     if piece.fqn is None:
         return
     if piece.fqn not in manifest.tensors:
@@ -97,7 +97,7 @@ def _check_piece(tensor: Wanted, piece: Piece, manifest: Manifest) -> None:
         raise _not_made(tensor, f"{describe(source)} of {piece.fqn!r:.200} is to fill {describe(piece.region)}")
 
 
-def _not_made(tensor: Wanted, why: str) -> CheckpointMismatchError:
+def _not_made(tensor: WantedTensor, why: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{tensor.fqn!r:.200} of shape {list(tensor.shape)} cannot be made of the checkpoint: {why}; nothing was "
         "written: the rules that make it are for another model",
@@ -105,7 +105,7 @@ def _not_made(tensor: Wanted, why: str) -> CheckpointMismatchError:
     )
 
 
-def copies_of(wanted: Wanted, first: int, numel: int) -> Iterator[Copy]:
+def copies_of(wanted: WantedTensor, first: int, numel: int) -> Iterator[Copy]:
     """How elements `first` to `first + numel` of the row-major flat tensor are put together."""
     position = 0
     for block in split_flat_range(wanted.shape, first, numel):
@@ -116,7 +116,7 @@ def copies_of(wanted: Wanted, first: int, numel: int) -> Iterator[Copy]:
         position += block.numel
 
 
-def _copies(first: int, block: Region, common: Region, piece: Piece) -> Iterator[Copy]:
+def _copies(first: int, block: Region, common: Region, piece: CopySource) -> Iterator[Copy]:
     source = same_part(common, piece)
     if source is not None:
         yield Copy(first, block, common, piece.fqn, source)
@@ -128,7 +128,7 @@ def _copies(first: int, block: Region, common: Region, piece: Piece) -> Iterator
             yield from _copies(first, block, rows(common, dim, row, 1), piece)
 
 
-def same_part(common: Region, piece: Piece) -> Region | None:
+def same_part(common: Region, piece: CopySource) -> Region | None:
     """What of the source stands for a part of the piece, where both have the same dimensions, but for those of 1."""
     source = piece.source_region
     if piece.fqn is None:
@@ -148,7 +148,7 @@ def same_part(common: Region, piece: Piece) -> Region | None:
     return Region(tuple(offsets), tuple(lengths))
 
 
-def _flat_copies(first: int, block: Region, common: Region, piece: Piece) -> Iterator[Copy]:
+def _flat_copies(first: int, block: Region, common: Region, piece: CopySource) -> Iterator[Copy]:
     """Where the dimensions differ: run by run, each a block of its own."""
     start, _ = flat_span(common, piece.region)
     at, _ = flat_span(common, block)

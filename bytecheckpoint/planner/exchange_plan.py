@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 
 MAX_TOGETHER = 64
 """Ranks that share the reading of the same bytes: more are divided into groups that each read them once, so that no

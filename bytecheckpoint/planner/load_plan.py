@@ -13,7 +13,7 @@ import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, SoleChunks
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, SoleChunks
 from bytecheckpoint.manifest.frames import CODECS, unknown_codec
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of

@@ -14,7 +14,7 @@ _SUPERSEDED = "a later save to the same place is finished instead"
 _LEFT_TO_CLEAN_UP = "what it has brought to the path is left to `bcp gc`, because its manifest may be on its way there"
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class StagedPart(msgspec.Struct, frozen=True, array_like=True):
     """What one rank of a save has left on a disk, as a rank that sees the disk describes it."""
 
     name: str
@@ -65,7 +65,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     """Save id of the checkpoint that is at the path and may be replaced; empty where there is none."""
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
     """What becomes of one save."""
 
     save_id: str
@@ -84,14 +84,14 @@ class RecoveryPlan(NamedTuple):
     """By rank what it does, and what becomes of each save."""
 
     tasks: Sequence[Sequence[Task]]
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[RecoveryVerdict]
 
 
-def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -> RecoveryPlan:
+def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, There]) -> RecoveryPlan:
     """`found` is what each rank sees, `there` what is at the folders that it is about."""
     tasks: list[list[Task]] = [[] for _ in found]
     loads = [0] * len(found)
-    verdicts: list[Verdict] = []
+    verdicts: list[RecoveryVerdict] = []
     busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
     claimed: dict[str, str] = {}
     """By folder the id of the save that has been chosen for it."""
@@ -118,9 +118,9 @@ def plan_recovery(found: Sequence[Sequence[Part]], there: Mapping[str, There]) -
     return RecoveryPlan(tasks, verdicts[::-1])
 
 
-def _newest_first(found: Sequence[Sequence[Part]]) -> list[list[Part]]:
+def _newest_first(found: Sequence[Sequence[StagedPart]]) -> list[list[StagedPart]]:
     """The parts of each save, each once, those of its first rank first."""
-    saves: dict[str, dict[str, Part]] = {}
+    saves: dict[str, dict[str, StagedPart]] = {}
     for part in (part for of_rank in found for part in of_rank):
         saves.setdefault(part.save_id, {})[part.name] = part
     by_rank = [sorted(parts.values(), key=lambda part: part.rank) for parts in saves.values()]
@@ -128,7 +128,7 @@ def _newest_first(found: Sequence[Sequence[Part]]) -> list[list[Part]]:
 
 
 class _Save:
-    def __init__(self, parts: Sequence[Part], there: There, *, in_the_way: str) -> None:
+    def __init__(self, parts: Sequence[StagedPart], there: There, *, in_the_way: str) -> None:
         self._parts = parts
         self._there = there
         self._in_the_way = in_the_way
@@ -136,14 +136,14 @@ class _Save:
         self._damage = next((part.damage for part in parts if part.damage), "")
         self._here = {name for part in parts for name in part.here}
 
-    def verdict(self, *, claimed_by: str, is_busy: bool) -> Verdict:
+    def verdict(self, *, claimed_by: str, is_busy: bool) -> RecoveryVerdict:
         first = self._parts[0]
         outcome, what = self._outcome(is_claimed=bool(claimed_by), is_busy=is_busy)
         instead_of_by = claimed_by if what == _SUPERSEDED else ""
         may_arrive = self._may_arrive()
         if outcome == "removed" and may_arrive and self._there.save_id != first.save_id:
             what = f"{what}; {_LEFT_TO_CLEAN_UP}"
-        return Verdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, instead_of_by)
+        return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, instead_of_by)
 
     def _may_arrive(self) -> bool:
         """Whether its manifest can have been sent: it never is before all data is at the path."""
@@ -205,7 +205,7 @@ class _Save:
         more = ", ..." if len(self._parts) > _MAX_NAMED else ""
         return f"seen are the parts of ranks {ranks}{more} of {self._parts[0].num_ranks}; run it where the others are"
 
-    def work(self, verdict: Verdict) -> list[tuple[Part, list[str], bool]]:
+    def work(self, verdict: RecoveryVerdict) -> list[tuple[StagedPart, list[str], bool]]:
         """The folders that are dealt with: what is uploaded from each, and whether its manifest is committed."""
         if verdict.outcome not in {"committed", "removed"}:
             return []

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
-class Scratch:
+class BufferPool:
     """A few blocks of equal length that are lent out and taken back. Methods may be called from any thread."""
 
     def __init__(self, block_bytes: int, num_blocks: int) -> None:
@@ -64,7 +64,7 @@ class Scratch:
         return memoryview(memory)
 
 
-class Budget:
+class ByteBudget:
     """Bytes that are there for all. Who needs more than there are at all gets all of them, alone."""
 
     def __init__(self, num_bytes: int) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No automatic collection inside: planning makes tuples by the hundred thousand, and each generation of them would
     be walked again and again. Reference counting goes on.
 

@@ -17,7 +17,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Clock:
+class PhaseTimer:
     """Seconds by phase. Phases may overlap, and run on several threads; of one that runs twice the seconds add up."""
 
     def __init__(self) -> None:

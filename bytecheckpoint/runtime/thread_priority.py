@@ -29,7 +29,7 @@ def priority() -> Priority:
     return nice, policy
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Lets training go first, from here on: this thread gets a smaller share of a core that both want, and takes none
     away from training at the moment at which it is woken, which would make a call wait that only meant to tell it
     something.

@@ -17,7 +17,7 @@ from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import PlannedTensor
 from bytecheckpoint.planner.write_items import Write
 from bytecheckpoint.saving.plan_cache import KnownPlan
-from bytecheckpoint.staging.compress import Place
+from bytecheckpoint.staging.compress import FramePlace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class _Places(msgspec.Struct, frozen=True, array_like=True):
     codec_names: list[str]
 
 
-def pack_places(places: Iterable[tuple[PlacedChunk, int, Place]], known: KnownPlan) -> bytes:
+def pack_places(places: Iterable[tuple[PlacedChunk, int, FramePlace]], known: KnownPlan) -> bytes:
     """What a rank tells of its chunks: for each the number of its file, and its place there."""
     slots_of_parts = {part: known.num_offers + index for index, part in enumerate(known.parts)}
     num_slots = known.num_offers + len(known.parts)

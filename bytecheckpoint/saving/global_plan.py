@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from bytecheckpoint.adapters.expectation import Contents, Scope
+from bytecheckpoint.adapters.expectation import EntryContents, Scope
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
@@ -22,7 +22,7 @@ from bytecheckpoint.planner.file_layout import CodecOption
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
 from bytecheckpoint.planner.write_items import Offer, PackedOffers, Write, pack_offers
 from bytecheckpoint.region import Region
-from bytecheckpoint.runtime.gc_pause import collector_paused
+from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.plan_cache import KnownPlan, PlanCache
 from bytecheckpoint.saving.replica_checks import (
     InStages,
@@ -145,7 +145,7 @@ class Proposal(NamedTuple):
     """Used if all ranks know it as well; None where this one knows none."""
 
 
-def wish_of(target: Target, contents: Sequence[Contents], options: SaveOptions) -> Wish:
+def wish_of(target: Target, contents: Sequence[EntryContents], options: SaveOptions) -> Wish:
     """What this rank wants saved of its entries."""
     shards = [shard for of_entry in contents for shard in of_entry.shards]
     if options.codec != "none":
@@ -195,7 +195,7 @@ def _known_request(wish: Wish, known: KnownPlan) -> _Request:
     )
 
 
-@collector_paused()
+@gc_paused()
 def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _Request:
     offers = wish.offers()
     if ranks.num_ranks > 1:
@@ -233,7 +233,7 @@ class _Decision:
         """This rank's order."""
         return msgspec.msgpack.decode(self._ranks.consult(msgspec.msgpack.encode(request), self._orders), type=_Order)
 
-    @collector_paused()
+    @gc_paused()
     def _orders(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         requests = [msgspec.msgpack.decode(payload, type=_Request) for payload in payloads]
         names, known = self._ranks.names, self._known
@@ -298,7 +298,7 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
     ]
 
 
-@collector_paused()
+@gc_paused()
 def _planned(order: _Order, wish: Wish, in_stages: Sequence[str], num_ranks: int) -> KnownPlan:
     offers = wish.offers()
     num_offers = len(offers)

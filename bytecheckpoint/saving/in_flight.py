@@ -24,7 +24,7 @@ from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.runtime.reentrancy import AWAITED
-from bytecheckpoint.runtime.thread_priority import step_back
+from bytecheckpoint.runtime.thread_priority import lower_priority
 from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.kept import Kept
@@ -270,7 +270,7 @@ def in_background(name: str, do: Callable[[], None]) -> bool:
     """
 
     def run() -> None:
-        step_back()
+        lower_priority()
         do()
 
     try:

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 import msgspec
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import stage_folder
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image, copy_file, write_image
 from bytecheckpoint.storage.paths import join_name
@@ -154,7 +154,7 @@ def upload_files(
 ) -> None:
     """Copies files from a local stage to a folder of the store, one after the other, through memory of its own."""
     num_blocks = -(-max((file.byte_length for file in files), default=0) // BLOCK_BYTES)
-    scratch = Scratch(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)))
+    scratch = BufferPool(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)))
     for file in files:
         copy_file(staged.store, store, folder, file, scratch)
 
@@ -165,7 +165,7 @@ def remove_superseded(root: str, committed: Journal) -> None:
     stage_folder.remove_all(root, names)
 
 
-def _is_older(found: stage_folder.Found, committed: Journal) -> bool:
+def _is_older(found: stage_folder.FoundStage, committed: Journal) -> bool:
     journal = found.journal
     if journal is None:
         return True  # what a removal or a creation that was cut short has left

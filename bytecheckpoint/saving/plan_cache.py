@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bytecheckpoint.manifest.encoding import TensorRecord
+from bytecheckpoint.manifest import TensorRecord
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.planner.write_items import Write
 from bytecheckpoint.staging.file_image import PlannedFile

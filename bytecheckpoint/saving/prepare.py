@@ -10,8 +10,8 @@ from typing import NamedTuple
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.distributed.ranks import Ranks, Subject, together
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.runtime.gc_pause import collector_paused
-from bytecheckpoint.runtime.phase_timer import Clock
+from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.global_plan import Agreed, Proposal, agree
 from bytecheckpoint.saving.kept import Kept
 from bytecheckpoint.saving.plan_cache import KnownPlan
@@ -27,7 +27,7 @@ class Phases(NamedTuple):
     ranks: Ranks
     path: str
     about: Subject
-    clock: Clock
+    clock: PhaseTimer
 
 
 class Draft:
@@ -111,7 +111,7 @@ class Draft:
         wish = self._proposal.wish._replace(shards=(), offers=list)
         self._proposal = self._proposal._replace(wish=wish)
 
-    @collector_paused()
+    @gc_paused()
     def _files_of(self, plan: KnownPlan) -> list[LiveFile]:
         """The data files of a plan, with this rank's shards in them."""
         return [LiveFile(planned, self._proposal.wish.shards) for planned in plan.files]

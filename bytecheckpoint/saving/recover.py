@@ -22,9 +22,9 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import Outcome, RecoveredSave
-from bytecheckpoint.manifest.encoding import decode_manifest
+from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.planner.recovery_plan import Part, RecoveryPlan, Task, There, Verdict, plan_recovery
+from bytecheckpoint.planner.recovery_plan import RecoveryPlan, RecoveryVerdict, StagedPart, Task, There, plan_recovery
 from bytecheckpoint.saving.in_flight import IN_FLIGHT
 from bytecheckpoint.saving.local_stage import upload_files
 from bytecheckpoint.storage import deletion, layout, stage_folder
@@ -32,7 +32,7 @@ from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.inventory import checkpoint_in_the_way
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.stage_folder import Found, Journal, StagedFolder
+from bytecheckpoint.storage.stage_folder import FoundStage, Journal, StagedFolder
 from bytecheckpoint.storage.store import Block, Store, endpoint_of, place_of
 
 logger = logging.getLogger("bytecheckpoint")
@@ -42,7 +42,7 @@ class _Order(msgspec.Struct, frozen=True, array_like=True):
     """What one rank is to do, and what becomes of each save."""
 
     tasks: list[Task]
-    verdicts: list[Verdict]
+    verdicts: list[RecoveryVerdict]
 
 
 def recover(
@@ -121,7 +121,7 @@ def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
     parts = [_part(stage, folder, inside) for folder, inside in found if inside is not None]
 
     def decide(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        told = [msgspec.msgpack.decode(payload, type=tuple[str, list[Part]]) for payload in payloads]
+        told = [msgspec.msgpack.decode(payload, type=tuple[str, list[StagedPart]]) for payload in payloads]
         check_same("recover saves to", [target for target, _ in told], ranks.names)
         seen = [of_rank for _, of_rank in told]
         folders = {part.folder: part.step is not None for of_rank in seen for part in of_rank}
@@ -145,13 +145,13 @@ def _folder_in(store: Store, journal: Journal | None) -> str | None:
     return journal.path.removeprefix(prefix) if journal.path.startswith(prefix) else None
 
 
-def _part(stage: str, found: Found, folder: str) -> Part:
+def _part(stage: str, found: FoundStage, folder: str) -> StagedPart:
     journal = found.journal
     if journal is None:
         raise TypeError("what has no journal belongs to no save")
     lengths = {file.name: file.byte_length for file in journal.files or () if file.name not in journal.direct}
     needed, damage = _needed(stage, found)
-    return Part(
+    return StagedPart(
         name=found.name,
         save_id=journal.save_id,
         rank=journal.rank,
@@ -170,7 +170,7 @@ def _part(stage: str, found: Found, folder: str) -> Part:
     )
 
 
-def _needed(stage: str, found: Found) -> tuple[dict[str, int] | None, str]:
+def _needed(stage: str, found: FoundStage) -> tuple[dict[str, int] | None, str]:
     """The lengths of all data files, where the manifest is here; else why it cannot be read."""
     if found.is_alive or not found.has_manifest:
         return None, ""
@@ -185,7 +185,7 @@ def _needed(stage: str, found: Found) -> tuple[dict[str, int] | None, str]:
     return {file.name: file.byte_length for file in manifest.files}, ""
 
 
-def _plan(store: Store, seen: Sequence[Sequence[Part]], folders: Mapping[str, bool]) -> RecoveryPlan:
+def _plan(store: Store, seen: Sequence[Sequence[StagedPart]], folders: Mapping[str, bool]) -> RecoveryPlan:
     return plan_recovery(seen, {folder: _there(store, folder, is_step=is_step) for folder, is_step in folders.items()})
 
 
@@ -199,7 +199,7 @@ def _there(store: Store, folder: str, *, is_step: bool) -> There:
         return There(None, sizes, in_the_way)
 
 
-def _say_alive(store: Store, verdicts: Sequence[Verdict]) -> bool:
+def _say_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
     """Puts something new beside old data that is going to be used, so that no clean-up takes it for dead."""
     finished = [verdict for verdict in verdicts if verdict.outcome == "committed"]
     for verdict in finished:
@@ -248,7 +248,7 @@ def _is_of(folder: StagedFolder, path: str | None) -> bool:
     return path is not None and path.startswith(os.path.realpath(folder.path))  # errors name files without links
 
 
-def _with_damage(verdict: Verdict, damage: Mapping[str, str]) -> Verdict:
+def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> RecoveryVerdict:
     if verdict.save_id in damage:
         return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
     if verdict.instead_of_by not in damage:
@@ -290,7 +290,7 @@ def _refuse_replacing_another(store: Store, task: Task) -> None:
         )
 
 
-def _clean_up(store: Store, verdicts: Sequence[Verdict]) -> None:
+def _clean_up(store: Store, verdicts: Sequence[RecoveryVerdict]) -> None:
     """Removes from the path what is of no use any more."""
     for verdict in verdicts:
         if verdict.outcome != "under_way":
@@ -301,7 +301,7 @@ def _clean_up(store: Store, verdicts: Sequence[Verdict]) -> None:
                 deletion.discard(store, verdict.folder, _uncommitted(store, verdict))
 
 
-def _uncommitted(store: Store, verdict: Verdict) -> list[str]:
+def _uncommitted(store: Store, verdict: RecoveryVerdict) -> list[str]:
     """What the save has brought to the path already, unless it is committed there."""
     if layout.committed_save_id(store, verdict.folder) == verdict.save_id:
         return []
@@ -309,7 +309,7 @@ def _uncommitted(store: Store, verdict: Verdict) -> list[str]:
     return data + layout.telemetry_of(store, verdict.folder, verdict.save_id)
 
 
-def _describe(store: Store, verdict: Verdict) -> RecoveredSave:
+def _describe(store: Store, verdict: RecoveryVerdict) -> RecoveredSave:
     outcome: Outcome = next(known for known in get_args(Outcome) if known == verdict.outcome)
     return RecoveredSave(
         path=join_name(str(store), verdict.folder),

@@ -14,15 +14,14 @@ import numpy as np
 import torch
 
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manifest import ColumnTensors, DataFile, Manifest
 from bytecheckpoint.manifest.chunk_validation import FileBounds
-from bytecheckpoint.manifest.encoding import DataFile, Manifest
-from bytecheckpoint.manifest.table import ColumnTensors
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.saving.chunk_locations import PlaceTable, pack_places
 from bytecheckpoint.saving.global_plan import Agreed
 from bytecheckpoint.saving.plan_cache import KnownPlan, Written
-from bytecheckpoint.staging.compress import Place
+from bytecheckpoint.staging.compress import FramePlace
 from bytecheckpoint.staging.file_image import PlannedFile
 
 
@@ -30,7 +29,7 @@ class WrittenFile(NamedTuple):
     """A data file that has been written."""
 
     file: DataFile
-    places: Sequence[Place] | None
+    places: Sequence[FramePlace] | None
     """Where its chunks lie, in the plan's order; None where they lie as planned."""
 
 
@@ -58,10 +57,10 @@ def _pairs(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[Pla
     return zip(agreed.known.files, written, strict=True)
 
 
-def _places(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, Place]]:
+def _places(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, FramePlace]]:
     """Each chunk, the number of its file, and where it lies from the start that is reported for the file."""
     for number, (planned, file) in enumerate(_pairs(agreed, written)):
-        as_planned = (Place(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
+        as_planned = (FramePlace(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
         for chunk, place in zip(planned.chunks, file.places or as_planned, strict=True):
             yield chunk, number, place
 

@@ -11,8 +11,8 @@ from contextlib import nullcontext, suppress
 import msgspec
 
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.manifest.encoding import DataFile
-from bytecheckpoint.runtime.phase_timer import Clock
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block, Store
@@ -21,14 +21,16 @@ _VERSION = 1
 
 
 def write_telemetry(
-    store: Store, folder: str, save_id: str, *, ranks: Ranks, clock: Clock, files: Sequence[DataFile]
+    store: Store, folder: str, save_id: str, *, ranks: Ranks, clock: PhaseTimer, files: Sequence[DataFile]
 ) -> None:
     """One JSON object, as docs/format.md describes it. What goes wrong with it is no failure of the save."""
     with suppress(Exception):  # on this rank alone it would be raised, and the others may commit already
         _write(store, folder, save_id, ranks=ranks, clock=clock, files=files)
 
 
-def _write(store: Store, folder: str, save_id: str, *, ranks: Ranks, clock: Clock, files: Sequence[DataFile]) -> None:
+def _write(
+    store: Store, folder: str, save_id: str, *, ranks: Ranks, clock: PhaseTimer, files: Sequence[DataFile]
+) -> None:
     record = {
         "version": _VERSION,
         "save_id": save_id,

@@ -28,12 +28,12 @@ from bytecheckpoint.errors import (
     StorageError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manifest.encoding import DataFile, Manifest, decode_manifest, encode_manifest, open_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_manifest, open_manifest
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.runtime.buffers import Scratch
-from bytecheckpoint.runtime.gc_pause import collector_paused
+from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.jobs import do_side_by_side
-from bytecheckpoint.runtime.phase_timer import Clock
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.global_plan import Agreed
 from bytecheckpoint.saving.local_stage import Tier
 from bytecheckpoint.saving.report import WrittenFile, build_manifest, encode_report, remember_tensors
@@ -70,10 +70,10 @@ class Saving(NamedTuple):
     agreed: Agreed
     snapshot: Snapshot
     """The bytes of this rank's files."""
-    scratch: Scratch
+    scratch: BufferPool
     """Memory to put compressed files together in."""
     metadata: Mapping[str, Any]
-    clock: Clock
+    clock: PhaseTimer
     tier: Tier | None
     """Where data goes first; None where it goes to the store at once."""
 
@@ -232,7 +232,7 @@ def _write_image(saving: Saving, image: Image) -> DataFile:
 
 def encode(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:
     """The manifest as it will be committed, and what `save` tells about it."""
-    with collector_paused():
+    with gc_paused():
         manifest = build_manifest(
             saving.agreed,
             reports,

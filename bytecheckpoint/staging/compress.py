@@ -28,7 +28,7 @@ from bytecheckpoint.manifest.frames import (
     is_worth_it,
 )
 from bytecheckpoint.planner.file_layout import PlacedChunk, cut_extents
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.jobs import do_side_by_side
 from bytecheckpoint.staging.file_image import PlannedFile, encode_file_header
 from bytecheckpoint.storage.compression import FrameEncoder, decode_frame
@@ -40,7 +40,7 @@ _ROOM_BYTES = MAX_ENCODED_BYTES - FRAME_BYTES
 """How much longer than its raw bytes a frame may be."""
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where a chunk lies in its file, and as what."""
 
     byte_offset: int
@@ -55,10 +55,10 @@ class CompressedFile(NamedTuple):
     """The header, then the frames of each chunk, or its raw bytes where it did not get smaller."""
     extent_lengths: Sequence[int]
     extent_digests: Sequence[int]
-    places: Sequence[Place]
+    places: Sequence[FramePlace]
     """Of the chunks, in their order."""
 
-    def image(self, name: str, scratch: Scratch) -> Image:
+    def image(self, name: str, scratch: BufferPool) -> Image:
         """The image of it; its blocks are put together in scratch memory."""
         starts = [0, *accumulate(map(len, self.pieces))]
         blocks = [(start, min(BLOCK_BYTES, starts[-1] - start)) for start in range(0, starts[-1], BLOCK_BYTES)]
@@ -257,7 +257,7 @@ def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
             *map(xxhash.xxh3_64_intdigest, header_extents),
             *(digest for chunk in in_file for digest in chunk.digests),
         ],
-        places=[Place(starts[id(chunk)], chunk.num_stored_bytes, chunk.codec) for chunk in chunks],
+        places=[FramePlace(starts[id(chunk)], chunk.num_stored_bytes, chunk.codec) for chunk in chunks],
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 _SCRATCH_BLOCKS = 3
@@ -22,7 +22,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self.staging = StagingMemory()
         """Holds the snapshot of one asynchronous save at a time."""
-        self.scratch = Scratch(BLOCK_BYTES, _SCRATCH_BLOCKS)
+        self.scratch = BufferPool(BLOCK_BYTES, _SCRATCH_BLOCKS)
         """Blocks for what is written without a snapshot."""
 
 

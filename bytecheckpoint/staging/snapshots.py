@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceParts
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.jobs import do_side_by_side
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
@@ -48,7 +48,7 @@ class Snapshot(Protocol):
 class LiveState:
     """The state itself, which does not change while the caller waits: gathered block by block through scratch."""
 
-    def __init__(self, files: Sequence[LiveFile], scratch: Scratch) -> None:
+    def __init__(self, files: Sequence[LiveFile], scratch: BufferPool) -> None:
         self._files = files
         self._scratch = scratch
         self._on_device = DeviceParts(file.leave_out_devices() for file in files)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import xxhash
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -21,7 +21,7 @@ READ_BYTES = 8 << 20
 """Of one read; a thread holds one buffer of this size."""
 
 
-class Fault(NamedTuple):
+class ScanFault(NamedTuple):
     """Bytes of a file that are not those that were written, or could not be read."""
 
     kind: str
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     """Found against expected."""
 
 
-class Piece(NamedTuple):
+class ScanRange(NamedTuple):
     """Consecutive extents of a file that are read at once."""
 
     file: int
@@ -63,21 +63,23 @@ def _list(store: Store, folder: str) -> Mapping[str, int | None]:
         raise
 
 
-def size_faults(files: Sequence[DataFile], sizes: Sequence[int | None]) -> list[Fault]:
+def size_faults(files: Sequence[DataFile], sizes: Sequence[int | None]) -> list[ScanFault]:
     """The files that are not there, or do not have the size that the manifest gives."""
     faults = []
     for index, (file, size) in enumerate(zip(files, sizes, strict=True)):
         if size is None:
             what = f"the file is not there; {file.byte_length} bytes expected"
-            faults.append(Fault("missing_file", index, 0, file.byte_length, what))
+            faults.append(ScanFault("missing_file", index, 0, file.byte_length, what))
         elif size != file.byte_length:
             start, end = sorted((size, file.byte_length))
             what = f"the file has {size} bytes; {file.byte_length} expected"
-            faults.append(Fault("truncated", index, start, end - start, what))
+            faults.append(ScanFault("truncated", index, start, end - start, what))
     return faults
 
 
-def pieces_of(index: int, file: DataFile, *, end: int, sample_percent: float, rng: random.Random) -> Iterator[Piece]:
+def pieces_of(
+    index: int, file: DataFile, *, end: int, sample_percent: float, rng: random.Random
+) -> Iterator[ScanRange]:
     """The extents of a file that lie before byte `end`, or a random sample of them, as pieces for `scan`.
 
     A sample has at least one extent; runs of neighbours in it are read at once, READ_BYTES at most.
@@ -89,7 +91,7 @@ def pieces_of(index: int, file: DataFile, *, end: int, sample_percent: float, rn
     for number, (length, digest) in enumerate(zip(file.extent_lengths, file.extent_digests, strict=True)):
         is_wanted = (chosen is None or number in chosen) and position + length <= end
         if lengths and (not is_wanted or position + length - start > READ_BYTES):
-            yield Piece(index, start, lengths, digests)
+            yield ScanRange(index, start, lengths, digests)
             lengths, digests = [], []
         if is_wanted:
             start = start if lengths else position
@@ -97,7 +99,7 @@ def pieces_of(index: int, file: DataFile, *, end: int, sample_percent: float, rn
             digests.append(digest)
         position += length
     if lengths:
-        yield Piece(index, start, lengths, digests)
+        yield ScanRange(index, start, lengths, digests)
 
 
 def _choose(num_extents: int, sample_percent: float, rng: random.Random) -> set[int] | None:
@@ -110,10 +112,10 @@ def _choose(num_extents: int, sample_percent: float, rng: random.Random) -> set[
 def scan(
     store: Store,
     names: Sequence[str],
-    pieces: Iterable[Piece],
+    pieces: Iterable[ScanRange],
     *,
     threads: int,
-    on_done: Callable[[Piece, Sequence[Fault]], None],
+    on_done: Callable[[ScanRange, Sequence[ScanFault]], None],
 ) -> None:
     """Reads and compares all pieces. `names` are those of the files in the store, by index.
 
@@ -125,7 +127,7 @@ def scan(
     lock, stop = threading.Lock(), threading.Event()
     given_up: set[int] = set()
 
-    def take() -> Piece | None:
+    def take() -> ScanRange | None:
         with lock:
             return next((piece for piece in waiting if piece.file not in given_up), None)
 
@@ -148,23 +150,23 @@ def scan(
             future.result()
 
 
-def _check(store: Store, name: str, piece: Piece, buffer: memoryview) -> tuple[list[Fault], bool]:
+def _check(store: Store, name: str, piece: ScanRange, buffer: memoryview) -> tuple[list[ScanFault], bool]:
     """What is wrong with a piece, and whether the store could give its bytes at all."""
     try:
         digests = _digests(store, name, piece, buffer)
     except CheckpointError as error:
-        return [Fault(error.kind, piece.file, piece.byte_offset, piece.byte_length, error.message)], False
+        return [ScanFault(error.kind, piece.file, piece.byte_offset, piece.byte_length, error.message)], False
     faults = []
     position = piece.byte_offset
     for length, expected, found in zip(piece.extent_lengths, piece.extent_digests, digests, strict=True):
         if found != expected:
             what = f"{found:016x} found, {expected:016x} expected"
-            faults.append(Fault("checksum", piece.file, position, length, what))
+            faults.append(ScanFault("checksum", piece.file, position, length, what))
         position += length
     return faults, True
 
 
-def _digests(store: Store, name: str, piece: Piece, buffer: memoryview) -> list[int]:
+def _digests(store: Store, name: str, piece: ScanRange, buffer: memoryview) -> list[int]:
     if piece.byte_length <= buffer.nbytes:
         content = buffer[: piece.byte_length]
         store.read_into(name, piece.byte_offset, content)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME, read_manifest, telemetry_of
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store

@@ -19,7 +19,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.inventory import HasPendingUploads, StoredObject, inventory_of
 from bytecheckpoint.storage.layout import MANIFEST_NAME
@@ -38,7 +38,7 @@ _TEMPORARY = re.compile(rf"\A{re.escape(TEMPORARY_PREFIX)}(?:[0-9a-f]{{16}}-|clo
 
 
 @dataclass(slots=True)
-class Leftover:
+class GarbageObject:
     """What one save has left in one folder of the root; or temporaries whose names do not tell of which save."""
 
     folder: str
@@ -77,10 +77,10 @@ class Leftover:
 
 
 @dataclass(slots=True)
-class Leftovers:
+class Garbage:
     """All of a root."""
 
-    found: list[Leftover]
+    found: list[GarbageObject]
     unreadable: list[str]
     """Folders whose manifest cannot be read: nothing in them is looked at."""
     num_committed: int
@@ -88,21 +88,21 @@ class Leftovers:
     """Why the store did not tell of unfinished uploads; empty where it did, or has none."""
 
 
-def find_leftovers(store: Store, folder: str) -> Leftovers:
+def find_leftovers(store: Store, folder: str) -> Garbage:
     """Everything below a folder that belongs to no committed checkpoint. Raises StorageError, but not where only
     unfinished uploads may not be listed.
     """
     objects = list(inventory_of(store, folder))
-    groups: dict[tuple[str, str], Leftover] = {}
+    groups: dict[tuple[str, str], GarbageObject] = {}
     for item in objects:
         where = _place_of(item.name)
         if where is not None:
-            groups.setdefault(where, Leftover(*where)).add(*item)
+            groups.setdefault(where, GarbageObject(*where)).add(*item)
     uploads, not_looked_for = _pending_uploads(store, folder)
     for upload in uploads:
         where = _place_of(upload.name) or _manifest_place(upload.name)
         if where is not None:
-            groups.setdefault(where, Leftover(*where)).add_upload(upload)
+            groups.setdefault(where, GarbageObject(*where)).add_upload(upload)
 
     manifests = {item.name.rpartition("/")[0] for item in objects if item.name.rpartition("/")[2] == MANIFEST_NAME}
     unreadable = []
@@ -118,7 +118,7 @@ def find_leftovers(store: Store, folder: str) -> Leftovers:
             leftover.names = {name: size for name, size in leftover.names.items() if not used(where[1], name)}
     found = [leftover for leftover in groups.values() if leftover.names or leftover.uploads]
     found.sort(key=lambda leftover: (leftover.folder, leftover.save_id))
-    return Leftovers(found, unreadable, len(manifests) - len(unreadable), not_looked_for)
+    return Garbage(found, unreadable, len(manifests) - len(unreadable), not_looked_for)
 
 
 def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[Any], str]:
@@ -186,7 +186,7 @@ def _manifest_place(name: str) -> tuple[str, str] | None:
     return (folder, "") if last == MANIFEST_NAME else None
 
 
-def remove(store: Store, leftover: Leftover) -> int:
+def remove(store: Store, leftover: GarbageObject) -> int:
     """Deletes a leftover, but for what has become a part of a committed checkpoint since it was found; returns how many
     objects and uploads are gone. Raises StorageError, and CheckpointCorruptError where a manifest cannot be read; then
     nothing is deleted.
@@ -211,7 +211,7 @@ def sweep(store: Store, folder: str, save_id: str) -> None:
             remove(store, leftover)
 
 
-def _dead_in(store: Store, folder: str, save_id: str) -> list[Leftover]:
+def _dead_in(store: Store, folder: str, save_id: str) -> list[GarbageObject]:
     objects = list(inventory_of(store, folder))
     now_s = _newest(objects, join_name(folder, layout.DATA_FOLDER), save_id)
     if now_s is None or not _has_others(objects, save_id):

@@ -37,7 +37,7 @@ class StoredObject(NamedTuple):
     """When it was written, by the clock of the storage, in seconds since 1970; None where the backend does not say."""
 
 
-class PendingUpload(Protocol):
+class StoredUpload(Protocol):
     """A multipart upload that was begun and neither completed nor aborted."""
 
     @property

@@ -20,7 +20,7 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.manifest.encoding import Manifest, decode_manifest, open_manifest
+from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import BlindStore, Block, LooksByName, Store, read_whole
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
-from bytecheckpoint.manifest.encoding import DataFile
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block, Store
 
@@ -178,7 +178,7 @@ def _with_extents(image: Image) -> list[tuple[tuple[int, int], range]]:
     return [(block, range(*bound)) for block, bound in zip(image.blocks, pairwise(bounds), strict=True)]
 
 
-def copy_file(source: Store, target: Store, folder: str, file: DataFile, scratch: Scratch) -> None:
+def copy_file(source: Store, target: Store, folder: str, file: DataFile, scratch: BufferPool) -> None:
     """Copies `file.name` of the source to the same name in a folder of the target.
 
     Raises CheckpointCorruptError (checksum, truncated) where the source has other bytes than were written to it, and

@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
-from bytecheckpoint.manifest.encoding import DataFile
-from bytecheckpoint.runtime.buffers import Budget
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
 from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
 
@@ -117,7 +117,7 @@ def run_reads(
     if isinstance(store, GivesBytes):
         longest_bytes = max((read.byte_length for read in reads), default=0)
         own_bytes = max(1, min(threads * longest_bytes, room_bytes - taken_bytes - longest_bytes))
-        own = Budget(own_bytes)
+        own = ByteBudget(own_bytes)
         room_bytes -= own_bytes + longest_bytes
     num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
     scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)

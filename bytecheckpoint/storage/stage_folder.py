@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.backends.posix_errors import describe, write_error
@@ -111,7 +111,7 @@ class StagedFolder:
         self._lock.release()
 
 
-class Found(NamedTuple):
+class FoundStage(NamedTuple):
     """A folder in a local stage."""
 
     name: str
@@ -181,7 +181,7 @@ def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | No
     return StagedFolder(path, lock, writer_threads=writer_threads)
 
 
-def scan(root: str) -> Iterator[Found]:
+def scan(root: str) -> Iterator[FoundStage]:
     """All folders of saves in a stage, whoever has them, in the order of their names. Nothing is changed.
 
     One of a dead process that cannot be read is left out, with a warning: nobody may take it for nothing.
@@ -212,7 +212,7 @@ def scan(root: str) -> Iterator[Found]:
             yield found
 
 
-def _look_into(path: str, name: str, *, is_alive: bool) -> Found | None:
+def _look_into(path: str, name: str, *, is_alive: bool) -> FoundStage | None:
     store = store_of(*os.path.split(path))
     try:
         journal = read_journal(store)
@@ -229,7 +229,7 @@ def _look_into(path: str, name: str, *, is_alive: bool) -> Found | None:
             _leave_alone(path, "its journal is damaged, or of another version of this library")
         return None
     sizes = {f"{DATA_FOLDER}/{last}": size for last, size in data.items() if size is not None}
-    return Found(name, is_alive, journal, sizes, own.get(PENDING_NAME) is not None)
+    return FoundStage(name, is_alive, journal, sizes, own.get(PENDING_NAME) is not None)
 
 
 def _leave_alone(path: str, why: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatPart, part_of_whole
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart, part_of_whole
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region, whole
 
@@ -18,7 +18,7 @@ from bytecheckpoint.region import Region, whole
 class Case(NamedTuple):
     """A part, and how large the flat memory is that it lies in."""
 
-    part: FlatPart
+    part: FlatParamPart
     num_elements: int
 
 
@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn) -> Case:
     position = draw(st.integers(0, 9))
     order = draw(st.one_of(st.none(), st.permutations(range(len(shape))).map(tuple)))
     num_elements = position + numel + draw(st.integers(0, 9))
-    return Case(FlatPart(shape, box, start, numel, position, order), num_elements)
+    return Case(FlatParamPart(shape, box, start, numel, position, order), num_elements)
 
 
 def counted(case: Case) -> torch.Tensor:

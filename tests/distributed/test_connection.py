@@ -20,7 +20,7 @@ from bytecheckpoint.loading.overwrite_state import Changes
 from bytecheckpoint.loading.receive import Arrivals
 from bytecheckpoint.planner.coalesce import FlatPart
 from bytecheckpoint.planner.exchange_split import Arrival, Unit
-from bytecheckpoint.runtime.buffers import Budget
+from bytecheckpoint.runtime.buffers import ByteBudget
 
 READER, TAKER = Peer(0, 40), Peer(1, 41)
 
@@ -255,7 +255,7 @@ def test_a_farewell_is_no_header() -> None:
 
 
 def test_a_budget_is_never_exceeded_but_by_one_alone() -> None:
-    budget = Budget(10)
+    budget = ByteBudget(10)
     with ThreadPoolExecutor(1) as pool:
         budget.take(25)
         waiting = pool.submit(budget.take, 1)

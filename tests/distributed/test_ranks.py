@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from bytecheckpoint.adapters.expectation import Contents
+from bytecheckpoint.adapters.expectation import EntryContents
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
@@ -128,7 +128,7 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
 
     def plan(rank: int) -> Agreed:
         ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2, call="save")
-        wish = wish_of(Target("/ckpt", 7, overwrite=False), [Contents(shards_of(rank), set())], SaveOptions())
+        wish = wish_of(Target("/ckpt", 7, overwrite=False), [EntryContents(shards_of(rank), set())], SaveOptions())
         plans = PlanCache()
         return agree(ranks, propose(ranks, wish, plans), plans)
 

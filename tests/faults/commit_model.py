@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest.encoding import decode_manifest
+from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.storage import layout
 from faults.commit_job import NOTHING, Call, Ended, opened_by, state_of, value_of
 from faults.object_world import Stored, World, WorldStore, save_id_in

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from bytecheckpoint.manifest.encoding import decode_manifest
+from bytecheckpoint.manifest import decode_manifest
 
 REGION = "us-east-1"
 _LOOKS = 100

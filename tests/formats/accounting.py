@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 
 
 class Stored(NamedTuple):

@@ -40,7 +40,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, Sample, encode_manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample, encode_manifest, tensor_record
 from bytecheckpoint.manifest.envelope import unseal
 from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.compression import FrameEncoder

@@ -27,9 +27,9 @@ from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.detect import find_file, find_folder
-from bytecheckpoint.formats.find_checkpoint import Found, manifest_bytes
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_bytes
 from bytecheckpoint.formats.frameworks.dcp_metadata import read_metadata
-from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save.file import chunks_of, unpickle
 from bytecheckpoint.formats.torch_save.files import translated
 from bytecheckpoint.formats.torch_save.sharded_tensors import (
@@ -39,7 +39,7 @@ from bytecheckpoint.formats.torch_save.sharded_tensors import (
     refuse_others,
 )
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find_value
-from bytecheckpoint.manifest.encoding import Manifest, decode_manifest, encode_manifest, open_manifest
+from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest, open_manifest
 from bytecheckpoint.manifest.envelope import seal
 from bytecheckpoint.manifest.frames import CODECS
 from bytecheckpoint.manifest.validation import MAX_SAMPLE_BYTES
@@ -149,7 +149,7 @@ def read_frame(data: bytes) -> None:
 def read_pickle(data: bytes) -> None:
     """The pickle of a torch.save file, whose storages all have as many bytes."""
     value = unpickle(data, "memory", find_value)
-    parts = Parts("memory")
+    parts = ManifestBuilder("memory")
     file = parts.add_file("file", _STORAGE_BYTES)
 
     def add(fqn: str, view: StoredView) -> None:
@@ -167,7 +167,7 @@ def read_distcp_metadata(data: bytes) -> None:
 def read_torch_file(data: bytes) -> None:
     """A whole file of torch.save."""
     store = MemoryStore({"file.pt": data})
-    _read_found(Found(store, 0, "", find_file(store, "", "file.pt", len(data))))
+    _read_found(FoundCheckpoint(store, 0, "", find_file(store, "", "file.pt", len(data))))
 
 
 def read_sharded_values(data: bytes) -> None:
@@ -191,10 +191,10 @@ def read_folder(data: bytes) -> None:
     store = MemoryStore(unpack(data) or {})
     place = find_folder(store, "", store.list(""))
     if place is not None:
-        _read_found(Found(store, 0, "", place))
+        _read_found(FoundCheckpoint(store, 0, "", place))
 
 
-def _read_found(found: Found) -> None:
+def _read_found(found: FoundCheckpoint) -> None:
     manifest = decode_manifest(manifest_bytes(found))
     if sum(record.num_chunks for record in manifest.tensors.values()) <= _MAX_COMPARED:
         check_manifest_is_sound(manifest)

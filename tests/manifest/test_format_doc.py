@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 from packed_checkpoints import encode_frames
 
-from bytecheckpoint.manifest import validation
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import (
+    Chunk,
+    DataFile,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    tensor_record,
+    validation,
+)
 from bytecheckpoint.manifest.envelope import unseal
 from bytecheckpoint.region import Region, whole
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest import table
-from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.manifest import ColumnTensors, table
 
 OTHERS = [f"b{number}" for number in range(5)]
 

@@ -24,8 +24,15 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.manifest import validation
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import (
+    Chunk,
+    DataFile,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    tensor_record,
+    validation,
+)
 from bytecheckpoint.manifest.envelope import FORMAT_VERSION, MAGIC, MAX_DECODED_BYTES, seal, unseal
 from bytecheckpoint.region import Region, whole
 

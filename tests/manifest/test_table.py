@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointCorruptError
-from bytecheckpoint.manifest import table
-from bytecheckpoint.manifest.encoding import (
+from bytecheckpoint.manifest import (
     Chunk,
     DataFile,
     Manifest,
     decode_manifest,
     encode_manifest,
     open_manifest,
+    table,
     tensor_record,
 )
 from bytecheckpoint.manifest.envelope import seal, unseal

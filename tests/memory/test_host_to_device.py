@@ -18,7 +18,7 @@ from sample_tensors import DTYPES, LAYOUTS, SHAPE, random_bits, same_bits
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
-from bytecheckpoint.memory.host_to_device import LaneBuffers, Lanes, lanes_to
+from bytecheckpoint.memory.host_to_device import CopyStreams, LaneBuffers, streams_to
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
@@ -65,7 +65,7 @@ def load_with(
 ) -> None:
     source = bcp.open(path, options=options)._source
     fqns = [shard.fqn for shard in shards]
-    with Lanes(lanes_by_device, lanes_by_device.__getitem__) as lanes:
+    with CopyStreams(lanes_by_device, lanes_by_device.__getitem__) as lanes:
         targets = source.targets(shards, fqns, lanes)
         source.run(source.reads(source.plan(shards, fqns), targets, fqns), lanes)
 
@@ -214,7 +214,7 @@ def test_whoever_waits_for_a_buffer_gets_one_though_marking_fails(monkeypatch: p
 
 def test_a_load_into_host_memory_takes_no_lane() -> None:
     tensors = [torch.zeros(2), torch.zeros(2, device="meta")]
-    with lanes_to(tensors) as lanes:
+    with streams_to(tensors) as lanes:
         assert [lanes.to(tensor) for tensor in tensors] == [None, None]
 
 

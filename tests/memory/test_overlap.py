@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Expectation
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
 from bytecheckpoint.loading.match import match_again, match_state
@@ -163,7 +163,7 @@ class GivenMemory:
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
 
-    def expect(self, _: Stored) -> Expectation:
+    def expect(self, _: CheckpointView) -> Expectation:
         shards = LocalShards()
         for name, tensor in self.tensors.items():
             shards.add(f"s.{name}", tensor)
@@ -172,7 +172,7 @@ class GivenMemory:
 
 def test_memory_that_was_made_during_the_load_and_overlaps_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, a=torch.ones(4), b=torch.zeros(4))
-    stored = Stored(bcp.open(tmp_path).manifest, rank=0, key_map=None, include=None, exclude=None)
+    stored = CheckpointView(bcp.open(tmp_path).manifest, rank=0, key_map=None, include=None, exclude=None)
     entry = GivenMemory(a=torch.empty(4, device="meta"), b=torch.empty(4, device="meta"))
     before = match_state([entry], stored, cast=False)
     assert before.problems == []

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, UnsafeCheckpointError
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, MapNotes, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, MapNotes, tensor_record
 from bytecheckpoint.name_maps import operations
 from bytecheckpoint.name_maps.apply import Asked, Contents, Mapped, apply_map, in_a_state
 from bytecheckpoint.name_maps.parameters import Facts, parse_options
 from bytecheckpoint.name_maps.records import MapFile
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros, relink
 from bytecheckpoint.name_maps.schema import parse_map
-from bytecheckpoint.planner.copy_plan import Wanted
+from bytecheckpoint.planner.copy_plan import WantedTensor
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions
 
 MAPS = Path(operations.__file__).parent / "maps"
@@ -59,7 +59,7 @@ def slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in zip(region.offsets, region.ends, strict=True))
 
 
-def carry_out(tensors: list[Wanted], sources: Mapping[str, np.ndarray]) -> Arrays:
+def carry_out(tensors: list[WantedTensor], sources: Mapping[str, np.ndarray]) -> Arrays:
     """The plan done the plainest way; every element is to be written exactly once."""
     made = {}
     for fqn, dtype, shape, pieces in tensors:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_fused_experts, with_separate_experts
-from bytecheckpoint.planner.copy_plan import Wanted, check_wanted, same_tensor
+from bytecheckpoint.planner.copy_plan import WantedTensor, check_wanted, same_tensor
 from bytecheckpoint.region import Region, whole
 
 ROWS, COLUMNS, ITEM_BYTES = 3, 2, 4
@@ -133,7 +133,7 @@ def test_a_stack_of_pieces_is_taken_apart_piece_by_piece():
     down = same_tensor("mlp.experts.down_proj", "float32", (4, COLUMNS, ROWS), stored_fqn="down")
     stack = same_tensor("mlp.experts.gate_up_proj", "float32", (4, 2 * ROWS, COLUMNS), stored_fqn="")
     piece = type(stack.pieces[0])
-    stack = Wanted(stack.fqn, stack.dtype, stack.shape, [piece(*half) for half in halves])
+    stack = WantedTensor(stack.fqn, stack.dtype, stack.shape, [piece(*half) for half in halves])
     separate = {tensor.fqn: tensor for tensor in with_separate_experts([stack, down], EXPERT_NAMES["qwen2_moe"])}
     (found,) = separate["mlp.experts.3.up_proj.weight"].pieces
     assert found.fqn == "half2"

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.planner.byte_ranges import first_names, names_in, piece_of
 from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame
 from bytecheckpoint.region import Region, flat_span, whole

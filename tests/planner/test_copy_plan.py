@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.encoding import Chunk, Manifest, tensor_record
-from bytecheckpoint.planner.copy_plan import Piece, Wanted, check_wanted, copies_of, same_tensor
+from bytecheckpoint.manifest import Chunk, Manifest, tensor_record
+from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor, check_wanted, copies_of, same_tensor
 from bytecheckpoint.region import Region, whole
 
 
-def elements_of(wanted: Wanted, sources: dict[str, np.ndarray], first: int, numel: int) -> np.ndarray:
+def elements_of(wanted: WantedTensor, sources: dict[str, np.ndarray], first: int, numel: int) -> np.ndarray:
     """The range as `copies_of` says it is put together."""
     memory = np.full(numel, -1)
     for copy in copies_of(wanted, first, numel):
@@ -49,13 +49,13 @@ def test_pieces_of_other_dimensions_and_zeros(data) -> None:
     """Rows of a stacked tensor, a part that is shaped otherwise, and padding, in any range."""
     stacked, flat = np.arange(2 * 6 * 4).reshape(2, 6, 4) + 1, np.arange(24) + 1000
     pieces = [
-        Piece(Region((0, 0), (3, 4)), "stacked", Region((1, 2, 0), (1, 3, 4))),
-        Piece(Region((3, 0), (6, 4)), "flat", Region((0,), (24,))),
-        Piece(Region((9, 0), (2, 4)), None, Region((9, 0), (2, 4))),
-        Piece(Region((11, 0), (2, 2)), "stacked", Region((0, 1, 2), (1, 2, 2))),
-        Piece(Region((11, 2), (2, 2)), "flat", Region((7,), (4,))),
+        CopySource(Region((0, 0), (3, 4)), "stacked", Region((1, 2, 0), (1, 3, 4))),
+        CopySource(Region((3, 0), (6, 4)), "flat", Region((0,), (24,))),
+        CopySource(Region((9, 0), (2, 4)), None, Region((9, 0), (2, 4))),
+        CopySource(Region((11, 0), (2, 2)), "stacked", Region((0, 1, 2), (1, 2, 2))),
+        CopySource(Region((11, 2), (2, 2)), "flat", Region((7,), (4,))),
     ]
-    wanted = Wanted("w", "int64", (13, 4), data.draw(st.permutations(pieces)))
+    wanted = WantedTensor("w", "int64", (13, 4), data.draw(st.permutations(pieces)))
     expected = np.zeros((13, 4), np.int64)
     expected[:3], expected[3:9] = stacked[1, 2:5], flat.reshape(6, 4)
     expected[11:, :2], expected[11:, 2:] = stacked[0, 1:3, 2:], flat[7:11].reshape(2, 2)
@@ -71,18 +71,21 @@ MANIFEST = Manifest(save_id="s", tensors={"w": tensor_record("int64", (4, 2), [C
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
-        ([Piece(Region((0,), (4,)), "w", Region((0, 0), (2, 2)))], "there is nothing for"),
-        ([Piece(whole((8,)), "w", whole((4, 2))), Piece(Region((0,), (1,)), "w", Region((0, 0), (1, 1)))], "two parts"),
-        ([Piece(whole((8,)), "v", whole((4, 2)))], "has no 'v'"),
-        ([Piece(whole((8,)), "w", Region((1, 0), (4, 2)))], "is not in 'w'"),
-        ([Piece(whole((8,)), "w", Region((0, 0), (2, 2)))], "is to fill"),
+        ([CopySource(Region((0,), (4,)), "w", Region((0, 0), (2, 2)))], "there is nothing for"),
+        (
+            [CopySource(whole((8,)), "w", whole((4, 2))), CopySource(Region((0,), (1,)), "w", Region((0, 0), (1, 1)))],
+            "two parts",
+        ),
+        ([CopySource(whole((8,)), "v", whole((4, 2)))], "has no 'v'"),
+        ([CopySource(whole((8,)), "w", Region((1, 0), (4, 2)))], "is not in 'w'"),
+        ([CopySource(whole((8,)), "w", Region((0, 0), (2, 2)))], "is to fill"),
     ],
 )
 def test_what_makes_no_tensor_is_refused_with_the_reason(pieces, expected) -> None:
     with pytest.raises(CheckpointMismatchError, match=expected) as caught:
-        check_wanted([Wanted("x", "int64", (8,), pieces)], MANIFEST)
+        check_wanted([WantedTensor("x", "int64", (8,), pieces)], MANIFEST)
     assert caught.value.kind == "coverage"
 
 
 def test_what_makes_a_tensor_passes() -> None:
-    check_wanted([Wanted("x", "int64", (8,), [Piece(whole((8,)), "w", whole((4, 2)))])], MANIFEST)
+    check_wanted([WantedTensor("x", "int64", (8,), [CopySource(whole((8,)), "w", whole((4, 2)))])], MANIFEST)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner import exchange_plan
 from bytecheckpoint.planner.exchange_plan import FEW_RANKS, Extents, Run, Share, share_out
 

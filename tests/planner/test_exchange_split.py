@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.distributed.wire import pack, slices
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, tensor_record
-from bytecheckpoint.planner.byte_ranges import Piece, piece_of
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
+from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
 from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_plan import Extents, Share, share_out
 from bytecheckpoint.planner.exchange_split import Work, can_share, divide_work, packed, wanted_runs
@@ -142,10 +142,10 @@ def test_a_box_whose_elements_lie_across_extents_is_not_shared() -> None:
 def test_of_a_box_only_its_rows_are_asked_for() -> None:
     chunk = Chunk(whole((6, 4, 8)), 0, 100, 6 * 4 * 8 * 2)
     columns = BoxPart(0, 100 + 6, 1000, Region((0, 0, 3), (6, 4, 2)), chunk)
-    assert piece_of(columns) == Piece(106, (24, 4), (16, 1))
+    assert piece_of(columns) == ByteRange(106, (24, 4), (16, 1))
     planes = BoxPart(0, 100, 1000, Region((1, 0, 0), (2, 4, 8)), chunk)
-    assert piece_of(planes) == Piece(100, (128,), (1,))
+    assert piece_of(planes) == ByteRange(100, (128,), (1,))
     corner = BoxPart(0, 100, 1000, Region((0, 1, 2), (3, 2, 4)), chunk)
-    assert piece_of(corner) == Piece(100, (3, 2, 8), (64, 16, 1))
+    assert piece_of(corner) == ByteRange(100, (3, 2, 8), (64, 16, 1))
     assert piece_of(corner).byte_length == 48
     assert piece_of(corner).end == 100 + 2 * 64 + 16 + 8

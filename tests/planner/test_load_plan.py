@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointMismatchError
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, open_manifest, tensor_record
 from bytecheckpoint.manifest import frames as framing
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, open_manifest, tensor_record
 from bytecheckpoint.planner import coalesce as coalescing
 from bytecheckpoint.planner import frame_ranges as frame_planning
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bytecheckpoint.planner.recovery_plan import Part, There, plan_recovery
+from bytecheckpoint.planner.recovery_plan import StagedPart, There, plan_recovery
 
 NOTHING = There("", {})
 
@@ -15,7 +15,7 @@ def name_of(save_id: str, rank: int) -> str:
     return f"data/{save_id}-{rank:05d}-0.safetensors"
 
 
-def part(rank: int, *, save_id: str = "a", num_ranks: int = 2, **fields: Any) -> Part:
+def part(rank: int, *, save_id: str = "a", num_ranks: int = 2, **fields: Any) -> StagedPart:
     """Of a save of which everything is there, unless told otherwise."""
     needed = {name_of(save_id, number): 10 + number for number in range(num_ranks)} if rank == 0 else None
     values: dict[str, Any] = {
@@ -34,10 +34,12 @@ def part(rank: int, *, save_id: str = "a", num_ranks: int = 2, **fields: Any) ->
         "needed": needed,
         "is_complete": True,
     }
-    return Part(**{**values, **fields})
+    return StagedPart(**{**values, **fields})
 
 
-def decide(*found: list[Part], there: There = NOTHING) -> tuple[list[list[tuple[str, list[str], bool]]], list[str]]:
+def decide(
+    *found: list[StagedPart], there: There = NOTHING
+) -> tuple[list[list[tuple[str, list[str], bool]]], list[str]]:
     """By rank the folders with what is uploaded and committed; and the outcome of each save."""
     plan = plan_recovery(found, {"step_00000001": there})
     tasks = [[(task.name, task.uploads, task.commits) for task in of_rank] for of_rank in plan.tasks]
@@ -91,7 +93,7 @@ def test_without_the_manifest_it_depends_on_whether_rank_0_is_seen() -> None:
     assert outcome.startswith("a: kept: the local stage of rank 0 of 2")
 
 
-def may_arrive(*parts: Part, there: There) -> bool:
+def may_arrive(*parts: StagedPart, there: There) -> bool:
     (verdict,) = plan_recovery([parts], {"step_00000001": there}).verdicts
     assert verdict.outcome == "removed"
     assert ("left to `bcp gc`" in verdict.what) == verdict.may_arrive

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.buffers import BufferPool
 
 BLOCK_BYTES = 64 << 20
 SLACK_BYTES = 8 << 20
@@ -22,7 +22,7 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is counted by /proc")
 def test_a_small_save_takes_no_more_memory_than_it_fills() -> None:
     """The first save of a small state waited for 64 MiB to be paged in."""
-    scratch = Scratch(BLOCK_BYTES, 3)
+    scratch = BufferPool(BLOCK_BYTES, 3)
     before = resident_bytes()
     with scratch.lend() as block:
         block[: mmap.PAGESIZE] = b"x" * mmap.PAGESIZE

@@ -12,7 +12,7 @@ import pytest
 from faults.seams import before, loads_as, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint.runtime.gc_pause import collector_paused
+from bytecheckpoint.runtime.gc_pause import gc_paused
 
 
 def thread_that_pauses() -> tuple[threading.Thread, threading.Event, threading.Event]:
@@ -20,7 +20,7 @@ def thread_that_pauses() -> tuple[threading.Thread, threading.Event, threading.E
     entered, leave = threading.Event(), threading.Event()
 
     def pause() -> None:
-        with collector_paused():
+        with gc_paused():
             entered.set()
             assert leave.wait(20)
 
@@ -29,7 +29,7 @@ def thread_that_pauses() -> tuple[threading.Thread, threading.Event, threading.E
 
 def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
     other, entered, leave = thread_that_pauses()
-    with collector_paused():
+    with gc_paused():
         other.start()
         assert entered.wait(20)
     is_enabled_before_the_last = gc.isenabled()
@@ -42,7 +42,7 @@ def test_the_collector_goes_on_after_the_last_of_several_threads() -> None:
 def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with collector_paused(), collector_paused():
+        with gc_paused(), gc_paused():
             pass
         assert not gc.isenabled()
     finally:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from bytecheckpoint.runtime.thread_priority import step_back
+from bytecheckpoint.runtime.thread_priority import lower_priority
 from bytecheckpoint.runtime.threads import SpareThreads
 
 WAIT_S = 20
@@ -90,7 +90,7 @@ def test_a_thread_has_the_priority_of_who_asks_for_it() -> None:
     done = threading.Event()
 
     def step_back_and_begin() -> None:
-        step_back()
+        lower_priority()
         threads.begin("background", done.set)
 
     background = threading.Thread(target=step_back_and_begin)
@@ -107,7 +107,7 @@ def test_a_thread_that_steps_back_interrupts_nobody_when_it_is_woken() -> None:
     seen: list[tuple[int, int]] = []
 
     def look() -> None:
-        step_back()
+        lower_priority()
         this = threading.get_native_id()
         seen.append((os.getpriority(os.PRIO_PROCESS, this), os.sched_getscheduler(this)))
 

@@ -15,7 +15,7 @@ from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, rais
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api
-from bytecheckpoint.manifest.encoding import DataFile, decode_manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
 from bytecheckpoint.saving import report, write
 from bytecheckpoint.saving.global_plan import Agreed
 from bytecheckpoint.saving.plan_cache import KnownPlan

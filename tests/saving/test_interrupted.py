@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.saving.in_flight import IN_FLIGHT
 from bytecheckpoint.staging import compress, snapshots

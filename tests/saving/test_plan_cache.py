@@ -23,7 +23,7 @@ from training import Tied, mlp, train
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import dtype_name
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.saving import write
 from bytecheckpoint.saving.global_plan import Agreed
 from bytecheckpoint.saving.in_flight import IN_FLIGHT

@@ -15,7 +15,7 @@ from sample_tensors import random_bits, same_bits
 from training import mlp, same_module
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest.encoding import Manifest, decode_manifest, encode_manifest
+from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest
 from bytecheckpoint.manifest.envelope import seal, unseal
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.region import Region, whole

@@ -9,9 +9,9 @@ import pytest
 import xxhash
 
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.storage import checksum_scan as scanning
-from bytecheckpoint.storage.checksum_scan import Fault, Piece, find_files, pieces_of, scan, size_faults
+from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, pieces_of, scan, size_faults
 
 
 class Bytes:
@@ -40,12 +40,12 @@ def file_of(content: bytes, lengths: Sequence[int]) -> DataFile:
     return DataFile("f", len(content), lengths, digests)
 
 
-def all_pieces(file: DataFile, *, end: int, percent: float = 100.0) -> list[Piece]:
+def all_pieces(file: DataFile, *, end: int, percent: float = 100.0) -> list[ScanRange]:
     return list(pieces_of(0, file, end=end, sample_percent=percent, rng=random.Random(0)))
 
 
-def faults_of(store: Bytes, pieces: list[Piece], threads: int = 2) -> list[Fault]:
-    found: list[Fault] = []
+def faults_of(store: Bytes, pieces: list[ScanRange], threads: int = 2) -> list[ScanFault]:
+    found: list[ScanFault] = []
     scan(store, ["f"], pieces, threads=threads, on_done=lambda _, faults: found.extend(faults))
     return sorted(found)
 

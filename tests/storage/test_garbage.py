@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage.garbage import MIN_AGE_S, Leftover, Leftovers, find_leftovers, remove, sweep
+from bytecheckpoint.storage.garbage import MIN_AGE_S, Garbage, GarbageObject, find_leftovers, remove, sweep
 from bytecheckpoint.storage.inventory import StoredObject, clock_of, inventory_of
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Block, Store
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         handle = bcp.save(self.url, state_of(0, value), step=step, storage_options=self.options, **options)
         return handle.result().save_id
 
-    def find(self) -> Leftovers:
+    def find(self) -> Garbage:
         return find_leftovers(self.store(), "")
 
 
@@ -66,7 +66,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         yield Place(f"s3://{service.bucket}/{prefix}", service.options)
 
 
-def names_of(leftovers: Leftovers) -> dict[tuple[str, str], list[str]]:
+def names_of(leftovers: Garbage) -> dict[tuple[str, str], list[str]]:
     return {(item.folder, item.save_id): sorted(item.names) for item in leftovers.found}
 
 
@@ -156,7 +156,7 @@ def test_a_root_that_does_not_exist_is_empty(place: Place) -> None:
 
 
 def test_age_decides_and_an_unknown_age_is_no_death() -> None:
-    leftover = Leftover("", DEAD)
+    leftover = GarbageObject("", DEAD)
     leftover.add("a", 1, 100.0)
     leftover.add("b", 1, 200.0)
     assert leftover.is_dead(now_s=300.0, min_age_s=100.0)

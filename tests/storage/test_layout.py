@@ -14,7 +14,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.manifest.encoding import DataFile, Manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, encode_manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore

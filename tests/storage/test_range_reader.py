@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
-from bytecheckpoint.manifest.encoding import DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.storage import range_reader
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest.encoding import DataFile, Manifest, Sample, decode_manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, Sample, decode_manifest, encode_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -208,10 +208,10 @@ def test_a_source_that_is_none_is_one_line(call, tmp_path, path) -> None:
 
 def convert_together(rank: int, world_size: int, arguments: list[str]) -> int:
     """On each rank, as the command does it under torchrun."""
-    from bytecheckpoint.conversion.convert import Limits, Request, convert
+    from bytecheckpoint.conversion.convert import ConvertLimits, ConvertRequest, convert
     from bytecheckpoint.distributed.ranks import Subject, join_ranks
-    from bytecheckpoint.loading.open_checkpoint import Asked
-    from bytecheckpoint.loading.select import Wish
+    from bytecheckpoint.loading.open_checkpoint import LoadTarget
+    from bytecheckpoint.loading.select import SelectionRequest
 
     source, target, to, *dtype = arguments
     ranks = join_ranks(None, 60, about=Subject(target, None, is_save=True))
@@ -222,13 +222,13 @@ def convert_together(rank: int, world_size: int, arguments: list[str]) -> int:
 
         return nullcontext(written.append)
 
-    limits = Limits(64 << 20, 1 << 20)
-    asked = Asked(source, "latest", {})
-    request = Request(
+    limits = ConvertLimits(64 << 20, 1 << 20)
+    asked = LoadTarget(source, "latest", {})
+    request = ConvertRequest(
         source=asked,
         target=target,
         target_options={},
-        wish=Wish(to=to, dtype=dtype[0] if dtype else None),
+        wish=SelectionRequest(to=to, dtype=dtype[0] if dtype else None),
         limits=limits,
         overwrite=False,
         is_link=False,

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream
-from bytecheckpoint.runtime.buffers import Scratch
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import take_blocks
 from bytecheckpoint.storage.store import Block
 
@@ -28,7 +28,7 @@ class NoElements:
 @pytest.fixture
 def ahead():
     budget = Budget(WINDOW_BYTES, 3, 0)
-    scratch = Scratch(WINDOW_BYTES, 3)
+    scratch = BufferPool(WINDOW_BYTES, 3)
     reading = ReadAhead(Stream([CONTENT]), NoElements(), scratch, budget)
     yield reading
     reading.close()

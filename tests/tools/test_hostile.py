@@ -14,8 +14,8 @@ from command_lines import paths_of
 from msgspec.msgpack import Ext, encode
 
 import bytecheckpoint as bcp
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.manifest import encoding as manifest_module
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.manifest.envelope import seal, unseal
 from bytecheckpoint.region import Region, whole
 

@@ -17,7 +17,7 @@ from packed_checkpoints import contents_of, write_checkpoint
 from told_saves import ordinary, record, told_checkpoint
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region, grid_regions
 from bytecheckpoint.tools.analysis.module_tree import build_tree
 from bytecheckpoint.tools.analysis.summary import Tensor

@@ -11,7 +11,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region
 from bytecheckpoint.tools.analysis.element_values import decode_values, has_values
 from bytecheckpoint.tools.analysis.module_tree import build_tree

@@ -10,7 +10,7 @@ import pytest
 from told_saves import SAVE_ID, ordinary, record, told_checkpoint
 
 import bytecheckpoint as bcp
-from bytecheckpoint.diagnostics.telemetry_records import RankRecord, Span
+from bytecheckpoint.diagnostics.telemetry_records import PhaseSpan, RankRecord
 from bytecheckpoint.tools.render.chrome_trace import chrome_trace, in_lanes
 
 
@@ -107,7 +107,7 @@ def test_the_trace_is_one_that_perfetto_opens(call, told, tmp_path) -> None:
 
 
 def test_spans_that_overlap_get_rows_of_their_own() -> None:
-    spans = [Span("a", 0, 4), Span("b", 1, 2), Span("c", 2, 3), Span("d", 4, 5)]
+    spans = [PhaseSpan("a", 0, 4), PhaseSpan("b", 1, 2), PhaseSpan("c", 2, 3), PhaseSpan("d", 4, 5)]
     assert [(lane, span.phase) for lane, span in in_lanes(spans)] == [(0, "a"), (1, "b"), (1, "c"), (0, "d")]
     assert chrome_trace([], path="x")["traceEvents"] == []
 
@@ -196,6 +196,6 @@ def test_names_cannot_steer_a_terminal(call, tmp_path) -> None:
 
 def test_records_know_when_they_end() -> None:
     fields = ordinary(0)
-    fields["spans"] = [Span(**span) for span in fields["spans"]]
+    fields["spans"] = [PhaseSpan(**span) for span in fields["spans"]]
     assert RankRecord(**fields).end == pytest.approx(1.2)
     assert RankRecord(**{**fields, "spans": []}).end == 0.0

@@ -11,7 +11,7 @@ from packed_checkpoints import codecs_in, contents_of, write_checkpoint
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.manifest.encoding import Chunk, DataFile, Manifest, encode_manifest, tensor_record
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.backends.local_store import LocalStore
 

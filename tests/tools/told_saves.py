@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bytecheckpoint.manifest.encoding import Manifest, encode_manifest
+from bytecheckpoint.manifest import Manifest, encode_manifest
 
 SAVE_ID = "told"
 STARTED_AT = 1.75e9

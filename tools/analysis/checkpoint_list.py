@@ -20,7 +20,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.formats.detect import find_file, find_folder
-from bytecheckpoint.formats.find_checkpoint import Found, manifest_of
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
@@ -148,7 +148,7 @@ def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> 
     path, step = join_name(str(store), folder), layout.parse_step(folder.rpartition("/")[2])
     foreign = None if layout.has_manifest(entries) else find_folder(store, folder, entries)
     if layout.has_manifest(entries) or foreign:
-        return read_checkpoint(Found(store, 0, folder, foreign), step)
+        return read_checkpoint(FoundCheckpoint(store, 0, folder, foreign), step)
     data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in entries else {}
     if step is None and not any(map(_DATA_FILE.match, data)):
         return None
@@ -162,11 +162,11 @@ def _look_at_file(store: Store, folder: str, name: str, num_bytes: int) -> Liste
         place = find_file(store, folder, name, num_bytes)
     except (CheckpointNotFoundError, CheckpointCorruptError):  # of no format that is known, or empty
         return None
-    item = read_checkpoint(Found(store, 0, folder, place), None)
+    item = read_checkpoint(FoundCheckpoint(store, 0, folder, place), None)
     return item and replace(item, folder=join_name(folder, name))
 
 
-def read_checkpoint(found: Found, step: int | None) -> Listed | None:
+def read_checkpoint(found: FoundCheckpoint, step: int | None) -> Listed | None:
     """A checkpoint as its manifest tells of it; None where it was deleted since it was found."""
     folder, path = found.folder, found.path
     own_format = found.foreign.format if found.foreign else OWN_FORMAT
@@ -199,7 +199,7 @@ def read_checkpoint(found: Found, step: int | None) -> Listed | None:
     )
 
 
-def _is_refusal(found: Found, error: CheckpointError) -> bool:
+def _is_refusal(found: FoundCheckpoint, error: CheckpointError) -> bool:
     is_file = found.foreign is not None and bool(found.foreign.file)
     return is_file and isinstance(error, UnsafeCheckpointError)
 

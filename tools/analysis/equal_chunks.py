@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from bytecheckpoint.manifest import ColumnTensors, DataFile, Manifest
 from bytecheckpoint.manifest.chunk_validation import all_coordinates, numels_of_chunks
-from bytecheckpoint.manifest.encoding import DataFile, Manifest
 from bytecheckpoint.manifest.records import columns_of
-from bytecheckpoint.manifest.table import ColumnTensors
 from bytecheckpoint.manifest.validation import itemsizes_of
 from bytecheckpoint.region import Region
 

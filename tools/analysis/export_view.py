@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from bytecheckpoint.conversion.link import link_manifest
 from bytecheckpoint.conversion.mapped_source import names_for_experts, view_of
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.select import LeftOut, Wish
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.loading.select import LeftOut, SelectionRequest
+from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_separate_experts
 from bytecheckpoint.name_maps.load import Beside
 from bytecheckpoint.name_maps.rewrite_manifest import relink
@@ -38,7 +38,9 @@ def export_of(opened: Opened, names: NameOptions, *, to: Any, exclude: Sequence[
     """
     source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False, path=opened.path)
     view = view_of(source, names.name_map(), is_state=to == "bcp", in_place=True)
-    wish = Wish(to=to, exclude=exclude, rename=names.rename, keep_names=names.keep_names, experts=names.experts or "")
+    wish = SelectionRequest(
+        to=to, exclude=exclude, rename=names.rename, keep_names=names.keep_names, experts=names.experts or ""
+    )
     manifest, selection = link_manifest(view, wish, source=opened.folder, target=opened.folder)
     left_out = list(selection.left_out)
     if to == "hf":  # which has tensors only

@@ -19,7 +19,7 @@ from bytecheckpoint.adapters.plain.plain_data import (
     leaves,
 )
 from bytecheckpoint.adapters.shards import dtype_name
-from bytecheckpoint.manifest.encoding import Manifest
+from bytecheckpoint.manifest import Manifest
 
 from .value_difference import Side, Tolerance, find_difference
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.manifest.encoding import Manifest, TensorRecord
-from bytecheckpoint.manifest.table import ColumnTensors
+from bytecheckpoint.manifest import ColumnTensors, Manifest, TensorRecord
 from bytecheckpoint.region import find_tiling_fault, grid_counts, part_of_grid
 
 _WHOLE = "whole"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.manifest.encoding import Chunk, Manifest, TensorRecord
+from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord
 
 from ..arguments import Opened
 from ..render.number_format import shape_text, shortened, some_of

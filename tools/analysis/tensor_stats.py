@@ -14,7 +14,7 @@ import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.loading.replaced import noticing_replacement
-from bytecheckpoint.manifest.encoding import Chunk, Manifest
+from bytecheckpoint.manifest import Chunk, Manifest
 from bytecheckpoint.manifest.frames import CODECS, unknown_codec
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bytecheckpoint.diagnostics.phase_summary import first_call
-from bytecheckpoint.diagnostics.telemetry_records import RankRecord, Span
+from bytecheckpoint.diagnostics.telemetry_records import PhaseSpan, RankRecord
 
 _US = 1e6
 
@@ -39,7 +39,7 @@ def _events(record: RankRecord, offset_s: float) -> Iterator[dict[str, Any]]:
         }
 
 
-def in_lanes(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+def in_lanes(spans: Sequence[PhaseSpan]) -> list[tuple[int, PhaseSpan]]:
     """The spans by start, each with the first row on which no other one is under way."""
     ends: list[float] = []
     placed = []

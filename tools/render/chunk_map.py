@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bytecheckpoint.manifest.encoding import TensorRecord
+from bytecheckpoint.manifest import TensorRecord
 
 MAX_ROWS, MAX_COLUMNS = 8, 48
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase

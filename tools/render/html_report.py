@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.diagnostics.phase_summary import phases_of, slowest_ranks
 from bytecheckpoint.diagnostics.telemetry_records import SaveRecords
-from bytecheckpoint.manifest.encoding import TensorRecord
+from bytecheckpoint.manifest import TensorRecord
 
 from ..analysis.module_tree import build_tree
 from ..analysis.summary import Contents, Plain, Tensor, file_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bytecheckpoint.manifest.encoding import Manifest, TensorRecord
+from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
 from ..analysis.module_tree import Node

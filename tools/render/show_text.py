@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bytecheckpoint.info import describe_checkpoint
-from bytecheckpoint.manifest.encoding import Manifest, TensorRecord
+from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
 from ..analysis.module_tree import Node

@@ -13,7 +13,7 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatPart
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart
 from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond, same_but_for_padding
 from bytecheckpoint.adapters.native.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
@@ -193,11 +193,11 @@ class FlatState:
                 put_one_value(self._optimizer, self._memory, key, value, group=self._group)
         return list(differing.values())
 
-    def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
+    def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
         """The parameters whose state is loaded."""
         return ((names, part) for names, part in self._not_excluded(found) if _fits(names, part, found))
 
-    def _not_excluded(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatPart]]:
+    def _not_excluded(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
         return ((names, part) for names, part in self._parts if not found.is_excluded(names))
 
     def _state_fqn(self, names: ParameterNames, key: str) -> str:
@@ -211,13 +211,13 @@ def _whole_tensors(names: ParameterNames, found: StoredOptimizer) -> dict[str, t
     return {key: of_key for key, of_key in found.tensors(names).items() if "." not in key}
 
 
-def _stored_as(names: ParameterNames, part: FlatPart, found: StoredOptimizer) -> tuple[int, ...]:
+def _stored_as(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) -> tuple[int, ...]:
     """The shape of the parameter when its state was saved, as far as the checkpoint tells."""
     shape = found.parameter_shape(names)
     return part.shape if shape is None else shape
 
 
-def _fits(names: ParameterNames, part: FlatPart, found: StoredOptimizer) -> bool:
+def _fits(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) -> bool:
     return same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found))
 
 

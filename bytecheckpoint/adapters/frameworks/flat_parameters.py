@@ -48,7 +48,7 @@ class _Where(NamedTuple):
     """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
 
 
-class FlatPart(_Where):
+class FlatParamPart(_Where):
     """Consecutive elements of flat memory that are consecutive elements of a tensor, or of a box of it, by rows."""
 
     @cached_property
@@ -103,10 +103,10 @@ def _row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatPart:
+def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatParamPart:
     """A part of a tensor whose elements are counted over all of it."""
     lengths = tuple(shape)
-    return FlatPart(lengths, Region((0,) * len(lengths), lengths), start, numel, position)
+    return FlatParamPart(lengths, Region((0,) * len(lengths), lengths), start, numel, position)
 
 
 def _nothing_of(box: Region) -> list[Region]:
@@ -120,7 +120,7 @@ class NamedPart(NamedTuple):
 
     name: str
     """Of the parameter, in its module, without what wrappers put into names."""
-    part: FlatPart
+    part: FlatParamPart
 
 
 class HeldPart(NamedTuple):
@@ -128,7 +128,7 @@ class HeldPart(NamedTuple):
 
     name: str
     """As of NamedPart."""
-    part: FlatPart
+    part: FlatParamPart
     memory: torch.Tensor
     """One-dimensional and contiguous. What a save writes and a load fills."""
 

@@ -19,7 +19,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, _no_dispatch_record_stream
 from torch.distributed.utils import _free_storage
 
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule, FlatPart, HeldPart, NamedPart, part_of_whole
+from bytecheckpoint.adapters.frameworks.flat_parameters import (
+    FlatModule,
+    FlatParamPart,
+    HeldPart,
+    NamedPart,
+    part_of_whole,
+)
 from bytecheckpoint.adapters.native.module_walk import ModuleTree
 from bytecheckpoint.adapters.plain.plain_data import join_fqn
 from bytecheckpoint.adapters.shards import unsupported
@@ -211,15 +217,17 @@ def _shown(tree: ModuleTree, units: Sequence[_Unit]) -> Iterator[torch.Tensor]:
     yield from (shown for _, _, shown in _places(tree, units) if shown is not None)
 
 
-def _part(fqn: str, flat: Any, index: int) -> FlatPart:
+def _part(fqn: str, flat: Any, index: int) -> FlatParamPart:
     if flat._param_extensions[index] is not None:
         raise unsupported(fqn, "a DTensor in an FSDP1 model", "use fully_shard (FSDP2) with tensor parallelism")
     shape = tuple(flat._shapes[index])
     order = None if flat._contiguities[index] else _order(fqn, shape, flat._strides[index])
     info = flat._shard_param_infos[index]
     if not info.in_shard:
-        return FlatPart(shape, whole(shape), 0, 0, 0, order)
-    return FlatPart(shape, whole(shape), info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard, order)
+        return FlatParamPart(shape, whole(shape), 0, 0, 0, order)
+    return FlatParamPart(
+        shape, whole(shape), info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard, order
+    )
 
 
 def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
-from bytecheckpoint.adapters.expectation import Contents, Expectation, Scope, not_stored
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Scope, not_stored
 from bytecheckpoint.adapters.frameworks.flat_parameters import HeldPart, NamedPart
 from bytecheckpoint.adapters.frameworks.megatron_sharded import Copied, Piece, bits_of, find_in
 from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond
@@ -124,7 +124,7 @@ class MegatronEntry:
         for chunk in self._chunks:
             yield from torch.nn.Module.buffers(chunk)  # Megatron's DistributedDataParallel has a list of this name
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         shards: dict[tuple[str, Region], LocalShard] = {}
         for shard in self._saved():
             first = shards.setdefault((shard.fqn, shard.region), shard)
@@ -139,7 +139,7 @@ class MegatronEntry:
                 if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
                     raise _two_of_one_name(item.fqn, "objects")
                 names.update(leaves(value, item.fqn))
-        return Contents(list(shards.values()), names, plain)
+        return EntryContents(list(shards.values()), names, plain)
 
     def _saved(self) -> Iterator[LocalShard]:
         held = {**self._shares, **self._masters}
@@ -158,7 +158,7 @@ class MegatronEntry:
             for shard in part.shards(join_fqn(self.fqn, name), memory):
                 yield shard, part.padded_axis, False
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         copies: list[LocalShard] = []
         padding: list[LocalShard] = []
         expectation = Expectation([], set(), [], copies, padding)
@@ -175,10 +175,10 @@ class MegatronEntry:
                 expectation.problems.append(not_stored(item.fqn))
         return expectation
 
-    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
         """Nothing: Megatron's models have their memory."""
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         with torch.no_grad():
             for copied in self._copied:
                 copied.data.copy_(copied.merged())
@@ -258,7 +258,7 @@ def _whole_masters(pieces: Iterable[Piece]) -> Iterator[Optimized]:
             yield Optimized(source, main, 0, "copy")
 
 
-def _stored_shape(shard: LocalShard, stored: Stored) -> tuple[int, ...] | None:
+def _stored_shape(shard: LocalShard, stored: CheckpointView) -> tuple[int, ...] | None:
     tensor = stored.tensors.get(shard.fqn)
     return None if tensor is None else tensor.shape
 

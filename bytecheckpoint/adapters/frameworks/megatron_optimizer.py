@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
-from bytecheckpoint.adapters.expectation import Contents, Expectation
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, Optimized
 from bytecheckpoint.adapters.native.parameter_names import NamesParameters
@@ -69,16 +69,16 @@ class MegatronOptimizerEntry:
         """As its inner optimizers'."""
         return self._inner.optimizer_forms()
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         return self._inner.collect()
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         return self._inner.expect(stored)
 
-    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
         self._inner.prepare(stored, refused)
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         self._inner.finish(stored)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatPart
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart
 from bytecheckpoint.adapters.plain.plain_data import ATOMS, join_fqn
 from bytecheckpoint.adapters.plain.plain_tree import has_attributes
 from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, flat_bytes, unsupported
@@ -50,14 +50,14 @@ class Piece(NamedTuple):
         start = self.memory.storage_offset() - self.source.storage_offset()
         return range(start, start + self.memory.numel())
 
-    def part(self, start: int, numel: int) -> FlatPart | None:
+    def part(self, start: int, numel: int) -> FlatParamPart | None:
         """What of it lies in memory that holds these elements of the flattened source; None where that is no run."""
         span = self.span
         if span is None:
             return None
         common = range(max(span.start, start), min(span.stop, start + numel))
         first, position = (common.start - span.start, common.start - start) if common else (0, 0)
-        return FlatPart(self.shape, self.region, first, len(common), position, padded_axis=self.padded_axis)
+        return FlatParamPart(self.shape, self.region, first, len(common), position, padded_axis=self.padded_axis)
 
 
 class Copied(NamedTuple):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatPart, part_of_whole
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart, part_of_whole
 from bytecheckpoint.adapters.shards import unsupported
 
 
@@ -32,12 +32,12 @@ class MasterPart(NamedTuple):
     """What of one parameter this rank's full-precision memory holds."""
 
     parameter: torch.nn.Parameter
-    part: FlatPart
+    part: FlatParamPart
     master: torch.Tensor
     """What the inner optimizer has as a parameter."""
 
 
-def part_of_partition(shape: Sequence[int], start: int, partition: int, index: int) -> FlatPart:
+def part_of_partition(shape: Sequence[int], start: int, partition: int, index: int) -> FlatParamPart:
     """What of a parameter that starts at an element of flat memory lies in one of the equal partitions of it."""
     first = max(start, index * partition)
     end = min(start + prod(shape), (index + 1) * partition)
@@ -46,7 +46,7 @@ def part_of_partition(shape: Sequence[int], start: int, partition: int, index: i
     return part_of_whole(shape, first - start, end - first, first - index * partition)
 
 
-def part_of_rank(shape: Sequence[int], partition: int, index: int, position: int) -> FlatPart:
+def part_of_rank(shape: Sequence[int], partition: int, index: int, position: int) -> FlatParamPart:
     """What of a parameter lies on one of the ranks that hold as many elements of it, the last ones with padding."""
     numel = max(0, min(partition, prod(shape) - index * partition))
     return part_of_whole(shape, index * partition, numel, position) if numel else part_of_whole(shape, 0, 0, 0)
@@ -67,7 +67,7 @@ def masters_of(fqn: str, wrapper: Any) -> list[MasterPart]:
     return list(read(fqn, wrapper))
 
 
-def part_of_partitioned(fqn: str, parameter: Any, position: int) -> FlatPart:
+def part_of_partitioned(fqn: str, parameter: Any, position: int) -> FlatParamPart:
     """What of a parameter of ZeRO 3 is on this rank.
 
     Raises CheckpointSaveError (unsupported_value) where it is partitioned in another way.

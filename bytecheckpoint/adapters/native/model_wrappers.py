@@ -11,8 +11,8 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
-from bytecheckpoint.adapters.expectation import Contents, Expectation
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.deepspeed import is_engine
 from bytecheckpoint.adapters.frameworks.megatron import is_megatron_module
 from bytecheckpoint.adapters.native.module_parts import part_of, plain_name
@@ -93,17 +93,17 @@ class ReloadEntry:
         names = ((name, plain[plain_name(name)]) for name in self._inside.names)
         return {f"{self.fqn}.{name}": f"{self.fqn}.{new}" for name, new in names if new != name}
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         """Nothing: the modules are entries of their own."""
-        return Contents([], set())
+        return EntryContents([], set())
 
-    def expect(self, _stored: Stored) -> Expectation:
+    def expect(self, _stored: CheckpointView) -> Expectation:
         return Expectation([], set(), [])
 
-    def prepare(self, _stored: Stored, _refused: Collection[str]) -> None:
+    def prepare(self, _stored: CheckpointView, _refused: Collection[str]) -> None:
         """Makes nothing."""
 
-    def finish(self, _stored: Stored) -> None:
+    def finish(self, _stored: CheckpointView) -> None:
         items = {
             plain_name(name): item for stage in self._inside.stages for name, item in stage.module.state_dict().items()
         }

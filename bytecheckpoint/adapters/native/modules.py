@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
-from bytecheckpoint.adapters.expectation import Contents, Expectation, RankMissing, Scope, not_stored, rank_missing
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation, RankMissing, Scope, not_stored, rank_missing
 from bytecheckpoint.adapters.frameworks import deepspeed
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule, FlatOptimizer, HeldPart, NamedPart, merged
 from bytecheckpoint.adapters.materialize import materialise
@@ -117,7 +117,7 @@ class ModuleEntry:
         tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases, held.tensors)}
         return {alias[prefix:]: fqn[prefix:] for alias, fqn in tied.items()}
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         held = self._held()
         shards = LocalShards()
         shards.add_all(held.tensors.items())
@@ -130,9 +130,9 @@ class ModuleEntry:
         encoded |= {fqn: ("shared", encode_plain(value, fqn, on_tensor)) for fqn, value in held.facts.items()}
         names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
         names |= {*held.names(), *held.facts}
-        return Contents(shards.found, names, encoded, held.aliases, held.stages)
+        return EntryContents(shards.found, names, encoded, held.aliases, held.stages)
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         held = self._held()
         other_names = _other_names(held.aliases)
         own = {**held.facts, **held.tensors} if held.facts else {}
@@ -162,7 +162,7 @@ class ModuleEntry:
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
 
-    def _copies(self, other_names: Mapping[str, Sequence[str]], stored: Stored) -> list[LocalShard]:
+    def _copies(self, other_names: Mapping[str, Sequence[str]], stored: CheckpointView) -> list[LocalShard]:
         """What flat parameters are in lower precision."""
         shards: list[LocalShard] = []
         for part in self._parts:
@@ -171,7 +171,7 @@ class ModuleEntry:
                 shards += copy.part.shards(name, copy.memory)
         return shards
 
-    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
         held = self._read()
         other_names = _other_names(held.aliases)
 
@@ -187,7 +187,7 @@ class ModuleEntry:
         for part in self._parts:
             materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, is_filled)})
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         for part in self._parts:
             given: dict[str, Any] = {}
             own: dict[str, Any] = {}
@@ -288,6 +288,6 @@ def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
     return other_names
 
 
-def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: Stored) -> str:
+def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: CheckpointView) -> str:
     """The first of a tensor's names that the checkpoint has."""
     return next((name for name in (fqn, *other_names.get(fqn, ())) if name in stored.tensors), fqn)

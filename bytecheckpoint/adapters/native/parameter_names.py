@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatPart, NamedPart
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart, NamedPart
 from bytecheckpoint.adapters.frameworks.fsdp1 import is_flattened
 from bytecheckpoint.adapters.native.module_parts import plain_name
 from bytecheckpoint.adapters.plain.plain_data import join_fqn
@@ -55,7 +55,7 @@ class OptimizedParameter(NamedTuple):
     """A parameter of which an optimizer has a part, in flat memory."""
 
     names: ParameterNames
-    part: FlatPart
+    part: FlatParamPart
 
 
 class OptimizedParameters(NamedTuple):

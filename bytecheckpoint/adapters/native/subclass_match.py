@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, placeholder
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
 from bytecheckpoint.adapters.native.subclass_flatten import (
     around,
@@ -42,7 +42,7 @@ class Refusals(NamedTuple):
 
 def refusals(
     own: Mapping[str, Any],
-    stored: Stored,
+    stored: CheckpointView,
     aliases: Mapping[str, str] = MappingProxyType({}),
     other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Refusals:
@@ -78,7 +78,7 @@ def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[st
         refused |= more
 
 
-def _part_problem(fqn: str, own: Any, stored: Stored, other_names: Sequence[str]) -> Problem | None:
+def _part_problem(fqn: str, own: Any, stored: CheckpointView, other_names: Sequence[str]) -> Problem | None:
     """Why an inner tensor cannot be filled. It is never cast: the same number means something else as another type."""
     missing = stored.missing_at(fqn)
     if missing is not None:
@@ -111,7 +111,7 @@ def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | Non
     return None
 
 
-def _facts_problems(own: Mapping[str, Any], stored: Stored, tied: Mapping[str, str]) -> list[Problem]:
+def _facts_problems(own: Mapping[str, Any], stored: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
     """What is different, or missing, of facts by FQN; `tied` subclasses have those of any of their names."""
     names: dict[str, list[str]] = {}
     for fqn in own:
@@ -130,12 +130,12 @@ def _differs(own: Any, found: Any) -> bool:
     return difference(own, found) is not None
 
 
-def _problem(fqn: str, own: Any, stored: Stored) -> Problem:
+def _problem(fqn: str, own: Any, stored: CheckpointView) -> Problem:
     text = f"{outer_fqn(fqn)}: tensor subclasses that differ: {difference(own, stored.plain[fqn])}"
     return Problem("conflict", fqn, text)
 
 
-def unbuildable(values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]:
+def unbuildable(values: Mapping[str, Any], stored: CheckpointView) -> dict[str, Problem]:
     """Of subclasses that are about to be built of these leaves, by checkpoint FQN: which cannot be, by theirs."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
@@ -148,7 +148,7 @@ def unbuildable(values: Mapping[str, Any], stored: Stored) -> dict[str, Problem]
     return found
 
 
-def _on_meta(fqn: str, value: Any, stored: Stored) -> Any:
+def _on_meta(fqn: str, value: Any, stored: CheckpointView) -> Any:
     """What stands for a leaf where no memory is wanted yet."""
     if isinstance(value, TensorRef):
         tensor = stored.tensors.get(stored.rename(fqn))
@@ -156,7 +156,7 @@ def _on_meta(fqn: str, value: Any, stored: Stored) -> Any:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def partly_taken(values: Mapping[str, Any], stored: Stored) -> set[str]:
+def partly_taken(values: Mapping[str, Any], stored: CheckpointView) -> set[str]:
     """The outermost subclasses among leaves by checkpoint FQN of which include or exclude leave something out."""
     outer = {outer_fqn(fqn) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
     names = [fqn for fqn in values if not stored.takes(fqn)] if outer else []

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredGroup, StoredOptimizer
@@ -47,7 +47,7 @@ def by_first_parameter(
 
 
 def agreed(
-    parameters: Iterable[ParameterNames], found: StoredOptimizer, stored: Stored
+    parameters: Iterable[ParameterNames], found: StoredOptimizer, stored: CheckpointView
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The stored values for a group of these parameters, and those on which they do not agree."""
     by_parameter = map(found.group, parameters)

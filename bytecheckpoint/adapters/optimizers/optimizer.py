@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, is_at_or_below
-from bytecheckpoint.adapters.expectation import Contents, Expectation, Problem
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem
 from bytecheckpoint.adapters.frameworks.flat_optimizer_state import FlatState, differing_error
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.fsdp1 import shows_parameter
@@ -75,7 +75,7 @@ class OptimizerEntry:
         """Its own, by parameter."""
         return {self.fqn: OWN}
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         shards = LocalShards()
         self._one_values.clear()
         tensors: list[tuple[str, torch.Tensor]] = []
@@ -111,7 +111,7 @@ class OptimizerEntry:
             raise unsupported(fqn, "the name of two values", "rename a parameter or a key of its state")
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
         all_fqns.update(shard.fqn for shard in shards.found[num_whole:])
-        return Contents(shards.found, all_fqns, {self.fqn: ("shared", encoded)})
+        return EntryContents(shards.found, all_fqns, {self.fqn: ("shared", encoded)})
 
     def _facts(self) -> dict[str, Any]:
         """Those of all wrapped optimizers, which a list of them has once."""
@@ -124,7 +124,7 @@ class OptimizerEntry:
                 raise unsupported(fqn, what, "give each optimizer a name of its own in the state")
         return facts
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         padding: list[LocalShard] = []
         expectation = Expectation([], set(), [], padding=padding)
         found = self._find(stored)
@@ -161,7 +161,7 @@ class OptimizerEntry:
                 expectation.problems.extend(self._hyperparameters(parameters, found, stored)[1])
         return expectation
 
-    def prepare(self, stored: Stored, _refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
         self._is_prepared = True
         found = self._find(stored)
         if found is None:
@@ -172,7 +172,7 @@ class OptimizerEntry:
             for flat in self._flat_states(optimizer, found):
                 flat.prepare(found)
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         """Raises CheckpointMismatchError (conflict) at the end, where flat memory has one value for parameters that do
         not agree on it.
         """
@@ -219,7 +219,7 @@ class OptimizerEntry:
         for optimizer in self.optimizers:
             yield from (state for state in self._whole_states(optimizer, found) if state.fits)
 
-    def _find(self, stored: Stored) -> StoredOptimizer | None:
+    def _find(self, stored: CheckpointView) -> StoredOptimizer | None:
         if self._found is None:
             tree = stored.object_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
@@ -234,7 +234,7 @@ class OptimizerEntry:
         return id(memory) not in self._optimized.flat or shows_parameter(memory)
 
     def _hyperparameters(
-        self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, stored: Stored
+        self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, stored: CheckpointView
     ) -> tuple[dict[str, Any], list[Problem]]:
         return agreed(self._optimized.names(parameters), found, stored)
 

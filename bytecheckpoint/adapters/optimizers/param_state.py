@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, placeholder
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
 from bytecheckpoint.adapters.materialize import home_of
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames, check_state_key
@@ -157,7 +157,7 @@ class WholeState:
             else:
                 optimizer.state[parameter][key] = self._new(key, tensor, None)
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         """Puts in place what is no tensor, or made of several."""
         optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
         for key, (fqn, value) in self._found.plain(self._names).items():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
-from bytecheckpoint.adapters.checkpoint_view import Stored, StoredTensor, StoredTree
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import MODEL, ParameterNames
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts
@@ -47,7 +47,7 @@ class StoredOptimizer:
         self,
         fqn: str,
         found: StoredTree,
-        stored: Stored,
+        stored: CheckpointView,
         groups: Sequence[Sequence[ParameterNames]],
         *,
         has_order: bool,

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import Stored
-from bytecheckpoint.adapters.expectation import Contents, Expectation
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.native.parameter_names import NamesParameters
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
@@ -119,7 +119,7 @@ class OptimizerWrapperEntry:
         keys = frozenset({"step"}.union(*(kind.needed | kind.others for kind in kinds if kind is not None)))
         return {self.fqn: OWN._replace(keys=keys)}
 
-    def collect(self) -> Contents:
+    def collect(self) -> EntryContents:
         """Raises CheckpointSaveError (unsupported_value) where some of the state could not be saved."""
         for wrapper in self._wrappers:
             found = wrapper.look()
@@ -137,19 +137,19 @@ class OptimizerWrapperEntry:
             raise self._unnamed
         return self._by_parameter
 
-    def expect(self, stored: Stored) -> Expectation:
+    def expect(self, stored: CheckpointView) -> Expectation:
         return self._as_saved(stored).expect(stored)
 
-    def _as_saved(self, stored: Stored) -> OptimizerEntry | StatefulEntry:
+    def _as_saved(self, stored: CheckpointView) -> OptimizerEntry | StatefulEntry:
         """The way in which the checkpoint has it."""
         found = stored.entry_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict
 
-    def prepare(self, stored: Stored, refused: Collection[str]) -> None:
+    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
         self._as_saved(stored).prepare(stored, refused)
 
-    def finish(self, stored: Stored) -> None:
+    def finish(self, stored: CheckpointView) -> None:
         self._as_saved(stored).finish(stored)
 
 

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.file_reader import FileBytes, damaged, not_readable, too_much
+from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable, too_much
 from bytecheckpoint.formats.frameworks import megatron_dist
-from bytecheckpoint.formats.frameworks.dcp_metadata import Item, Metadata, StoredChunk, StoredTensor, read_metadata
+from bytecheckpoint.formats.frameworks.dcp_metadata import DcpTensor, Item, Metadata, StoredChunk, read_metadata
 from bytecheckpoint.formats.frameworks.megatron_dist_optimizer import unstacked, unstacked_shape
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
-from bytecheckpoint.formats.manifest_builder import Parts, plain_tree
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
 from bytecheckpoint.formats.plain_values import TensorRef
 from bytecheckpoint.formats.torch_save.file import ZIP_MAGIC, TorchArchive, chunks_of, unpickle
 from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find_value
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import shifted
 from bytecheckpoint.storage.paths import check_name, join_name
 from bytecheckpoint.storage.store import Store
@@ -31,9 +31,9 @@ _MAX_HEAD_BYTES = 4096
 _CHECKSUM_BYTES = 4
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
-    parts = Parts(join_name(str(store), folder))
+    parts = ManifestBuilder(join_name(str(store), folder))
     backend = megatron_dist.read_backend(store, folder, listing)
     has_metadata = METADATA_NAME in listing
     megatron_dist.refuse_other_backends(backend, parts.path, has_metadata=has_metadata)
@@ -44,14 +44,14 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
     return parts
 
 
-def read_state(store: Store, folder: str, inside: str, *, parts: Parts, below: str = "") -> dict[Any, Any]:
+def read_state(store: Store, folder: str, inside: str, *, parts: ManifestBuilder, below: str = "") -> dict[Any, Any]:
     """What is saved in the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for each of its
     tensors. These are added to the parts, their names below this one.
     """
     at = join_name(folder, inside)
     listing = store.list(at)
     num_bytes = listing[METADATA_NAME] or 0
-    file = FileBytes(store, join_name(at, METADATA_NAME), num_bytes)
+    file = FileReader(store, join_name(at, METADATA_NAME), num_bytes)
     if num_bytes > MAX_PICKLE_BYTES:
         raise too_much(file.path, f"it has {num_bytes} bytes, at most {MAX_PICKLE_BYTES} are read")
     metadata = read_metadata(file.read(0, num_bytes), file.path)
@@ -62,7 +62,7 @@ def read_state(store: Store, folder: str, inside: str, *, parts: Parts, below: s
     return reader.read_objects(metadata)
 
 
-def take_apart(parts: Parts, root: dict[Any, Any]) -> None:
+def take_apart(parts: ManifestBuilder, root: dict[Any, Any]) -> None:
     """Adds the plain data of a state that `read_state` gave."""
 
     def refuse(fqn: str, _view: StoredView) -> None:
@@ -89,14 +89,14 @@ def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
 class _Folder:
     """The data files, and what has been found in them."""
 
-    def __init__(self, store: Store, folder: str, inside: str, *, parts: Parts, below: str) -> None:
+    def __init__(self, store: Store, folder: str, inside: str, *, parts: ManifestBuilder, below: str) -> None:
         self._store = store
         self._folder = folder
         self._inside = inside
         self._below = below
         self._listings: dict[str, Mapping[str, int | None]] = {}
         self._numbers: dict[str, int] = {}
-        self._files: dict[int, FileBytes] = {}
+        self._files: dict[int, FileReader] = {}
         self._views: dict[bytes, Any] = {}
         """What pickles say: those of equal parts are equal."""
         self._heads: dict[int, _Head] = {}
@@ -113,7 +113,7 @@ class _Folder:
                 what = f"it has {num_bytes} bytes, and {METADATA_NAME} has something at byte {item.byte_offset} of it"
                 raise damaged(self._file(item).path, what, kind="truncated")
 
-    def _file(self, item: Item) -> FileBytes:
+    def _file(self, item: Item) -> FileReader:
         return self._files[self._numbers[item.file]]
 
     def _open(self, name: str) -> None:
@@ -131,9 +131,9 @@ class _Folder:
                 path=path,
             )
         number = self._numbers[name] = self.parts.add_file(full_name, num_bytes)
-        self._files[number] = FileBytes(self._store, join_name(self._folder, full_name), num_bytes)
+        self._files[number] = FileReader(self._store, join_name(self._folder, full_name), num_bytes)
 
-    def add_tensor(self, fqn: str, tensor: StoredTensor, shape: tuple[int, ...] | None) -> None:
+    def add_tensor(self, fqn: str, tensor: DcpTensor, shape: tuple[int, ...] | None) -> None:
         """`shape` is the true one of a tensor that Megatron has cut to pieces and stacked."""
         dtype = tensor.dtype
         chunks = [found for chunk in tensor.chunks for found in self._chunks(fqn, dtype, tensor.shape, chunk)]
@@ -144,7 +144,7 @@ class _Folder:
         stored_shape = tensor.shape if shape is None else shape
         self.parts.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
 
-    def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: StoredTensor) -> None:
+    def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: DcpTensor) -> None:
         """Before they are made, where that is known."""
         if num_chunks > max(strided_views.MAX_CHUNKS, len(tensor.chunks)):
             what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"

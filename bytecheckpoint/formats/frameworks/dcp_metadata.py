@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.plain_values import MAX_DEPTH, MAX_DIMS, DtypeName, Size
+from bytecheckpoint.formats.plain_values import MAX_DEPTH, MAX_DIMS, DtypeName, SizeValue
 from bytecheckpoint.formats.torch_save.file import unpickle
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, find_value, instances
@@ -71,7 +71,7 @@ class StoredChunk(NamedTuple):
     item: Item
 
 
-class StoredTensor(NamedTuple):
+class DcpTensor(NamedTuple):
     """A tensor."""
 
     dtype: str
@@ -82,7 +82,7 @@ class StoredTensor(NamedTuple):
 class Metadata(NamedTuple):
     """What the file says."""
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, DcpTensor]
     objects: dict[str, Item]
     paths: Mapping[str, tuple[str | int, ...]]
     """Of names that were made by joining the keys of nested containers: those keys."""
@@ -110,7 +110,7 @@ def _parse(found: Any, path: str) -> Metadata:
     fields = dict(_fields(found, "Metadata", "MCoreMetadata"))
     tensors_of = {_place(index): content for index, content in (fields.pop("all_tensor_metadata", None) or {}).items()}
     items = _items(fields.pop("storage_data", None), tensors_of, path)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, DcpTensor] = {}
     objects: dict[str, Item] = {}
     for fqn, description in fields.pop("state_dict_metadata").items():
         if type(fqn) is not str:
@@ -121,7 +121,7 @@ def _parse(found: Any, path: str) -> Metadata:
         of_tensor = _fields(description, "TensorStorageMetadata")
         shape = _lengths(of_tensor["size"])
         chunks = [StoredChunk(*place, _taken(items, fqn, place[0])) for place in _chunks(of_tensor["chunks"])]
-        tensors[fqn] = StoredTensor(_dtype(of_tensor["properties"]), shape, chunks)
+        tensors[fqn] = DcpTensor(_dtype(of_tensor["properties"]), shape, chunks)
     return Metadata(tensors, objects, dict(_paths(fields.pop("planner_data", None))), fields)
 
 
@@ -194,7 +194,7 @@ def _dtype(properties: Any) -> str:
 
 
 def _lengths(value: Any) -> tuple[int, ...]:
-    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    lengths = value.lengths if isinstance(value, SizeValue) else tuple(value)
     if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
         raise PickleError("it has a shape that is none")
     return lengths

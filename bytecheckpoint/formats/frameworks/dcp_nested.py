@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.frameworks.dcp_folder import METADATA_NAME, read_state, take_apart
-from bytecheckpoint.formats.manifest_builder import Parts, two_of
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, two_of
 from bytecheckpoint.formats.torch_save.files import missing_file, open_saved
 from bytecheckpoint.formats.torch_save.unpickler_globals import find_value
 from bytecheckpoint.storage.paths import join_name
@@ -50,11 +50,11 @@ def _present(kind: _Kind, listing: Mapping[str, int | None]) -> list[str]:
     return [name for name in kind.members if name in listing and listing[name] is None]
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = Parts(join_name(str(store), folder))
+    parts = ManifestBuilder(join_name(str(store), folder))
     step = _STEP.search(parts.path)
     parts.step = int(step[1]) if step else None
     kind = _kind_of(listing) or _OSS
@@ -108,7 +108,7 @@ def _model_folder(kind: _Kind) -> str:
     return next(iter(kind.members))
 
 
-def _extra_state(store: Store, folder: str, inside: str, parts: Parts) -> dict[str, Any]:
+def _extra_state(store: Store, folder: str, inside: str, parts: ManifestBuilder) -> dict[str, Any]:
     """What each rank has saved of its own."""
     found = {}
     for file, num_bytes in store.list(join_name(folder, inside)).items():

@@ -17,7 +17,7 @@ from bytecheckpoint.formats.file_reader import damaged, not_readable
 from bytecheckpoint.formats.flat_ranges import chunks_of_runs, divided_runs
 from bytecheckpoint.formats.frameworks.deepspeed_universal import UNIVERSAL_FOLDER, read_universal
 from bytecheckpoint.formats.frameworks.deepspeed_zero import Result, ZeroState, lengths_of, read_zero_state
-from bytecheckpoint.formats.manifest_builder import Parts, holds_tensor, is_extra_state, plain_tree
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, holds_tensor, is_extra_state, plain_tree
 from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
 from bytecheckpoint.formats.torch_save.unpickler_globals import Call, StoredView, find_value, instances
 from bytecheckpoint.storage.paths import join_name
@@ -57,9 +57,9 @@ def is_folder(names: set[str]) -> bool:
     return any(_MODEL.match(name) or _OPTIMIZER.match(name) for name in names)
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
-    parts = Parts(join_name(str(store), folder))
+    parts = ManifestBuilder(join_name(str(store), folder))
     names = {name for name, num_bytes in listing.items() if num_bytes is not None}
     models = _by_rank(names, _MODEL, parts.path)
     optimizers = _by_rank(names, _OPTIMIZER, parts.path)
@@ -106,7 +106,7 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
 class _Reader:
     """The files of a folder, and what lies in model states."""
 
-    def __init__(self, store: Store, folder: str, listing: Mapping[str, int | None], parts: Parts) -> None:
+    def __init__(self, store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> None:
         self._store = store
         self._folder = folder
         self._listing = listing

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.file_reader import damaged
-from bytecheckpoint.formats.flat_ranges import Run
+from bytecheckpoint.formats.flat_ranges import FlatRun
 from bytecheckpoint.formats.frameworks.deepspeed_zero import Result, ZeroState, lengths_of
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.storage.paths import join_name
@@ -56,7 +56,7 @@ def _add(saved: Saved, file: str, name: str, shape: tuple[int, ...] | None, resu
     buffer, dtype = saved.buffer(view, fqn)
     if len(view.shape) != 1:
         raise damaged(saved.path, f"{name!r:.200} has the shape {list(view.shape)}, and {list(shape)} elsewhere")
-    result.add(fqn, dtype, shape, [Run(0, prod(shape), buffer.file, buffer.byte_offset)] if itemsize(dtype) else [])
+    result.add(fqn, dtype, shape, [FlatRun(0, prod(shape), buffer.file, buffer.byte_offset)] if itemsize(dtype) else [])
 
 
 def _add_groups(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.file_reader import damaged, not_readable
 from bytecheckpoint.formats.flat_ranges import (
-    Buffer,
-    Run,
+    FlatBuffer,
+    FlatRun,
     chunks_of_runs,
     divided_runs,
     divided_share,
@@ -21,11 +21,11 @@ from bytecheckpoint.formats.flat_ranges import (
     shared_runs,
 )
 from bytecheckpoint.formats.manifest_builder import holds_tensor
-from bytecheckpoint.formats.plain_values import MAX_DIMS, Size
+from bytecheckpoint.formats.plain_values import MAX_DIMS, SizeValue
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
 
 if TYPE_CHECKING:
-    from bytecheckpoint.formats.manifest_builder import Parts
+    from bytecheckpoint.formats.manifest_builder import ManifestBuilder
     from bytecheckpoint.formats.torch_save.files import Saved
 
 _READ = frozenset(
@@ -84,7 +84,7 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def lengths_of(value: Any) -> tuple[int, ...]:
     """A shape as a pickle has it."""
-    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    lengths = value.lengths if isinstance(value, SizeValue) else tuple(value)
     if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
         raise ValueError(f"{lengths!r:.80} is no shape")
     return lengths
@@ -93,11 +93,11 @@ def lengths_of(value: Any) -> tuple[int, ...]:
 class Result:
     """What is put together: tensors of the manifest, and the optimizer's tree."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ManifestBuilder) -> None:
         self._parts = parts
         self.tree: dict[str, Any] = {"state": {}, "groups": {}}
 
-    def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Sequence[Run]) -> None:
+    def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Sequence[FlatRun]) -> None:
         chunks = chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
         self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
 
@@ -133,7 +133,7 @@ class _Given(NamedTuple):
     shapes: Sequence[dict[str, tuple[int, ...]]]
     """Of the parameters in each group, in their order."""
 
-    def buffers(self, views: Sequence[Any], what: str) -> tuple[list[Buffer], str]:
+    def buffers(self, views: Sequence[Any], what: str) -> tuple[list[FlatBuffer], str]:
         """Flat tensors, one of each rank, and their dtype."""
         found = [saved.buffer(view, what) for saved, view in zip(self.saved, views, strict=True)]
         return [buffer for buffer, _ in found], found[0][1]

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from bytecheckpoint.formats.file_reader import FileBytes, damaged, not_readable
+from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
-from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save.files import missing_file, open_saved
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -28,7 +28,7 @@ def read_backend(store: Store, folder: str, listing: Mapping[str, int | None]) -
     num_bytes = listing.get(MARKER_NAME)
     if not num_bytes or num_bytes > _MAX_MARKER_BYTES:
         return None
-    content = FileBytes(store, join_name(folder, MARKER_NAME), num_bytes).read(0, num_bytes)
+    content = FileReader(store, join_name(folder, MARKER_NAME), num_bytes).read(0, num_bytes)
     try:
         marker = json.loads(content)
     except (ValueError, RecursionError):
@@ -49,7 +49,7 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
 
 
 def with_common_state(
-    root: dict[Any, Any], store: Store, folder: str, listing: Mapping[str, int | None], parts: Parts
+    root: dict[Any, Any], store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder
 ) -> dict[Any, Any]:
     """The state with Megatron's objects as Megatron knows them: each of them is saved as a list of one, and the common
     state, which has a place of its own, is spread out.

@@ -11,8 +11,8 @@ from math import prod
 from typing import Any
 
 from bytecheckpoint.formats.file_reader import damaged
-from bytecheckpoint.formats.plain_values import Size
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.formats.plain_values import SizeValue
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, split_flat_range
 
 _MCORE, _SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
@@ -30,7 +30,7 @@ def unstacked_shape(
     found = facts.get(_SHAPE) if isinstance(facts, dict) else None
     if found is None:
         return None
-    shape = found.lengths if isinstance(found, Size) else found
+    shape = found.lengths if isinstance(found, SizeValue) else found
     is_shape = isinstance(shape, tuple | list) and all(type(length) is int and length >= 0 for length in shape)
     if not is_shape or len(stored) != len(shape) + 1 or 0 in stored or any(map(int.__mod__, shape, stored)):
         raise damaged(path, f"{fqn!r:.200} is said to be of shape {shape!r:.80}, and is stored as {list(stored)}")

@@ -16,7 +16,7 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.frameworks.megatron_legacy_model import MODEL_KEY, Model, Rank, RankFile
-from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.plain_values import TensorRef
 from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
 from bytecheckpoint.storage.paths import join_name
@@ -46,11 +46,11 @@ def is_folder(listing: Mapping[str, int | None]) -> bool:
     return any(num_bytes is None and _RANK_FOLDER.match(name) for name, num_bytes in listing.items())
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = Parts(join_name(str(store), folder))
+    parts = ManifestBuilder(join_name(str(store), folder))
     names = sorted(name for name, num_bytes in listing.items() if num_bytes is None and _RANK_FOLDER.match(name))
     opened = [_open(store, folder, name, parts) for name in names]
     first = opened[0][1]
@@ -59,7 +59,7 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
     return parts
 
 
-def _open(store: Store, folder: str, name: str, parts: Parts) -> tuple[str, Saved, str]:
+def _open(store: Store, folder: str, name: str, parts: ManifestBuilder) -> tuple[str, Saved, str]:
     """The file of a rank, and the name of a file with optimizer state beside it."""
     inside = store.list(join_name(folder, name))
     file = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
@@ -73,7 +73,7 @@ def _open(store: Store, folder: str, name: str, parts: Parts) -> tuple[str, Save
     return name, saved, join_name(name, other) if other else ""
 
 
-def _arrange(opened: list[tuple[str, Saved, str]], parts: Parts) -> dict[Rank, RankFile]:
+def _arrange(opened: list[tuple[str, Saved, str]], parts: ManifestBuilder) -> dict[Rank, RankFile]:
     """The files by rank, all of them there and of one save. Names where optimizer state is, if there is any."""
     settings = RankFile(Rank(0, 0, 0), *opened[0][:2]).settings
     has_stages = _size(settings, "pipeline_model_parallel_size") > 1
@@ -138,7 +138,7 @@ def _refuse_mixed(files: Mapping[Rank, RankFile]) -> None:
                 raise damaged(file.saved.path, f"it is of another save: {what}")
 
 
-def _read(files: Mapping[Rank, RankFile], parts: Parts) -> None:
+def _read(files: Mapping[Rank, RankFile], parts: ManifestBuilder) -> None:
     first = files[Rank(0, 0, 0)]
     steps = first.value.get("iteration")
     parts.step = steps if type(steps) is int and steps >= 0 else None

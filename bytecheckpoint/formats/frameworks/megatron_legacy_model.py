@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
 from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import Part, is_same_on_all, whole_of
-from bytecheckpoint.formats.manifest_builder import MAX_VALUES, Parts, is_extra_state, join_fqn, two_of
+from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, is_extra_state, join_fqn, two_of
 from bytecheckpoint.formats.plain_values import MAX_DEPTH, encode_value
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
 from bytecheckpoint.formats.torch_save.files import Saved
@@ -65,7 +65,7 @@ _Stage = dict[str, list[tuple[RankFile, Any]]]
 class Model:
     """The parts of the model in all files."""
 
-    def __init__(self, files: Mapping[Rank, RankFile], parts: Parts) -> None:
+    def __init__(self, files: Mapping[Rank, RankFile], parts: ManifestBuilder) -> None:
         self._files = files
         self._parts = parts
         self._num_layers: dict[str, int] = {}
@@ -130,7 +130,10 @@ class Model:
             if self._comparer.same((here, one[1]), (there, other[1]), name) is not False:
                 return
         elif not isinstance(one[1], StoredView) and not isinstance(other[1], StoredView):
-            plain = (saved.plain(Parts(saved.path), each, name) for saved, (_, each) in ((here, one), (there, other)))
+            plain = (
+                saved.plain(ManifestBuilder(saved.path), each, name)
+                for saved, (_, each) in ((here, one), (there, other))
+            )
             if len({encode_value(each, path=here.path) for each in plain}) == 1:
                 return
         raise CheckpointMismatchError(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bytecheckpoint.formats.file_reader import damaged, not_readable
 from bytecheckpoint.formats.torch_save.files import Saved
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import shifted
 
 _ROWS, _COLUMNS, _GATED, _SAME = "rows", "columns", "gated", "same"

@@ -13,7 +13,7 @@ from typing import Any
 
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import damaged
-from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.safetensors_files import read_files, read_index
 from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved
 from bytecheckpoint.formats.torch_save.unpickler_globals import find_value
@@ -27,13 +27,13 @@ _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"(?:\A|/)checkpoint-(\d{1,18})\Z")
 
 
-def read_torch_model(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+def read_torch_model(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """The model of a folder with files of torch.save: one, or those of an index.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = Parts(join_name(str(store), folder))
+    parts = ManifestBuilder(join_name(str(store), folder))
     if listing.get(TORCH_SOLE) is not None:
         saved = _open(store, folder, TORCH_SOLE, listing, parts)
         _add(parts, saved, saved.value)
@@ -51,7 +51,7 @@ def read_torch_model(store: Store, folder: str, listing: Mapping[str, int | None
     return parts
 
 
-def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], parts: Parts) -> None:
+def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> None:
     """Adds what lies beside the model of a folder, which was read.
 
     Raises CheckpointMismatchError (conflict), CheckpointCorruptError or UnsafeCheckpointError.
@@ -72,7 +72,7 @@ def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], par
 
 
 def _add_state(
-    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: Parts
+    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: ManifestBuilder
 ) -> None:
     """One that is refused is left out: the model can be loaded all the same."""
     try:
@@ -89,7 +89,7 @@ def _add_state(
 
 
 def _add_model(
-    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: Parts
+    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: ManifestBuilder
 ) -> None:
     if name.endswith(".bin"):
         saved = _open(store, folder, name, listing, parts)
@@ -98,11 +98,11 @@ def _add_model(
         parts.take_in(read_files(store, folder, [name]), entry)
 
 
-def _open(store: Store, folder: str, name: str, listing: Mapping[str, int | None], parts: Parts) -> Saved:
+def _open(store: Store, folder: str, name: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> Saved:
     return open_saved(store, folder, name, listing[name] or 0, parts=parts, find_global=find_value)
 
 
-def _add(parts: Parts, saved: Saved, value: Any) -> None:
+def _add(parts: ManifestBuilder, saved: Saved, value: Any) -> None:
     known: dict[str, str] = {}
 
     def add(fqn: str, view: Any) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
-from bytecheckpoint.formats.file_reader import FileBytes, not_readable, too_much
+from bytecheckpoint.formats.file_reader import FileReader, not_readable, too_much
 
 MAX_DIRECTORY_BYTES = 1 << 28
 
@@ -44,7 +44,7 @@ class _Directory(NamedTuple):
     byte_offset: int
 
 
-def directory_offset(file: FileBytes) -> int | None:
+def directory_offset(file: FileReader) -> int | None:
     """The byte of a file at which the directory of the archive begins that is all of it; None where it is no archive
     that torch.save writes.
     """
@@ -60,7 +60,7 @@ class ZipArchive:
     (limits_exceeded, path_escape).
     """
 
-    def __init__(self, file: FileBytes, start: int, end: int) -> None:
+    def __init__(self, file: FileReader, start: int, end: int) -> None:
         self.file = file
         self._start = start
         self._end = end

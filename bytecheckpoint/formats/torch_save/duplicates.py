@@ -11,7 +11,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
 from bytecheckpoint.formats.torch_save.files import Saved
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 
 _MAX_TENSOR_BYTES = 1 << 24
 _MAX_ALL_BYTES = 1 << 30

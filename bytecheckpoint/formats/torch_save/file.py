@@ -9,8 +9,8 @@ from typing import Any
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointError, UnsafeCheckpointError
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.file_reader import FileBytes, damaged, not_readable
-from bytecheckpoint.formats.manifest_builder import Parts
+from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save.archive import ZipArchive
 from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES, FindGlobal, PickleError, read_pickle
 from bytecheckpoint.formats.torch_save.unpickler_globals import StorageRef, StoredView, find_storage, find_value
@@ -26,7 +26,7 @@ _SMALL = 1024
 class TorchArchive:
     """One archive of torch.save, which is bytes `start` to `end` of a file."""
 
-    def __init__(self, file: FileBytes, start: int, end: int) -> None:
+    def __init__(self, file: FileReader, start: int, end: int) -> None:
         self._file = file
         self._zip = ZipArchive(file, start, end)
         self._folder = self._find_folder()
@@ -95,7 +95,7 @@ def with_path(error: CheckpointError, path: str) -> CheckpointError:
     return type(error)(f"{path}: {error.message}", kind=error.kind, path=path)
 
 
-def read_archive(archive: TorchArchive, parts: Parts, file: int) -> None:
+def read_archive(archive: TorchArchive, parts: ManifestBuilder, file: int) -> None:
     """Adds what lies in an archive of the file of this number."""
     value = unpickle(archive.pickle, parts.path, find_value)
     parts.take_apart(value, on_tensor=_Tensors(archive, parts, file).add)
@@ -104,7 +104,7 @@ def read_archive(archive: TorchArchive, parts: Parts, file: int) -> None:
 class _Tensors:
     """The tensors of one archive, the same one under several names among them."""
 
-    def __init__(self, archive: TorchArchive, parts: Parts, file: int) -> None:
+    def __init__(self, archive: TorchArchive, parts: ManifestBuilder, file: int) -> None:
         self._archive = archive
         self._parts = parts
         self._file = file

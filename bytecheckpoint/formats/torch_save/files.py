@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.formats.file_reader import FileBytes, damaged
-from bytecheckpoint.formats.flat_ranges import Buffer
-from bytecheckpoint.formats.manifest_builder import Parts, plain_tree
+from bytecheckpoint.formats.file_reader import FileReader, damaged
+from bytecheckpoint.formats.flat_ranges import FlatBuffer
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
 from bytecheckpoint.formats.torch_save.file import LEGACY_MAGIC, TorchArchive, chunks_of, refuse_legacy, unpickle
 from bytecheckpoint.formats.torch_save.unpickler import FindGlobal
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -31,7 +31,7 @@ class Saved(NamedTuple):
     name: str
     """Below the folder of the checkpoint."""
 
-    def buffer(self, view: Any, what: str) -> tuple[Buffer, str]:
+    def buffer(self, view: Any, what: str) -> tuple[FlatBuffer, str]:
         """A flat tensor of it, and its dtype. Raises CheckpointCorruptError (bad_manifest) where it is none."""
         if not isinstance(view, StoredView) or len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
             raise damaged(self.path, f"{what} is no flat tensor")
@@ -39,14 +39,14 @@ class Saved(NamedTuple):
         item_bytes = itemsize(view.dtype)
         if (view.item_offset + view.shape[0]) * item_bytes > num_bytes:
             raise damaged(self.path, f"{what} reaches out of its storage")
-        return Buffer(self.file, start + view.item_offset * item_bytes, view.shape[0]), view.dtype
+        return FlatBuffer(self.file, start + view.item_offset * item_bytes, view.shape[0]), view.dtype
 
     def chunks(self, view: StoredView, fqn: str) -> list[Chunk]:
         """Of a whole tensor in it."""
         start, num_bytes = self.archive.storage(view.storage)
         return chunks_of(view, fqn, file=self.file, byte_offset=start, byte_length=num_bytes, path=self.path)
 
-    def plain(self, parts: Parts, value: Any, fqn: str) -> Any:
+    def plain(self, parts: ManifestBuilder, value: Any, fqn: str) -> Any:
         """Plain data of it, with the name of each tensor in its place; these are added to the parts."""
 
         def add(name: str, view: StoredView) -> None:
@@ -55,9 +55,11 @@ class Saved(NamedTuple):
         return plain_tree(value, fqn, path=self.path, on_tensor=add)
 
 
-def open_saved(store: Store, folder: str, name: str, num_bytes: int, *, parts: Parts, find_global: FindGlobal) -> Saved:
+def open_saved(
+    store: Store, folder: str, name: str, num_bytes: int, *, parts: ManifestBuilder, find_global: FindGlobal
+) -> Saved:
     """A file at or below the folder of a checkpoint. Raises CheckpointCorruptError or UnsafeCheckpointError."""
-    file = FileBytes(store, join_name(folder, name), num_bytes)
+    file = FileReader(store, join_name(folder, name), num_bytes)
     if file.read(0, min(num_bytes, len(LEGACY_MAGIC))) == LEGACY_MAGIC:
         refuse_legacy(file.path)
     archive = TorchArchive(file, 0, num_bytes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
-from bytecheckpoint.formats.manifest_builder import MAX_VALUES, Parts, join_fqn, two_of
+from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, join_fqn, two_of
 from bytecheckpoint.formats.plain_values import MAX_DEPTH, TensorRef, encode_value
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
 from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
@@ -22,7 +22,7 @@ from bytecheckpoint.formats.torch_save.sharded_tensors import (
     refuse_others,
 )
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
-from bytecheckpoint.manifest.encoding import Chunk
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, shifted
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -47,9 +47,9 @@ def is_folder(names: set[str]) -> bool:
     return any(map(_NAME.match, names))
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Parts:
+def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
-    parts = Parts(join_name(str(store), folder))
+    parts = ManifestBuilder(join_name(str(store), folder))
     root: dict[Any, Any] = {}
     is_any_sharded = False
     groups = _groups({name for name, num_bytes in listing.items() if num_bytes is not None}, parts.path)
@@ -105,7 +105,7 @@ def _two_of_rank(path: str, names: list[str]) -> CheckpointMismatchError:
     )
 
 
-def _read_group(opened: list[Saved], below: str, parts: Parts) -> tuple[dict[Any, Any], bool]:
+def _read_group(opened: list[Saved], below: str, parts: ManifestBuilder) -> tuple[dict[Any, Any], bool]:
     """What the files hold, each tensor of which was added to the parts; and whether any of them is sharded."""
     reader = ShardedReader(parts.path)
     leaves = [_leaves(saved, below, reader) for saved in opened]
@@ -156,7 +156,7 @@ def _leaves(saved: Saved, below: str, reader: ShardedReader) -> dict[str, Any]:
 
 
 def _add_sharded(
-    fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], parts: Parts, *, comparer: Comparer
+    fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], parts: ManifestBuilder, *, comparer: Comparer
 ) -> None:
     first: Sharded = leaves[0][fqn]
     chunks: dict[Region, list[Chunk]] = {}
@@ -203,7 +203,7 @@ def _add_differences(
     saved: Saved,
     found: Mapping[str, Any],
     first: tuple[Saved, Mapping[str, Any]],
-    parts: Parts,
+    parts: ManifestBuilder,
     *,
     comparer: Comparer,
 ) -> None:
@@ -226,7 +226,8 @@ def _same(one: tuple[Saved, Any], other: tuple[Saved, Any], fqn: str, comparer: 
     if isinstance(one[1], StoredView | Sharded) or isinstance(other[1], StoredView | Sharded):
         return False
     here, there = (
-        encode_value(saved.plain(Parts(saved.path), leaf, fqn), path=saved.path) for saved, leaf in (one, other)
+        encode_value(saved.plain(ManifestBuilder(saved.path), leaf, fqn), path=saved.path)
+        for saved, leaf in (one, other)
     )
     return here == there
 

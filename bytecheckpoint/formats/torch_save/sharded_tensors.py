@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import too_much
-from bytecheckpoint.formats.plain_values import INT64, MAX_DIMS, Size
+from bytecheckpoint.formats.plain_values import INT64, MAX_DIMS, SizeValue
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
 from bytecheckpoint.formats.torch_save.unpickler_globals import Call, Instance, StoredView, find_value, refused
 from bytecheckpoint.region import Region, whole
@@ -183,7 +183,7 @@ def _name(value: Any) -> str:
 
 
 def _lengths(value: Any) -> tuple[int, ...]:
-    lengths = value.lengths if isinstance(value, Size) else tuple(value)
+    lengths = value.lengths if isinstance(value, SizeValue) else tuple(value)
     if len(lengths) > MAX_DIMS or not all(
         type(length) is int and length in INT64 and length >= 0 for length in lengths
     ):

@@ -15,7 +15,7 @@ import numpy as np
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import UnsafeCheckpointError
-from bytecheckpoint.formats.plain_values import MAX_DIMS, DtypeName, Size
+from bytecheckpoint.formats.plain_values import MAX_DIMS, DtypeName, SizeValue
 from bytecheckpoint.formats.torch_save.unpickler import PickleError, check_key, check_keys
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
@@ -170,7 +170,7 @@ def _whole(value: Any) -> int:
 
 
 def _wholes(values: Any) -> tuple[int, ...]:
-    lengths = values.lengths if isinstance(values, Size) else values
+    lengths = values.lengths if isinstance(values, SizeValue) else values
     if type(lengths) not in {tuple, list}:
         raise PickleError(f"it has a {type(values).__name__} where a shape stands")
     return tuple(map(_whole, lengths))
@@ -224,8 +224,8 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
     return function.make(*args)
 
 
-def _size(lengths: Any = ()) -> Size:
-    return Size(_wholes(lengths))
+def _size(lengths: Any = ()) -> SizeValue:
+    return SizeValue(_wholes(lengths))
 
 
 def _to_bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
