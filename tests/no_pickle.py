@@ -21,9 +21,7 @@ OTHERS = (
     *(f"/site-packages/{name}/" for name in ("deepspeed", "megatron", "transformer_engine")),
 )
 """Whose own business it is, also where the library called them: a test's object, a framework's module."""
-WRITERS = frozenset(
-    str(ROOT / "bytecheckpoint" / "conversion" / name) for name in ("torch_pickles.py", "dcp_target.py")
-)
+WRITERS = frozenset(str(ROOT / "bytecheckpoint" / "conversion" / name) for name in ("torch_save.py", "dcp.py"))
 """What of the library writes files of torch."""
 WRITING = {"pickle.dump", "pickle.dumps", "pickle.Pickler", "torch.save"}
 FUNCTIONS = ("load", "loads", "dump", "dumps")

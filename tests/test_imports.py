@@ -121,9 +121,13 @@ print(before == after)
 
 def test_every_folder_of_the_package_is_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "bytecheckpoint").rglob("__init__.py")]
-    assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders} | {"bytecheckpoint.tools"}
-    assert {path.parent.relative_to(ROOT) for path in (ROOT / "bytecheckpoint").rglob("*.py")} == set(folders)
+    trees = (ROOT / "bytecheckpoint", ROOT / "tools")
+    folders = {path.parent.relative_to(ROOT) for tree in trees for path in tree.rglob("__init__.py")}
+    assert {path.parent.relative_to(ROOT) for tree in trees for path in tree.rglob("*.py")} == folders
+    names = {".".join(folder.parts) for folder in folders}
+    assert set(settings["packages"]) == {
+        f"bytecheckpoint.{name}" if name.startswith("tools") else name for name in names
+    }
 
 
 def test_every_name_map_is_in_the_wheel() -> None:

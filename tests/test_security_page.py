@@ -15,22 +15,22 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| ([0-9,]+) \| `([A-Za-z_.0-9]+)` \|$", PAGE, re.MULTILINE)
 IN_NO_TABLE = {
-    "storage.foreign.file_bytes._MAX_BLOCKS",  # a cache
+    "formats.file_reader._MAX_BLOCKS",  # a cache
     "storage.layout._MAX_NAMED",  # names in a message
     "storage.layout._MAX_FAILURES",  # of the library's own requests
-    "storage.foreign.distcp_folder._MAX_HEAD_BYTES",  # a cache
+    "formats.frameworks.dcp_folder._MAX_HEAD_BYTES",  # a cache
 }
 """Limits that bound nothing of a checkpoint."""
+PACKAGE = ROOT / "bytecheckpoint"
 READERS = (
-    "adapters.plain_data",
-    "chunk_check",
-    "frames",
-    "manifest",
-    "manifest_check",
-    "manifest_envelope",
-    "storage.data_file",
+    "adapters.plain.plain_data",
+    "storage.safetensors_header",
     "storage.layout",
-    *(f"storage.foreign.{path.stem}" for path in (ROOT / "bytecheckpoint/storage/foreign").glob("[a-z]*.py")),
+    *(
+        path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+        for part in ("manifest", "formats")
+        for path in sorted((PACKAGE / part).rglob("[a-z]*.py"))
+    ),
 )
 
 

@@ -2,7 +2,7 @@
 much room there is.
 """
 
-# ruff: noqa: PTH108, PTH118, PTH123 - the calls of `os` by name, as in local_files.py
+# ruff: noqa: PTH108, PTH118, PTH123 - the calls of `os` by name, as in posix_files.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What must hold in a manifest before anything is done with it, whoever wrote it: every number is in its range, every
-name inside the checkpoint's folder. It looks at the manifest alone: chunks are checked in chunk_check.py, whether the
-files exist is the reader's question, whether chunks tile a tensor exactly the planner's.
+"""Checks of a decoded manifest, whoever wrote it: every number is in its range, every name inside the checkpoint's
+folder. It looks at the manifest alone: chunk_validation.py checks chunks, the reader whether files exist, the planner
+whether chunks tile a tensor exactly.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Name maps at work: found by name or path, given what a checkpoint says of itself, and applied to its manifest. What a
-map means is decided in planner/name_map_plan.py.
+map means is decided in apply.py.
 """
 
 from __future__ import annotations

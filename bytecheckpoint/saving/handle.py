@@ -1,5 +1,5 @@
 """A save as its caller sees it: how far it is, what came of it, and that a failure is not lost. Which saves there are,
-and which thread finishes them, is in handle.py.
+and which thread finishes them, is in in_flight.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The saves that are under way: whose turn it is, the background threads that finish them, and what happens to them
-when the interpreter ends. What a caller sees of one is in save_handle.py; nothing here knows what a save does.
+when the interpreter ends. What a caller sees of one is in handle.py; nothing here knows what a save does.
 
 The rest of a save beside training: who stages, who writes, and when the call may return.
 """

@@ -1,5 +1,5 @@
 """The disk of the host that a save goes through before its data is at the path: one rank's files on it, and which of
-them there was no room for. It writes and uploads files; when, and what the ranks tell one another, is in uploading.py.
+them there was no room for. It writes and uploads files; when, and what the ranks tell one another, is in upload.py.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class _Report(msgspec.Struct, frozen=True, array_like=True):
     starts: list[int]
     """Of each file: the byte from which the offsets in `places` count."""
     places: bytes
-    """Of its chunks; see places.py. Empty where the coordinator knows all that."""
+    """Of its chunks; see chunk_locations.py. Empty where the coordinator knows all that."""
     varies: bool
     """Another save with the same plan may write them at other places: their lengths depend on their values."""
 

@@ -1,7 +1,7 @@
 """The second half of a save that goes through a local stage: data made durable on the disks of the hosts, which gives
 the staging memory back, then uploaded to the path, and the manifest created last as in every save.
 
-From the moment on at which every rank's data is durable, a save that fails or dies leaves it there, for recovering.py.
+From the moment on at which every rank's data is durable, a save that fails or dies leaves it there, for recover.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The second half of a save: data written by every rank, reports gathered, the manifest created. It runs on the
 caller's thread or in the background, and uses the ranks' messages only, never their collectives. A save that goes
-through a local stage does the same in other steps, which are in uploading.py.
+through a local stage does the same in other steps, which are in upload.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Data files whose chunks are compressed before they are written: frames made of a snapshot's bytes by several threads,
-then the header, which says how long they are. What is compressed is decided in the plan, how in storage/codecs.py.
+then the header, which says how long they are. What is compressed is decided in the plan, how in compression.py.
 """
 
 from __future__ import annotations

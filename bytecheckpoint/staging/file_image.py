@@ -1,5 +1,5 @@
 """Shards into the bytes of data files: what each file is to hold, and any range of it gathered from live tensors into
-host memory. When that happens, and where the memory comes from, is decided in snapshot.py.
+host memory. When that happens, and where the memory comes from, is decided in snapshots.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ files, a journal that says where they belong, and on the coordinator the manifes
 A folder belongs to the process that holds its lock. One whose process has died is what recovery looks for.
 """
 
-# ruff: noqa: PTH100, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH208 - the calls of `os` by name, as in local_files.py
+# ruff: noqa: PTH100, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH208 - the calls of `os` by name, as in posix_files.py
 
 from __future__ import annotations
 

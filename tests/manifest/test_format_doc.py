@@ -23,7 +23,7 @@ from bytecheckpoint.manifest import (
 from bytecheckpoint.manifest.envelope import unseal
 from bytecheckpoint.region import Region, whole
 
-PAGE = Path(__file__).parents[1] / "docs" / "format.md"
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 
 
 @pytest.fixture(scope="module")

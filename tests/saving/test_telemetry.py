@@ -20,7 +20,7 @@ from bytecheckpoint.saving.in_flight import IN_FLIGHT
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
 
-PAGE = Path(__file__).parents[1] / "docs" / "format.md"
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 OPTIONS = bcp.SaveOptions(timeout_s=30)
 PHASES = {"wait", "plan", "stage", "checksum", "write", "commit", "stall", "total"}
 TOLD_PHASES = {"wait", "plan", "stage", "checksum", "write"}

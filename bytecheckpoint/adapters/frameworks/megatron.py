@@ -3,7 +3,7 @@ inside DistributedDataParallel and Float16Module or not, and dicts that hold wha
 
 FQNs are Megatron's keys below the name that the state uses, so layers of one kind are one tensor with an axis for the
 layer (`decoder.layers.mlp.linear_fc1.weight`), or one for each layer where Megatron names them so. Equal regions of
-several ranks are replicas whatever their `replica_id` is. What megatron_shards.py says of the objects holds here.
+several ranks are replicas whatever their `replica_id` is. What megatron_sharded.py says of the objects holds here.
 
 A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds. One of
 which ranks step a share each is saved by shares: elsewhere it may be as it was before the last step.

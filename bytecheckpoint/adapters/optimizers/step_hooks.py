@@ -1,5 +1,5 @@
 """Checks that a lazy snapshot is safe with the optimizers of a state: that each of them runs torch's step hooks, in
-which a step waits until the snapshot is staged. Registering the hook is the job of handle.py.
+which a step waits until the snapshot is staged. Registering the hook is the job of in_flight.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A pickle read without pickle: a machine of its own, which makes lists, dicts, numbers and texts, and asks its caller
 what stands for a global. It imports nothing, calls nothing but what the caller gave it, and stops at its limits.
 
-What a pickle may hold is the caller's to say: see pickled_values.py.
+What a pickle may hold is the caller's to say: see unpickler_globals.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A store in a folder of a file system. It turns the calls of local_files.py into the store's promises: an object is
+"""A store in a folder of a file system. It turns the calls of posix_files.py into the store's promises: an object is
 there whole and durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
