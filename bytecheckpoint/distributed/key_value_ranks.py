@@ -25,7 +25,7 @@ T = TypeVar("T")
 COORDINATOR = 0
 """The rank that plans and commits."""
 
-_MAX_GRACE_S = 5.0
+MAX_GRACE_S = 5.0
 """How much longer a rank waits for the coordinator than the coordinator for it, so that the verdict arrives; at most
 as long again as the timeout itself."""
 _CLOSE_S = 5.0
@@ -97,7 +97,7 @@ class GroupRanks:
         self._leader = rank - rank % block_ranks
         self._has_blocks = len(self._leaders) > 1
         self._timeout_s = timeout_s
-        self._reply_timeout_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
+        self._reply_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
         self._num_polls = 0
         self._num_up = 0
         self._num_down = 0
