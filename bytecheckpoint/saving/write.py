@@ -26,6 +26,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     StorageError,
+    and_more,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_manifest, open_manifest
@@ -118,10 +119,9 @@ def warn_of_differing(ranks: Ranks, agreed: Agreed) -> None:
     """Says on one rank, once for each plan, which small tensors replicas disagree about."""
     fqns = agreed.known.differing_replicas if agreed.is_new else ()
     if fqns and ranks.rank == COORDINATOR:
-        shown = ", ".join(fqns[:10]) + (f" and {len(fqns) - 10} more" if len(fqns) > 10 else "")
         warnings.warn(
-            f"{len(fqns)} tensors that ranks hold as replicas have different values: {shown}. The lowest rank's value "
-            "is saved; wrap what is meant to differ in bcp.RankLocal",
+            f"{len(fqns)} tensors that ranks hold as replicas have different values: {and_more(fqns, 10)}. The lowest "
+            "rank's value is saved; wrap what is meant to differ in bcp.RankLocal",
             stacklevel=3,
         )
 
