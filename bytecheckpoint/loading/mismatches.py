@@ -108,7 +108,7 @@ def share_findings(
             raise _mismatch(verdict, stored, {name for of_rank in all_findings for name in of_rank.top_level})
         return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
 
-    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=MatchVerdict)
+    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(findings), judge), type=MatchVerdict)
 
 
 def _is_lacking(findings: Sequence[_Findings]) -> bool:
@@ -134,10 +134,11 @@ def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
     odd = [rank for rank, of_rank in enumerate(findings) if of_rank.names_digest != findings[COORDINATOR].names_digest]
     if odd:
         raise CheckpointMismatchError(
-            f"ranks pass different key_map, include or exclude: rank {ranks.names[odd[0]]} sees other names in the "
-            f"checkpoint than rank {ranks.names[COORDINATOR]}; nothing was loaded: pass the same to all ranks",
+            f"ranks pass different key_map, include or exclude: rank {ranks.global_ranks[odd[0]]} sees other names in "
+            f"the checkpoint than rank {ranks.global_ranks[COORDINATOR]}; nothing was loaded: "
+            "pass the same to all ranks",
             kind="conflict",
-            ranks=tuple(ranks.names[rank] for rank in odd),
+            ranks=tuple(ranks.global_ranks[rank] for rank in odd),
         )
 
 
