@@ -4,12 +4,13 @@ stamps and data files say nothing. It knows no backend.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Literal
+from typing import Literal, NamedTuple, SupportsIndex
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -23,7 +24,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import BlindStore, Block, LooksByName, Store, read_whole
+from bytecheckpoint.storage.store import Block, Store, SupportsByteLength, UnconditionalStore, read_whole
 
 MANIFEST_NAME = "manifest.bcp"
 DATA_FOLDER = "data"
@@ -47,6 +48,47 @@ def parse_step(name: str) -> int | None:
     match = _STEP_FOLDER.match(name)
     step = int(match.group(1)) if match and len(name) < 64 else None
     return step if step is not None and step_folder(step) == name else None
+
+
+class CheckpointLocation(NamedTuple):
+    """A place for one checkpoint, or for one a step."""
+
+    root: str
+    """Path or URL of what a store opens."""
+    folder: str
+    """Of the checkpoint inside it; "" where it is the root."""
+
+
+def root_of(path: str | os.PathLike[str], role: str | None) -> str:
+    """The path, or the folder of the role under it.
+
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for a role that is no folder name.
+    """
+    root = os.fspath(path)
+    if role is None:
+        return root
+    if not role or role in {".", ".."} or set(role) & set("/\\:\0"):
+        what = f"a role is the name of a folder, without slashes or colons, not {role!r}; nothing was changed"
+        raise CheckpointMismatchError(what, kind="conflict")
+    return join_name(root, role)
+
+
+def check_step(step: object) -> int | None:
+    """The step as a plain int; numpy's integers are taken too.
+
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for what is no integer from 0 to 2^63 - 1.
+    """
+    if step is None:
+        return None
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or not 0 <= step.__index__() < 1 << 63:
+        what = f"a step is an integer from 0 to 2^63 - 1, or None, not {step!r}; nothing was changed"
+        raise CheckpointMismatchError(what, kind="conflict")
+    return step.__index__()
+
+
+def save_location(path: str | os.PathLike[str], *, step: int | None, role: str | None) -> CheckpointLocation:
+    """Where a save goes."""
+    return CheckpointLocation(root_of(path, role), "" if step is None else step_folder(step))
 
 
 def data_file_name(save_id: str, rank: int, index: int) -> str:
@@ -140,7 +182,7 @@ def _is_step(store: Store, folder: str) -> bool:
 
 
 def _is_committed(store: Store, folder: str) -> bool:
-    if isinstance(store, LooksByName):
+    if isinstance(store, SupportsByteLength):
         return store.byte_length(join_name(folder, MANIFEST_NAME)) is not None
     return has_manifest(store.list(folder))
 
@@ -284,7 +326,7 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
     """The lengths of objects in a folder. Files are looked at by name: a listing would cost a look at all that is
     there, and on a network file system may be old.
     """
-    if isinstance(store, LooksByName):
+    if isinstance(store, SupportsByteLength):
         paths = [join_name(folder, name) for name in names]
         if len(paths) <= _LOOKS_IN_FLIGHT:
             return [store.byte_length(path) for path in paths]
@@ -316,7 +358,7 @@ def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None
             if replace:
                 raise
             raise exists_error(join_name(str(store), folder)) from error
-    if replace and isinstance(store, BlindStore) and not _stands(store, folder, manifest):
+    if replace and isinstance(store, UnconditionalStore) and not _stands(store, folder, manifest):
         path = join_name(str(store), folder, MANIFEST_NAME)
         raise CheckpointSaveError(
             f"the storage reported that {path} was replaced, but another manifest stands there: either it does not "

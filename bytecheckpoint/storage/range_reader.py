@@ -19,7 +19,7 @@ from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
-from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
+from bytecheckpoint.storage.store import FillHook, Store, SupportsReadBytes
 
 ALIGNMENT = 16
 """Of the largest items, in bytes."""
@@ -89,7 +89,7 @@ def fetch_bytes(store: Store, *, scratch_bytes: int, threads: int) -> int:
     """How long reads may be, so that all threads can be at one with this much scratch memory."""
     # What a store has in memory of its own counts: one such read a thread, of which one may be there twice while a
     # client library puts together the pieces in which it came, and a buffer where they are copied to in turn.
-    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, GivesBytes) else threads)
+    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, SupportsReadBytes) else threads)
 
 
 def run_reads(
@@ -114,7 +114,7 @@ def run_reads(
     taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
     room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
     own = None
-    if isinstance(store, GivesBytes):
+    if isinstance(store, SupportsReadBytes):
         longest_bytes = max((read.byte_length for read in reads), default=0)
         own_bytes = max(1, min(threads * longest_bytes, room_bytes - taken_bytes - longest_bytes))
         own = ByteBudget(own_bytes)
@@ -204,18 +204,18 @@ def _run_all(
         other.result()
 
 
-_Fill = Callable[[memoryview, OnFilled | None], None]
+_Fill = Callable[[memoryview, FillHook | None], None]
 
 
 def _filling(store: Store, read: Read) -> _Fill:
     """What fills the buffer of a read. Where the store has the bytes in memory of its own, they are there already when
     this returns, and that memory is free when the buffer is full.
     """
-    if not isinstance(store, GivesBytes):
+    if not isinstance(store, SupportsReadBytes):
         return lambda buffer, on_filled: store.read_into(read.name, read.byte_offset, buffer, on_filled=on_filled)
     given = [store.read_bytes(read.name, read.byte_offset, read.byte_length)]
 
-    def fill(buffer: memoryview, _on_filled: OnFilled | None) -> None:
+    def fill(buffer: memoryview, _on_filled: FillHook | None) -> None:
         buffer[:] = given.pop()
 
     return fill

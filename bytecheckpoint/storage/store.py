@@ -43,7 +43,7 @@ class Access(NamedTuple):
         return int(self.latency_s * self.bytes_per_s)
 
 
-OnFilled = Callable[[int], None]
+FillHook = Callable[[int], None]
 """Told how many bytes of a buffer, from its start, are there: who looks at them at once finds them in the processor's
 cache."""
 
@@ -68,7 +68,7 @@ class Store(Protocol):
         store may raise it even so where another writer has replaced the object while this one tried to.
         """
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         """Fills a writable buffer of bytes with the object's bytes from `byte_offset` on.
 
         `on_filled` is called, from any thread but one call at a time, as often as suits the store, or never.
@@ -96,7 +96,7 @@ class HasEndpoint(Protocol):
 
 
 @runtime_checkable
-class GivesBytes(Protocol):
+class SupportsReadBytes(Protocol):
     """A store that gets what is read in memory of its own, as client libraries give it: `read_into` then takes twice as
     much memory as its buffer has. Who has to keep within a limit asks for the bytes themselves, counts them, and needs
     a buffer only when they are there.
@@ -111,7 +111,7 @@ def endpoint_of(store: Store) -> str:
     return store.endpoint if isinstance(store, HasEndpoint) else ""
 
 
-def place_of(store: Store, folder: str) -> str:
+def full_location(store: Store, folder: str) -> str:
     """Where a folder of a store is: the same for the same place only. For messages, too."""
     path, endpoint = join_name(str(store), folder), endpoint_of(store)
     return f"{path} at {endpoint}" if endpoint else path
@@ -126,7 +126,7 @@ class RemoteStore(Store, Protocol):
 
 
 @runtime_checkable
-class ReadsWhole(Store, Protocol):
+class SupportsReadWhole(Store, Protocol):
     """A store that reads an object of unknown length as it is at one moment."""
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
@@ -138,7 +138,7 @@ class ReadsWhole(Store, Protocol):
 
 
 @runtime_checkable
-class LooksByName(Store, Protocol):
+class SupportsByteLength(Store, Protocol):
     """A store whose listings may be older than its objects, as those of network file systems."""
 
     def byte_length(self, name: str) -> int | None:
@@ -146,8 +146,8 @@ class LooksByName(Store, Protocol):
 
 
 def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
-    """`ReadsWhole.read_whole`, or for other stores the length that a listing gives, and then so many bytes."""
-    if isinstance(store, ReadsWhole):
+    """`SupportsReadWhole.read_whole`, or for other stores the length that a listing gives, and then so many bytes."""
+    if isinstance(store, SupportsReadWhole):
         return store.read_whole(name, max_bytes=max_bytes)
     folder, _, last = name.rpartition("/")
     num_bytes = store.list(folder).get(last)
@@ -162,7 +162,7 @@ def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
 
 
 @runtime_checkable
-class BlindStore(Store, Protocol):
+class UnconditionalStore(Store, Protocol):
     """A store that replaces an object without a condition on what is there. After a replacement, only a look at the
     object tells that it is the new one.
     """
