@@ -24,7 +24,7 @@ from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.native.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
-from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapperEntry, Wrapper, wrapper_of
+from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
 from bytecheckpoint.adapters.plain.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
 from bytecheckpoint.adapters.shards import LocalShards, check_has_memory, unsupported
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, RngState, StatefulEntry, is_stateful
@@ -43,15 +43,15 @@ class Entry(Protocol):
     def collect(self) -> EntryContents:
         """What to save, as views of live memory."""
 
-    def expect(self, stored: CheckpointView) -> Expectation:
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
         """What to load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
-    def prepare(self, stored: CheckpointView, refused: Collection[str], /) -> None:
+    def prepare(self, checkpoint: CheckpointView, refused: Collection[str], /) -> None:
         """Creates that memory, but for what is `refused`, by FQN. Called once, after every check has passed on every
         rank.
         """
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         """Puts plain data in place, once the tensors are loaded."""
 
 
@@ -119,7 +119,9 @@ def _optimizer_entry(given: _Optimizers, engines: Sequence[Any]) -> OptimizerEnt
     if not any(wrappers):
         return OptimizerEntry(given.fqn, values)
     found = [
-        Wrapper(value, [value]) if wrapper is None else Wrapper(value, list(map(known, wrapper.inner)))
+        OptimizerWrapper(value, [value])
+        if wrapper is None
+        else OptimizerWrapper(value, list(map(known, wrapper.inner)))
         for value, wrapper in zip(values, wrappers, strict=True)
     ]
     return OptimizerWrapperEntry(given.fqn, found)
@@ -178,7 +180,7 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
 
 
 def finish_all(
-    entries: Sequence[Entry], stored: CheckpointView, overwriting: Callable[[], AbstractContextManager[None]]
+    entries: Sequence[Entry], checkpoint: CheckpointView, overwriting: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """Finishes every entry, `overwriting` around each, also behind one that cannot take all that it should.
 
@@ -188,7 +190,7 @@ def finish_all(
     for entry in entries:
         try:
             with overwriting():
-                entry.finish(stored)
+                entry.finish(checkpoint)
         except CheckpointMismatchError as error:
             errors.append(error)
     if errors:

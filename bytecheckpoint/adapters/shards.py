@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from bytecheckpoint.adapters.placements import MeshAxis, Part, held_parts, is_known
+from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region, whole
@@ -248,7 +248,7 @@ class _Layout(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    parts: Sequence[Part]
+    parts: Sequence[LocalPart]
 
 
 def _layout_of(fqn: str, tensor: DTensor) -> _Layout:

@@ -24,7 +24,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
-from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, Optimized
+from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, OptimizedElements
 from bytecheckpoint.adapters.native.parameter_names import NamesParameters
 from bytecheckpoint.adapters.optimizers.forms import Form
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
@@ -72,14 +72,14 @@ class MegatronOptimizerEntry:
     def collect(self) -> EntryContents:
         return self._inner.collect()
 
-    def expect(self, stored: CheckpointView) -> Expectation:
-        return self._inner.expect(stored)
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
+        return self._inner.expect(checkpoint)
 
-    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
-        self._inner.prepare(stored, refused)
+    def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
+        self._inner.prepare(checkpoint, refused)
 
-    def finish(self, stored: CheckpointView) -> None:
-        self._inner.finish(stored)
+    def finish(self, checkpoint: CheckpointView) -> None:
+        self._inner.finish(checkpoint)
 
 
 def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
@@ -124,7 +124,7 @@ def _check_readable(fqn: str, owner: Any) -> None:
         raise unsupported(fqn, what, "turn use_precision_aware_optimizer off")
 
 
-def _optimized(owner: Any) -> Iterator[Optimized]:
+def _optimized(owner: Any) -> Iterator[OptimizedElements]:
     """What the inner optimizer has, and what it has nothing of on this rank."""
     told: set[int] = set()
     for of_parameter in chain(_shards(owner), _copies(owner)):
@@ -133,32 +133,32 @@ def _optimized(owner: Any) -> Iterator[Optimized]:
     for group in owner.optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in told:
-                yield Optimized(parameter, parameter, 0, "itself")
+                yield OptimizedElements(parameter, parameter, 0, "itself")
 
 
-def _shards(owner: Any) -> Iterator[Optimized]:
+def _shards(owner: Any) -> Iterator[OptimizedElements]:
     """What a DistributedOptimizer cuts."""
     if not hasattr(owner, "shard_fp32_from_float16_groups"):
         return
     here: set[int] = set()
     for parameter, copy in _pairs(owner.model_float16_groups, owner.shard_fp32_from_float16_groups):
         here.add(id(parameter))
-        yield Optimized(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, "copy")
+        yield OptimizedElements(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, "copy")
     for parameter, view in _pairs(owner.model_fp32_groups, owner.shard_fp32_groups):
         here.add(id(parameter))
         # With overlap_param_gather the rest of the parameter is one step behind until the next forward pass.
-        yield Optimized(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, "share")
+        yield OptimizedElements(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, "share")
     # Every rank must know that a parameter is saved as copies or shares, also who has nothing of those.
     for parameter in (parameter for buffer in owner.buffers for parameter in buffer.param_index_map):
         if id(parameter) not in here:
             kept_as: Literal["share", "copy"] = "share" if parameter.dtype is torch.float32 else "copy"
-            yield Optimized(parameter, torch.empty(0, dtype=torch.float32), 0, kept_as)
+            yield OptimizedElements(parameter, torch.empty(0, dtype=torch.float32), 0, kept_as)
 
 
-def _copies(owner: Any) -> Iterator[Optimized]:
+def _copies(owner: Any) -> Iterator[OptimizedElements]:
     """What a Float16OptimizerWithFloat16Params copies."""
     for parameter, copy in _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ())):
-        yield Optimized(parameter, copy, 0, "copy")
+        yield OptimizedElements(parameter, copy, 0, "copy")
 
 
 def _pairs(parameters: Sequence[Sequence[Any]], held: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:

@@ -82,7 +82,7 @@ def outer_fqn(facts_fqn: str) -> str:
     return facts_fqn[: -len(FACTS) - 1]
 
 
-def around(fqn: str, outer: Collection[str]) -> list[str]:
+def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
     """Those of the FQNs of subclasses that something is inside of, the innermost one first."""
     found, name = [], fqn.rpartition(".")[0]
     while name:
@@ -103,10 +103,10 @@ def tied_subclasses(
         return {}
     owners: dict[str, set[str]] = {}
     for alias, fqn in aliases.items():
-        for name in around(alias, outer):
+        for name in enclosing(alias, outer):
             path = alias.removeprefix(name)
             owners.setdefault(name, set()).add(fqn.removesuffix(path) if fqn.endswith(path) else "")
-    has_own = {name for fqn in fqns_of_own for name in around(fqn, outer)}
+    has_own = {name for fqn in fqns_of_own for name in enclosing(fqn, outer)}
     single = {name: next(iter(found)) for name, found in owners.items() if len(found) == 1 and name not in has_own}
     return {name: owner for name, owner in single.items() if owner in outer}
 

@@ -20,7 +20,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_one(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """Whether a piece of state is a number, or a tensor of one element."""
     return value.numel() == 1 if isinstance(value, torch.Tensor) else is_number(value)
 
@@ -34,7 +34,7 @@ def can_take(own: Any, value: Any) -> bool:
     """Whether a loaded value has a place where the optimizer has this: one value in a tensor of one, anything in what
     is no tensor. The rest was refused, and strict=False leaves it out.
     """
-    return not isinstance(own, torch.Tensor) or (is_one(value) and own.numel() == 1)
+    return not isinstance(own, torch.Tensor) or (is_scalar(value) and own.numel() == 1)
 
 
 def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
@@ -43,7 +43,7 @@ def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.de
     return parameter.device if is_on_device else torch.device("cpu")
 
 
-def put_one_value(
+def put_scalar(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, *, group: Mapping[str, Any]
 ) -> None:
     """Puts a loaded value in place: what is a tensor stays that tensor, and what is a number stays one. A state that

@@ -48,7 +48,7 @@ class _StateCheck(NamedTuple):
     """Those that it and the optimizers inside hold."""
 
 
-class Wrapper(NamedTuple):
+class OptimizerWrapper(NamedTuple):
     """An optimizer whose state need not be in its `.state`."""
 
     optimizer: torch.optim.Optimizer
@@ -84,7 +84,7 @@ class Wrapper(NamedTuple):
 class OptimizerWrapperEntry:
     """One optimizer whose state need not be in its `.state`, or a list of optimizers with such among them."""
 
-    def __init__(self, fqn: str, wrappers: Sequence[Wrapper]) -> None:
+    def __init__(self, fqn: str, wrappers: Sequence[OptimizerWrapper]) -> None:
         self.fqn = fqn
         self._wrappers = wrappers
         self._by_parameter = OptimizerEntry(fqn, [each for one in wrappers for each in one.inner or [one.optimizer]])
@@ -137,25 +137,25 @@ class OptimizerWrapperEntry:
             raise self._unnamed
         return self._by_parameter
 
-    def expect(self, stored: CheckpointView) -> Expectation:
-        return self._as_saved(stored).expect(stored)
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
+        return self._as_saved(checkpoint).expect(checkpoint)
 
-    def _as_saved(self, stored: CheckpointView) -> OptimizerEntry | StatefulEntry:
+    def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
         """The way in which the checkpoint has it."""
-        found = stored.entry_tree(self.fqn)
+        found = checkpoint.entry_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict
 
-    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
-        self._as_saved(stored).prepare(stored, refused)
+    def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
+        self._as_saved(checkpoint).prepare(checkpoint, refused)
 
-    def finish(self, stored: CheckpointView) -> None:
-        self._as_saved(stored).finish(stored)
+    def finish(self, checkpoint: CheckpointView) -> None:
+        self._as_saved(checkpoint).finish(checkpoint)
 
 
-def wrapper_of(optimizer: Any) -> Wrapper | None:
+def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
     """An optimizer that holds others, or may keep its state elsewhere than in its `.state`; None for all others."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
     inner = inner_optimizers(optimizer)
-    return Wrapper(optimizer, inner) if inner or not is_usual(optimizer) else None
+    return OptimizerWrapper(optimizer, inner) if inner or not is_usual(optimizer) else None
