@@ -88,7 +88,7 @@ class PlainEntry:
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
-        """Whether a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
+        """True if a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:
@@ -137,7 +137,7 @@ class PlainEntry:
 
 
 def _holds_tensors_only(value: Any) -> bool:
-    """Whether a value is a dict by names, of tensors that are no more than their elements: many states are."""
+    """True if a value is a dict by names, of tensors that are no more than their elements: many states are."""
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS
@@ -189,7 +189,7 @@ def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left: Col
 
 
 def _filled_in_place(value: Any, found: Any) -> bool:
-    """Whether what was found could be put into the object that the state holds, which others may hold as well."""
+    """True if what was found could be put into the object that the state holds, which others may hold as well."""
     if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
         _copy_bits(found, value.detach())
     elif isinstance(value, np.ndarray) and _takes_array(value, found):

@@ -52,7 +52,7 @@ class LocalPart(NamedTuple):
 
 
 def is_known(placement: Any) -> bool:
-    """Whether a placement says where its parts lie."""
+    """True if a placement says where its parts lie."""
     return isinstance(placement, Replicate | Shard | _StridedShard) or _regions_of(placement) is not None
 
 
@@ -234,7 +234,7 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """Whether fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
+    """True if fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
     strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
     if len(strided) != 1:
         return False

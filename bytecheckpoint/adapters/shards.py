@@ -165,7 +165,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    """True if two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
     if tensor.is_contiguous():
         return False
     dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
@@ -178,7 +178,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
+    """True if the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
     num_bytes = tensor.nbytes
     if num_bytes and not tensor.is_contiguous():
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

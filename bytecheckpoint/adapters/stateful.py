@@ -44,8 +44,8 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether an object, which is no tensor or container, brings its own state_dict and load_state_dict."""
-    if isinstance(value, type | dict | torch.Tensor):
+    """True if an object, which is no tensor or container, brings its own state_dict and load_state_dict."""
+    if isinstance(value, type | dict | list | tuple | torch.Tensor):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
@@ -140,7 +140,7 @@ class StatefulEntry:
         return Expectation(self._target.shards(found.tree, found.fqn, self._current, checkpoint), set(values), problems)
 
     def _has_keys_of(self, tree: Any) -> bool:
-        """Whether all of a checkpoint can be the state of this object, which has no entry there."""
+        """True if all of a checkpoint can be the state of this object, which has no entry there."""
         own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
         return bool(own) and own <= tree.keys()
 
@@ -178,7 +178,7 @@ class StatefulEntry:
 
 
 def _can_fill(own: Any, value: Any) -> bool:
-    """Whether what is inside of a live subclass takes what the tree has: what the tree holds itself is built anew."""
+    """True if what is inside of a live subclass takes what the tree has: what the tree holds itself is built anew."""
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))
 
 

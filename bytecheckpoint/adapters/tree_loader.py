@@ -144,7 +144,7 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
 
 
 def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """Whether what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
+    """True if what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
     is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)

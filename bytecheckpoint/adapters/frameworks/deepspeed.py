@@ -43,7 +43,7 @@ their optimizer."""
 
 
 def is_engine(value: Any) -> bool:
-    """Whether a module is an engine, which is `engine.module` with an optimizer and counters."""
+    """True if a module is an engine, which is `engine.module` with an optimizer and counters."""
     attributes = vars(value) if isinstance(value, torch.nn.Module) else {}
     return {"optimizer", *COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
 
@@ -164,7 +164,7 @@ def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameter
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """Whether DeepSpeed has had the module in its hands: told by any parameter, because it marks what it optimises."""
+    """True if DeepSpeed has had the module in its hands: told by any parameter, because it marks what it optimises."""
     found = (each for _, module in tree.submodules for each in module._parameters.values())
     return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 

@@ -147,7 +147,7 @@ class FlatState:
                     yield Problem("shape", fqn, text)
 
     def _can_lie(self, key: str) -> bool:
-        """Whether this memory keeps no tensor of another shape than its own, as one value for all has."""
+        """True if this memory keeps no tensor of another shape than its own, as one value for all has."""
         own = self._state.get(key)
         return not isinstance(own, torch.Tensor) or own.shape == self._memory.shape
 
@@ -222,7 +222,7 @@ def _fits(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) ->
 
 
 def _is_one_value(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:
-    """Whether what is stored of the state of a parameter of this shape is one value, and no tensor like it."""
+    """True if what is stored of the state of a parameter of this shape is one value, and no tensor like it."""
     return prod(stored.shape) == 1 and (stored.shape != shape or key in HOST_SCALARS)
 
 

@@ -72,12 +72,12 @@ def has_units(fqn: str, tree: ModuleTree) -> bool:
 
 
 def is_flattened(parameter: torch.Tensor | None) -> bool:
-    """Whether it is a flat parameter, or one that shows a part of such."""
+    """True if it is a flat parameter, or one that shows a part of such."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def shows_parameter(parameter: torch.Tensor) -> bool:
-    """Whether it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
+    """True if it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
     return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
 
 

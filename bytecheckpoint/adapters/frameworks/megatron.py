@@ -51,6 +51,8 @@ class OptimizedElements(NamedTuple):
 class MegatronEntry:
     """The chunks of a model that this rank holds, or the sharded objects in a dict of the state."""
 
+    framework = "megatron"
+
     def __init__(self, fqn: str, chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
         """`chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
 
@@ -225,7 +227,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _is_main(replica_id: int | Sequence[int]) -> bool:
-    """Whether an object is the one of its replicas that is saved: Megatron's may differ."""
+    """True if an object is the one of its replicas that is saved: Megatron's may differ."""
     return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
 
 
@@ -237,7 +239,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
-    """Whether two shards of one region are tied, or equal to the bit."""
+    """True if two shards of one region are tied, or equal to the bit."""
     a, b = shard.tensor, other.tensor
     if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
         return False
@@ -285,7 +287,7 @@ def _has_own_state(module: torch.nn.Module) -> bool:
 
 
 def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
-    """Whether a wrapper says itself what of it is saved. A method that it has of Megatron's base class, or that the
+    """True if a wrapper says itself what of it is saved. A method that it has of Megatron's base class, or that the
     child has inherited too, only adds to the keys that there is a wrapper.
     """
     definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart
-from bytecheckpoint.adapters.plain.plain_data import ATOMS, join_fqn
+from bytecheckpoint.adapters.plain.plain_data import join_fqn
 from bytecheckpoint.adapters.plain.plain_tree import has_attributes
 from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, flat_bytes, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
@@ -78,7 +78,7 @@ class ShardedObjects(NamedTuple):
 
 
 def is_sharded_leaf(value: object) -> bool:
-    """Whether a value is one of the objects that a sharded_state_dict holds."""
+    """True if a value is one of the objects that a sharded_state_dict holds."""
     return _is_factory(value) or _is_tensor(value) or _is_object(value) or _is_local(value)
 
 
@@ -108,11 +108,6 @@ def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves_of(value, join_fqn(path, index))
     else:
         yield path, tree
-
-
-def sharded_leaves(tree: Any) -> Iterator[Any]:
-    """The objects that a sharded_state_dict holds, wherever in nested dicts and lists they stand."""
-    return (leaf for _, leaf in leaves_of(tree) if type(leaf) not in ATOMS and is_sharded_leaf(leaf))
 
 
 def find_in(fqn: str, tree: Any) -> ShardedObjects:
@@ -165,7 +160,7 @@ def _with_data(built: Any) -> Any:
 
 
 def _cover(pieces: Sequence[ShardedPiece], data: torch.Tensor) -> bool:
-    """Whether views of a tensor are each of its elements once."""
+    """True if views of a tensor are each of its elements once."""
     if sum(piece.memory.numel() for piece in pieces) != data.numel():
         return False
     spans = [piece.span for piece in pieces]

@@ -62,7 +62,7 @@ def _modules_in(value: Any) -> list[torch.nn.Module]:
 
 
 def _is_read_otherwise(module: torch.nn.Module) -> bool:
-    """Whether frameworks have adapters of their own for it, or its state_dict() gathers it."""
+    """True if frameworks have adapters of their own for it, or its state_dict() gathers it."""
     is_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
     return is_fsdp1 or is_engine(module) or is_megatron_module(module)
 

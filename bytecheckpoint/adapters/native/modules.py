@@ -70,6 +70,8 @@ class ModuleEntry:
         self.fqn = fqn
         self.engines = [stage.module for stage in stages if deepspeed.is_engine(stage.module)]
         """Those of the modules that are engines of DeepSpeed."""
+        self.framework = "deepspeed" if self.engines else ""
+        """Name of the framework whose adapter reads them; empty for torch's own."""
         self._parts = [part_of(fqn, stage) for stage in stages]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}

@@ -47,7 +47,7 @@ class ParameterNames(NamedTuple):
 
     @property
     def is_outside_model(self) -> bool:
-        """Whether its name is the FQN that it has in a module, and that module is not `model`."""
+        """True if its name is the FQN that it has in a module, and that module is not `model`."""
         return self.name == self.fqns[0] and join_fqn(MODEL_FQN, self.name) not in self.fqns
 
 

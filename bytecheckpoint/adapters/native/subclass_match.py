@@ -174,7 +174,7 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _holds_any(value: Any) -> bool:
-    """Whether a state holds elements here: of one that lies elsewhere nobody can tell what it is."""
+    """True if a state holds elements here: of one that lies elsewhere nobody can tell what it is."""
     if not isinstance(value, torch.Tensor):
         return False
     return not isinstance(value, DTensor) or value._local_tensor.numel() > 0
@@ -241,15 +241,15 @@ class SubclassState:
         return None
 
     def takes(self, key: str) -> bool:
-        """Whether what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
+        """True if what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
         return key.partition(".")[0] not in self._refused
 
     def lacks(self, key: str) -> bool:
-        """Whether the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
+        """True if the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
         return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
 
     def is_elsewhere(self, key: str) -> bool:
-        """Whether the state of this key holds nothing here of what is a subclass on other ranks."""
+        """True if the state of this key holds nothing here of what is a subclass on other ranks."""
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
@@ -267,7 +267,7 @@ class SubclassState:
         return [self._facts[of_key] for of_key in keys]
 
     def _is_spread(self, key: str) -> bool:
-        """Whether a tensor is a part of something that lies like the parameter, which is spread over ranks."""
+        """True if a tensor is a part of something that lies like the parameter, which is spread over ranks."""
         enclosing = self._around(key)
         is_like = bool(enclosing) and enclosing[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)

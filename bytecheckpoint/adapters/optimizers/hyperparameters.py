@@ -86,7 +86,7 @@ def _has_same(group: StoredGroup, other: StoredGroup, key: str) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
+    """True if two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
     # As bytes, so that NaN is NaN and arrays are compared whole.

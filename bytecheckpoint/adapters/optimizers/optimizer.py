@@ -8,7 +8,7 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -35,6 +35,7 @@ from bytecheckpoint.adapters.optimizers.param_state import (
     collect_state,
     refuse_zero_redundancy,
 )
+from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, unsupported
@@ -43,15 +44,26 @@ from bytecheckpoint.adapters.shards import LocalShard, LocalShards, unsupported
 class OptimizerEntry:
     """One optimizer, or several that share a name in the state."""
 
-    def __init__(self, fqn: str, optimizers: Sequence[torch.optim.Optimizer | FlatOptimizer]) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        optimizers: Sequence[torch.optim.Optimizer | FlatOptimizer],
+        *,
+        framework: str = "",
+        link: Callable[[Sequence[NamesParameters]], None] = lambda _: None,
+    ) -> None:
+        """`link` is called with the modules of the state before they name the parameters."""
         self.fqn = fqn
         self.wrapped = [each for each in optimizers if isinstance(each, FlatOptimizer)]
-        """Those that frameworks have wrapped."""
+        """The optimizers that frameworks have wrapped."""
+        self.framework = framework or ("deepspeed" if self.wrapped else "")
+        """Name of the framework whose adapter has read the optimizers; empty for torch's own."""
+        self._link = link
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
         self._optimized = OptimizedParameters({}, {})
         """What lies in each tensor of the param_groups."""
         self._has_model = False
-        """Whether there is a `model`, which may have the names of other modules in it."""
+        """True if there is a `model`, which may have the names of other modules in it."""
         self._created: CreatedTensors = {}
         self._one_values: dict[str, Any] = {}
         """What flat memory has one of, by FQN."""
@@ -68,11 +80,16 @@ class OptimizerEntry:
         """
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)
+        self._link(modules)
         self._optimized = name_parameters(self.fqn, self._parameters(), modules)
         self._has_model = any(module.fqn == MODEL_FQN for module in modules)
 
+    def check_can_be_lazy(self) -> None:
+        """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
+        check_steps_wait(self.fqn, self.optimizers, self.wrapped if self.framework == "deepspeed" else ())
+
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Its own, by parameter."""
+        """Returns the library's own form, by parameter."""
         return {self.fqn: OWN}
 
     def collect(self) -> EntryContents:
@@ -230,7 +247,7 @@ class OptimizerEntry:
         return self._found
 
     def _has_order(self, memory: torch.Tensor) -> bool:
-        """Whether it stands where its parameter would stand in an optimizer of the unwrapped model."""
+        """True if it stands where its parameter would stand in an optimizer of the unwrapped model."""
         return id(memory) not in self._optimized.flat or shows_parameter(memory)
 
     def _hyperparameters(

@@ -99,7 +99,7 @@ class WholeState:
 
     @property
     def fits(self) -> bool:
-        """Whether the parameter had its shape when its state was saved, as far as the checkpoint tells."""
+        """True if the parameter had its shape when its state was saved, as far as the checkpoint tells."""
         return self._found.fits(self._names, tuple(self._parameter.shape))
 
     def expect(self) -> Expectation:
@@ -182,7 +182,7 @@ class WholeState:
 
 
 def becomes_number(own: Any, stored: StoredTensor) -> bool:
-    """Whether a stored tensor goes to where the optimizer has a number."""
+    """True if a stored tensor goes to where the optimizer has a number."""
     return is_number(own) and prod(stored.shape) == 1
 
 

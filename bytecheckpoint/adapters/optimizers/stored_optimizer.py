@@ -34,7 +34,7 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def are_groups(tree: Any) -> bool:
-    """Whether a tree is surely an optimizer's: data of other objects may have the same keys."""
+    """True if a tree is surely an optimizer's: data of other objects may have the same keys."""
     if not is_optimizer_tree(tree) or not isinstance(tree["groups"], dict) or not tree["groups"]:
         return False
     return all(isinstance(each, dict) and each.keys() == {"params", "values"} for each in tree["groups"].values())
@@ -94,7 +94,7 @@ class StoredOptimizer:
 
     @cached_property
     def has_subclasses(self) -> bool:
-        """Whether any state in it is a tensor subclass."""
+        """True if any state in it is a tensor subclass."""
         return any(map(is_facts, leaves(self._tree["state"], "")))
 
     def _tensors_by_name(self) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
@@ -172,7 +172,7 @@ class StoredOptimizer:
             yield self._checkpoint.rename(join_fqn(self._tree_fqn, "state"))
 
     def is_excluded(self, names: ParameterNames) -> bool:
-        """Whether exclude leaves out the parameter itself, under every name that it has."""
+        """True if exclude leaves out the parameter itself, under every name that it has."""
         sources = [self._sources[fqn] for fqn in names.fqns if fqn in self._sources]
         return all(map(self._checkpoint.excludes, sources or map(self._checkpoint.globbed_name, names.fqns)))
 
@@ -182,7 +182,7 @@ class StoredOptimizer:
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
+        """True if a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
         if self._is_by_position:  # of the parameters themselves nothing is known
             shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
             return all(found == shape or len(found) != len(shape) for found in shapes)
@@ -225,7 +225,7 @@ class StoredOptimizer:
         return next((self._groups[name] for name in self._names(names)), None)
 
     def takes(self, group: StoredGroup, key: str) -> bool:
-        """Whether include and exclude leave this hyperparameter of the group."""
+        """True if include and exclude leave this hyperparameter of the group."""
         return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
 
     def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:
@@ -247,7 +247,7 @@ class StoredOptimizer:
 
     @property
     def takes_all(self) -> bool:
-        """Whether include and exclude leave out nothing of the checkpoint."""
+        """True if include and exclude leave out nothing of the checkpoint."""
         return self._checkpoint.takes_all
 
     def facts(self) -> dict[str, Any]:

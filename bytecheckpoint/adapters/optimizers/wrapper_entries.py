@@ -30,6 +30,7 @@ from bytecheckpoint.adapters.optimizers.inner_optimizers import (
 from bytecheckpoint.adapters.optimizers.kinds import kind_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
+from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.shards import unsupported
 from bytecheckpoint.adapters.stateful import StatefulEntry
@@ -90,6 +91,7 @@ class OptimizerWrapperEntry:
         self._by_parameter = OptimizerEntry(fqn, [each for one in wrappers for each in one.inner or [one.optimizer]])
         self._by_state_dict = StatefulEntry(fqn, wrappers[0].optimizer) if len(wrappers) == 1 else None
         self.wrapped = self._by_parameter.wrapped
+        self.framework = self._by_parameter.framework
         outer = [
             one.optimizer for one in wrappers if one.inner and all(each is not one.optimizer for each in one.inner)
         ]
@@ -108,6 +110,10 @@ class OptimizerWrapperEntry:
             self._by_parameter.name_parameters(modules)
         except CheckpointSaveError as error:
             self._unnamed = error  # its state_dict() may need none
+
+    def check_can_be_lazy(self) -> None:
+        """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
+        check_steps_wait(self.fqn, self.optimizers, self.wrapped)
 
     def optimizer_forms(self) -> Mapping[str, Form]:
         """By parameter, unless only its state_dict() can take what was saved."""
