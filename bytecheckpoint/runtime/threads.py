@@ -39,10 +39,9 @@ def run_jobs(do: Callable[[Job], object], jobs: Iterable[Job], *, num_threads: i
         try:
             for _ in range(min(num_threads, length_hint(jobs, num_threads)) - 1):
                 shared_threads().begin("bytecheckpoint", run.help_out)
-        except CheckpointError:  # raised by a signal handler
-            raise
-        except RuntimeError:  # no more threads, or the interpreter is exiting
-            pass
+        except RuntimeError as error:  # no more threads, or the interpreter is exiting
+            if isinstance(error, CheckpointError):  # raised by a signal handler
+                raise
         run.work()
     finally:
         errors = run.stop()
