@@ -12,6 +12,7 @@ import torch
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
+from bytecheckpoint.errors import and_more
 
 _NUM_SHOWN = 3
 
@@ -115,10 +116,9 @@ def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool
 def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:
     """One for all parameters of an optimizer entry; `kinds` are the names of its classes."""
     first = found[0]
-    shown = ", ".join(clash.name for clash in found[:_NUM_SHOWN])
-    more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
+    shown = and_more([clash.name for clash in found], _NUM_SHOWN)
     text = (
-        f"{fqn}: saved by another kind of optimizer: for {shown}{more} the checkpoint has "
+        f"{fqn}: saved by another kind of optimizer: for {shown} the checkpoint has "
         f"{', '.join(sorted(first.stored))}, and {', '.join(sorted(kinds))} has {', '.join(sorted(first.own))}. To "
         "start the optimizer anew leave it out of the state; strict=False leaves it as it is and loads the rest"
     )
