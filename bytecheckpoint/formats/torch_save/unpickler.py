@@ -13,8 +13,7 @@ from pickletools import genops
 from typing import Any, Protocol
 
 from bytecheckpoint.errors import CheckpointError
-
-INT64 = range(-(1 << 63), 1 << 64)
+from bytecheckpoint.manifest.plain_wire import INT64
 
 MAX_PICKLE_BYTES = 1 << 26
 _MAX_ON_STACK, _MAX_IN_MEMO = 1 << 20, 1 << 22
