@@ -148,7 +148,7 @@ def convert(
         if ranks.rank == COORDINATOR:
             _commit(plan, done, overwrite=request.overwrite)
         ranks.broadcast(b"")
-    ranks.farewell()
+    ranks.close()
     return _converted(plan)
 
 
@@ -168,7 +168,7 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
             manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
             num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
-    ranks.farewell()
+    ranks.close()
     target = Target([], [], layout.MANIFEST_NAME, lambda _: b"")
     plan = _Plan(source, view.sides, selection, place, Standing(False, False, ()), target, manifest.save_id)
     return replace(_converted(plan), num_bytes=num_bytes)
