@@ -121,13 +121,13 @@ def test_a_thread_that_steps_back_interrupts_nobody_when_it_is_woken() -> None:
 
 ON_A_THREAD = """
 import os, threading
-from bytecheckpoint.runtime.thread_priority import step_back
+from bytecheckpoint.runtime.thread_priority import lower_priority
 
 os.nice(10)
 
 def work():
     for _ in range(2):  # a thread that is kept for the next job does so again
-        step_back()
+        lower_priority()
     print(os.getpriority(os.PRIO_PROCESS, os.getpid()), os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
 thread = threading.Thread(target=work)

@@ -126,9 +126,9 @@ class Giving(Meeting):
 def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     asked, all_ask = [], threading.Event()
-    take = range_reader.Budget.take
+    take = range_reader.ByteBudget.take
 
-    def take_told(budget: range_reader.Budget, num_bytes: int) -> None:
+    def take_told(budget: range_reader.ByteBudget, num_bytes: int) -> None:
         asked.append(num_bytes)
         if len(asked) == 4:
             all_ask.set()
@@ -139,7 +139,7 @@ def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monke
         assert all_ask.wait(WAIT_S)
         raise OSError("gone")
 
-    monkeypatch.setattr(range_reader.Budget, "take", take_told)
+    monkeypatch.setattr(range_reader.ByteBudget, "take", take_told)
     file = DataFile("f", len(CONTENT))
     reads = [range_reader.Read(file, "f", 25 * number, 25, None, pytest.fail, lambda *_: "x") for number in range(4)]
     memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit

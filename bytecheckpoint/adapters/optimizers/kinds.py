@@ -1,4 +1,4 @@
-"""Whether state that was saved is state of an optimizer's own kind, told by what it consists of: names of classes say
+"""True if state that was saved is state of an optimizer's own kind, told by what it consists of: names of classes say
 little, because a fused, a wrapped and a derived optimizer go on from one another's state.
 """
 
@@ -106,7 +106,7 @@ def clashes(
 
 
 def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool) -> bool:
-    """Whether state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
+    """True if state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
     was saved with the same hyperparameters, or was not to be loaded whole.
     """
     is_lacking = not may_lack and bool(keys) and not kind.needed.issubset(keys)

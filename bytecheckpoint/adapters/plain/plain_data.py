@@ -157,7 +157,7 @@ def content_fqn(fqn: str, tensor: torch.Tensor) -> str:
 
 
 def is_content_fqn(fqn: str) -> bool:
-    """Whether an FQN has the form of those that `content_fqn` gives; one that a user chose may have it as well."""
+    """True if an FQN has the form of those that `content_fqn` gives; one that a user chose may have it as well."""
     return "@" in fqn and _CONTENT_FQN.search(fqn) is not None
 
 
