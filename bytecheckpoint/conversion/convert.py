@@ -32,7 +32,7 @@ from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
-from bytecheckpoint.manifest import ColumnTensors, DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.name_maps.load import Beside
 from bytecheckpoint.options import LoadOptions, NameMap
@@ -42,7 +42,7 @@ from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.garbage import sweep
-from bytecheckpoint.storage.object_io import Image, write_image
+from bytecheckpoint.storage.object_io import FileImage, write_image
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block
 
@@ -184,8 +184,7 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
         follow_links=request.follow_links,
     )
     source = open_together(ranks, request.source, options)
-    if isinstance(source.manifest.tensors, ColumnTensors):
-        source.manifest.tensors.check_all()
+    source.manifest.table.check_all()
     return source
 
 
@@ -286,7 +285,7 @@ class _Writing:
         stream = Stream(file.runs)
         with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:
             if file.extent_lengths:
-                image = Image(file.name, file.extent_lengths, stream.blocks, partial(self._content, ahead))
+                image = FileImage(file.name, file.extent_lengths, stream.blocks, partial(self._content, ahead))
                 return write_image(store, file.name, image, lambda _: None)
             blocks = [Block(*block, partial(self._content, ahead, *block)) for block in stream.blocks]
             store.write(file.name, blocks, replace=is_replaced and file.name == self._plan.target.last_name)
