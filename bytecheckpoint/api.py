@@ -208,7 +208,7 @@ def warm_up(
         agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
         warn_of_differing(ranks, agreed)
         allocate(agreed.known.files, IN_FLIGHT.kept.buffers, staging_bytes=options.staging_bytes)
-    ranks.farewell()
+    ranks.close()
 
 
 @reading_again
@@ -303,8 +303,8 @@ def load(
             if source.changes.may_have_overwritten:
                 match.count_changes()
         finish_all(entries, stored, source.changes.overwriting)
-        ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
-    ranks.farewell()
+        ranks.barrier()  # nobody goes on before all have come this far
+    ranks.close()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         warn_of_idle(verdict, report.path)

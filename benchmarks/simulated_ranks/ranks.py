@@ -77,7 +77,7 @@ class SimulatedRanks:
         """Receives what each rank is to write, writes and reports it, and acknowledges the end."""
         self._send(list(reports(self._setting, [rank.broadcast(b"") for rank in self._ranks])))
         for rank in self._ranks:
-            rank.farewell()
+            rank.close()
 
     def _send(self, payloads: Sequence[bytes]) -> None:
         self.request_bytes = self.request_bytes or sum(map(len, payloads))

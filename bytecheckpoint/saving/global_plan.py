@@ -74,7 +74,7 @@ class Wish(NamedTuple):
         """What a plan depends on, and nothing else."""
         fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:4]
         options = (self.max_file_bytes, self.codec)
-        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.names), ranks.rank, self.stages)
+        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.global_ranks), ranks.rank, self.stages)
         return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
 
 
@@ -231,12 +231,14 @@ class _Decision:
 
     def hear(self, request: _Request) -> _Order:
         """This rank's order."""
-        return msgspec.msgpack.decode(self._ranks.consult(msgspec.msgpack.encode(request), self._orders), type=_Order)
+        return msgspec.msgpack.decode(
+            self._ranks.reduce_scatter(msgspec.msgpack.encode(request), self._orders), type=_Order
+        )
 
     @gc_paused()
     def _orders(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         requests = [msgspec.msgpack.decode(payload, type=_Request) for payload in payloads]
-        names, known = self._ranks.names, self._known
+        names, known = self._ranks.global_ranks, self._known
         told = [InStages(request.stages, request.stage_digests) for request in requests]
         check_same("save to", [request.target for request in requests], names)
         if all(request.is_empty for request in requests):

@@ -34,7 +34,7 @@ def _write(
     record = {
         "version": _VERSION,
         "save_id": save_id,
-        "rank": ranks.names[ranks.rank],
+        "rank": ranks.global_ranks[ranks.rank],
         "host": socket.gethostname(),
         "started_at": clock.started_at,
         "spans": [span._asdict() for span in clock.spans],

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, suppress
 import msgspec
 
 from bytecheckpoint.distributed.ranks import COORDINATOR, together
-from bytecheckpoint.distributed.stragglers import telling_the_rate
+from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.saving.local_stage import Tier
@@ -85,14 +85,14 @@ def _stage(saving: Saving, tier: Tier) -> tuple[_Staged, bytes]:
         report = msgspec.msgpack.encode((encode_report(saving.agreed, written), tier.is_direct))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may keep it, whatever becomes of this rank
-        with telling_the_rate(ranks, saving.agreed.known.plan, clock.seconds["write"]):
+        with report_straggler_rate(ranks, saving.agreed.known.plan, clock.seconds["write"]):
             gathered = ranks.gather(report)
         payloads = [msgspec.msgpack.decode(payload, type=tuple[bytes, bool]) for payload in gathered]
         staged, content = b"", b""
         if ranks.rank == COORDINATOR:
             content, facts = encode(saving, [payload for payload, _ in payloads])
             is_recoverable = tier.keep_manifest(content)
-            direct_ranks = [ranks.names[rank] for rank, (_, is_direct) in enumerate(payloads) if is_direct]
+            direct_ranks = [ranks.global_ranks[rank] for rank, (_, is_direct) in enumerate(payloads) if is_direct]
             num_bytes = msgspec.msgpack.decode(facts, type=CheckpointInfo).num_bytes
             staged = msgspec.msgpack.encode(_Staged(is_recoverable, num_bytes, tuple(direct_ranks), facts))
         undo.pop_all()
@@ -116,7 +116,7 @@ def _upload(saving: Saving, tier: Tier, staged: _Staged, content: bytes) -> Chec
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
         plan, upload_s = saving.agreed.known.plan, clock.seconds["upload"]
-        with telling_the_rate(ranks, plan, upload_s, did="uploaded", is_all=not tier.is_direct):
+        with report_straggler_rate(ranks, plan, upload_s, did="uploaded", is_all=not tier.is_direct):
             ranks.gather(b"")
         if ranks.rank == COORDINATOR:  # an earlier save may have been uploading when this one began
             refuse_beside(saving.store, saving.folder, is_step=saving.about.step is not None)

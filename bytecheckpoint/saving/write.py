@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
-from bytecheckpoint.distributed.stragglers import telling_the_rate
+from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -26,14 +26,15 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     StorageError,
+    and_more,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_manifest, open_manifest
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.runtime.jobs import do_side_by_side
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.global_plan import Agreed
 from bytecheckpoint.saving.local_stage import Tier
 from bytecheckpoint.saving.report import WrittenFile, build_manifest, encode_report, remember_tensors
@@ -118,10 +119,9 @@ def warn_of_differing(ranks: Ranks, agreed: Agreed) -> None:
     """Says on one rank, once for each plan, which small tensors replicas disagree about."""
     fqns = agreed.known.differing_replicas if agreed.is_new else ()
     if fqns and ranks.rank == COORDINATOR:
-        shown = ", ".join(fqns[:10]) + (f" and {len(fqns) - 10} more" if len(fqns) > 10 else "")
         warnings.warn(
-            f"{len(fqns)} tensors that ranks hold as replicas have different values: {shown}. The lowest rank's value "
-            "is saved; wrap what is meant to differ in bcp.RankLocal",
+            f"{len(fqns)} tensors that ranks hold as replicas have different values: {and_more(fqns, 10)}. The lowest "
+            "rank's value is saved; wrap what is meant to differ in bcp.RankLocal",
             stacklevel=3,
         )
 
@@ -137,7 +137,7 @@ def write_and_commit(saving: Saving) -> CheckpointInfo:
         report = encode_report(saving.agreed, written)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
-        with telling_the_rate(ranks, saving.agreed.known.plan, clock.seconds["write"]):
+        with report_straggler_rate(ranks, saving.agreed.known.plan, clock.seconds["write"]):
             reports = ranks.gather(report)
         files = [of_file.file for of_file in written]
         write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=files)
@@ -161,7 +161,7 @@ def commit_together(saving: Saving, content: bytes, facts: bytes) -> CheckpointI
         if ranks.rank == COORDINATOR:
             replaced = _commit(saving, content, undo)
         info = msgspec.msgpack.decode(ranks.broadcast(facts), type=CheckpointInfo)
-    ranks.farewell()
+    ranks.close()
     clock.end_stall()
     if ranks.rank == COORDINATOR:
         # After the other ranks know: there may be thousands of files, and this rank alone deletes them.
@@ -195,7 +195,7 @@ def _compress_and_write(saving: Saving, numbers: range) -> list[WrittenFile]:
     compressing = [partial(compress, number) for number in numbers]
     writing = [partial(write, number) for number in numbers]
     for at_once in zip_longest([None, *writing], compressing):
-        do_side_by_side(lambda step: step(), [step for step in at_once if step is not None], num_threads=2)
+        run_jobs(lambda step: step(), [step for step in at_once if step is not None], num_threads=2)
     return written
 
 
@@ -236,7 +236,7 @@ def encode(saving: Saving, reports: Sequence[bytes]) -> tuple[bytes, bytes]:
         manifest = build_manifest(
             saving.agreed,
             reports,
-            names=saving.ranks.names,
+            names=saving.ranks.global_ranks,
             step=saving.about.step,
             metadata=saving.metadata,
         )
@@ -319,10 +319,10 @@ def _refuse_what_is_not_shared(saving: Saving, content: bytes) -> None:
             _last_byte(saving, file)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             raise CheckpointSaveError(
-                f"{join_name(saving.path, file.name)}, which another rank has written, cannot be read by rank "
-                f"{saving.ranks.names[COORDINATOR]} ({error.kind}): the path has to be on a file system that the hosts "
-                "of all ranks share, and show all of them the same. Nothing was committed, and what stood there is as "
-                "it was: save to a shared folder or an object store",
+                f"{join_name(saving.path, file.name)}, which another rank has written, cannot be read by "
+                f"rank {saving.ranks.global_ranks[COORDINATOR]} ({error.kind}): the path has to be on a file system "
+                "that the hosts of all ranks share, and show all of them the same. Nothing was committed, and what "
+                "stood there is as it was: save to a shared folder or an object store",
                 kind="storage",
                 path=saving.path,
             ) from error

@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import compress
 from typing import Literal
 
 from bytecheckpoint.errors import (
@@ -19,8 +19,10 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     UnsafeCheckpointError,
+    and_more,
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import BlindStore, Block, LooksByName, Store, read_whole
 
@@ -75,9 +77,10 @@ def committed_steps(store: Store, folder: str = "") -> list[int]:
 
 def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> list[int]:
     steps = _step_folders(listing)
-    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
-        committed = list(pool.map(lambda step: _is_step(store, join_name(folder, step_folder(step))), steps))
-    return [step for step, is_committed in zip(steps, committed, strict=True) if is_committed]
+    is_committed = map_jobs(
+        lambda step: _is_step(store, join_name(folder, step_folder(step))), steps, num_threads=_LOOKS_IN_FLIGHT
+    )
+    return list(compress(steps, is_committed))
 
 
 def latest_step(store: Store) -> int | None:
@@ -204,7 +207,7 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
             path=location,
         )
     return CheckpointNotFoundError(
-        f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {_name_some(sorted(listing))}); "
+        f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {and_more(sorted(listing), _MAX_NAMED)}); "
         f"{_name_steps(steps)}",
         kind="not_found",
         path=location,
@@ -214,13 +217,8 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
 def _name_steps(steps: list[int]) -> str:
     if not steps:
         return "no step there is committed: load from another path, or save again"
-    shown = _name_some([str(step) for step in reversed(steps)])
+    shown = and_more([str(step) for step in reversed(steps)], _MAX_NAMED)
     return f"committed, and safe to load with step=..., are, newest first: {shown}"
-
-
-def _name_some(names: list[str]) -> str:
-    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + rest
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
@@ -268,17 +266,17 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
             wrong.append(f"{file.name} ({found_bytes} bytes, {file.byte_length} expected)")
     path = join_name(str(store), folder)
     if missing:
-        also = f"; of the wrong size: {_name_some(wrong)}" if wrong else ""
+        also = f"; of the wrong size: {and_more(wrong, _MAX_NAMED)}" if wrong else ""
         raise CheckpointNotFoundError(
-            f"{path} misses {len(missing)} of {len(wanted)} data files: {_name_some(missing)}{also}; nothing was "
-            "loaded: restore them or take another step",
+            f"{path} misses {len(missing)} of {len(wanted)} data files: {and_more(missing, _MAX_NAMED)}{also}; nothing "
+            "was loaded: restore them or take another step",
             kind="missing_file",
             path=path,
         )
     if wrong:
         raise CheckpointCorruptError(
-            f"{path} has {len(wrong)} of {len(wanted)} data files of the wrong size: {_name_some(wrong)}; nothing was "
-            "loaded: restore them or take another step",
+            f"{path} has {len(wrong)} of {len(wanted)} data files of the wrong size: {and_more(wrong, _MAX_NAMED)}; "
+            "nothing was loaded: restore them or take another step",
             kind="truncated",
             path=path,
         )
@@ -292,8 +290,7 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
         paths = [join_name(folder, name) for name in names]
         if len(paths) <= _LOOKS_IN_FLIGHT:
             return [store.byte_length(path) for path in paths]
-        with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
-            return list(pool.map(store.byte_length, paths))
+        return map_jobs(store.byte_length, paths, num_threads=_LOOKS_IN_FLIGHT)
     parents = {name.rpartition("/")[0] for name in names}
     listings = {parent: store.list(join_name(folder, parent)) for parent in parents}
     return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]

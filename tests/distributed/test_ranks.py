@@ -80,7 +80,7 @@ def test_blocks_of_ranks_hear_and_say_the_same(num_ranks: int) -> None:
         own = ranks.scatter([b"for %d" % rank for rank in range(ranks.num_ranks)] if ranks.rank == 0 else [])
         told = ranks.broadcast(b"all")
         again = ranks.gather(own)
-        ranks.farewell()
+        ranks.close()
         return gathered, own, told, again
 
     (gathered, _, _, again), *others = results = in_blocks(exchange, num_ranks)
@@ -148,7 +148,7 @@ def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
     def call(of_rank: Ranks) -> None:
         of_rank.gather(b"x")
         of_rank.scatter([b"y"] * 7)
-        of_rank.farewell()
+        of_rank.close()
 
     with ThreadPoolExecutor(7) as pool:
         list(pool.map(call, ranks))
@@ -205,7 +205,7 @@ def test_messages_arrive_in_order() -> None:
         gathered = [ranks.gather(b"%d-%d" % (ranks.rank, number)) for number in range(3)]
         told = [ranks.broadcast(b"all%d" % number) for number in range(2)]
         own = ranks.scatter([b"\x00", b"", b"\xff+-"] if ranks.rank == 0 else [])
-        ranks.farewell()
+        ranks.close()
         return gathered, told, own
 
     (gathered, *_), *others = results = on_all(exchange)
@@ -345,20 +345,20 @@ def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang(workers: WorkerP
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("late", [(1,), (2, 6), (3,)])
-def test_nothing_of_a_call_stays_in_the_store_where_a_goodbye_is_late(
+def test_nothing_of_a_call_stays_in_the_store_if_an_ack_is_late(
     late: tuple[int, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytecheckpoint.distributed.key_value_ranks._FAREWELL_S", 0.3)
+    monkeypatch.setattr("bytecheckpoint.distributed.key_value_ranks._CLOSE_S", 0.3)
     store = HashStore()
     ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
-    leave = GroupRanks._leave
+    close = GroupRanks._close
 
-    def leave_late(self: GroupRanks, *arguments: Any, **options: Any) -> None:
+    def close_late(self: GroupRanks, *arguments: Any, **options: Any) -> None:
         if self.rank in late:
             time.sleep(1.0 + self.rank / 10)
-        leave(self, *arguments, **options)
+        close(self, *arguments, **options)
 
-    monkeypatch.setattr(GroupRanks, "_leave", leave_late)
+    monkeypatch.setattr(GroupRanks, "_close", close_late)
 
     def call(of_rank: Ranks) -> None:
         with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
@@ -368,7 +368,7 @@ def test_nothing_of_a_call_stays_in_the_store_where_a_goodbye_is_late(
                 raise KeyError("x")
             of_rank.gather(b"x")
             of_rank.broadcast(b"y")
-            of_rank.farewell()
+            of_rank.close()
 
     with ThreadPoolExecutor(7) as pool:
         list(pool.map(call, ranks))
@@ -382,7 +382,7 @@ def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
 
     def run(of_rank: Ranks) -> CheckpointError:
         with pytest.raises(CheckpointMismatchError) as raised, together(of_rank, "trying", about=ABOUT):
-            of_rank.consult(b"x", lambda payloads: payloads)
+            of_rank.reduce_scatter(b"x", lambda payloads: payloads)
         return raised.value
 
     with ThreadPoolExecutor(3) as pool:

@@ -11,7 +11,7 @@ import torch
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.optimizers.inner_optimizers import optimizers_at
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 _ADVICE = 'save with snapshot="copy", which needs no optimizer to wait'
 
@@ -33,7 +33,7 @@ def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrap
 
 
 def _waits(optimizer: torch.optim.Optimizer, outer: Sequence[object]) -> bool:
-    """Whether a step of this optimizer waits: by its own hooks, or because all of its parameters are stepped by
+    """True if a step of this optimizer waits: by its own hooks, or because all of its parameters are stepped by
     optimizers inside it that wait.
     """
     # Not by the class alone: schedulers and trainers replace `step` on the instance.

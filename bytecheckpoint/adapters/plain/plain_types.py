@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_INT64 = range(-(1 << 63), 1 << 64)
+from bytecheckpoint.manifest.plain_wire import INT64
+
 _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
 """Types of the items of a set: of others somebody could choose the hashes, all the same."""
 
@@ -38,7 +39,7 @@ def tag_value(value: Any) -> Tagged | None:
     """None for a value that would not come back as it is: of another type, or with what its text leaves out."""
     kind = type(value)
     if kind is set or kind is frozenset:
-        if any(type(item) not in _ITEMS or (type(item) is int and item not in _INT64) for item in value):
+        if any(type(item) not in _ITEMS or (type(item) is int and item not in INT64) for item in value):
             return None
         return Tagged(f"@{kind.__name__}", sorted(value, key=lambda item: (type(item).__name__, repr(item))))
     if kind is timedelta:
@@ -53,7 +54,7 @@ def tag_value(value: Any) -> Tagged | None:
 
 
 def is_tagged(pairs: Any) -> bool:
-    """Whether the pairs of a dict are those of a tagged value. What was read may be no pairs at all."""
+    """True if the pairs of a dict are those of a tagged value. What was read may be no pairs at all."""
     if type(pairs) is not list or len(pairs) != 1 or type(pairs[0]) is not list or len(pairs[0]) != 2:
         return False
     return type(pairs[0][0]) is str and pairs[0][0] in _FROM_TAG
