@@ -15,7 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -44,14 +44,21 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listener:
-    """The socket to which peers connect."""
+    """The socket to which peers connect. While it accepts, one thread waits for connections, and one for each of them
+    until it is authenticated and its request is here.
+    """
 
     def __init__(self, *, towards: str | None) -> None:
         """`towards` is a host that all ranks reach: the network that leads there is the one to listen on."""
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
+        self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
         self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
+        self._is_accepting = True
+        self._pending: dict[socket.socket, bool] = {}
+        """Connections in the order in which they came; True once authenticated."""
+        self._arrived: queue.SimpleQueue[tuple[socket.socket, int, bytes] | Exception] = queue.SimpleQueue()
 
     def accept(
         self, peers: Sequence[Peer], timeout_s: float, *, io_timeout_s: float, is_wanted: Callable[[], bool]
@@ -66,88 +73,68 @@ class Listener:
         if not awaited:
             return
         deadline = time.monotonic() + timeout_s
-        with closing(_Admission(self._socket, self.address.token, timeout_s)) as admission:
+        pool = ThreadPoolExecutor(2 * _MAX_UNAUTHENTICATED, thread_name_prefix="bcp-rendezvous")
+        accepting = pool.submit(self._accept_all, pool, timeout_s)
+        try:
             while awaited:
                 if not is_wanted():
                     raise PeerLeftError
                 if time.monotonic() > deadline:
                     late = tuple(peer.global_rank for peer in awaited.values())
                     raise missing(late, f"did not connect to this one within {timeout_s:g} s")
-                admitted = admission.next()
-                if admitted is None:
-                    continue
-                connected, rank, request = admitted
-                if rank in awaited:
-                    yield Connection(connected, awaited.pop(rank), io_timeout_s), request
-                else:
-                    connected.close()
+                arrived = self._next()
+                if arrived is not None and arrived[1] in awaited:
+                    yield Connection(arrived[0], awaited.pop(arrived[1]), io_timeout_s), arrived[2]
+                elif arrived is not None:
+                    arrived[0].close()
+        finally:
+            self._is_accepting = False
+            _interrupt(self._socket)
+            wait([accepting])
+            for connected in list(self._pending):
+                _interrupt(connected)
+            pool.shutdown()
 
     def close(self) -> None:
-        """Later connections are refused."""
+        """Refuses later connections, and closes those that `accept` has not returned."""
         self._socket.close()
+        while not self._arrived.empty():
+            arrived = self._arrived.get()
+            if not isinstance(arrived, Exception):
+                arrived[0].close()
 
-
-class _Admission:
-    """A thread that accepts connections, and one for each of them until it is authenticated and its request is here."""
-
-    def __init__(self, listening: socket.socket, token: bytes, timeout_s: float) -> None:
-        self._listening = listening
-        self._token = token
-        self._timeout_s = timeout_s
-        self._admitted: queue.SimpleQueue[tuple[socket.socket, int, bytes] | Exception] = queue.SimpleQueue()
-        self._pending: dict[socket.socket, bool] = {}
-        """Connections in the order in which they came; True once authenticated."""
-        self._is_closed = False
-        self._pool = ThreadPoolExecutor(2 * _MAX_UNAUTHENTICATED, thread_name_prefix="bcp-rendezvous")
-        listening.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
-        self._accepting = self._pool.submit(self._accept_all)
-
-    def next(self) -> tuple[socket.socket, int, bytes] | None:
+    def _next(self) -> tuple[socket.socket, int, bytes] | None:
         """Returns an authenticated connection, its rank and its request; None if none comes for a moment."""
-        try:
-            admitted = self._admitted.get(timeout=_POLL_S)
-        except queue.Empty:
-            return None
-        if isinstance(admitted, Exception):
-            raise admitted
-        return admitted
+        with suppress(queue.Empty):
+            arrived = self._arrived.get(timeout=_POLL_S)
+            if isinstance(arrived, Exception):
+                raise arrived
+            return arrived
+        return None
 
-    def close(self) -> None:
-        """Ends all threads, and closes what `next` has not returned."""
-        self._is_closed = True
-        _interrupt(self._listening)
-        wait([self._accepting])
-        for connected in list(self._pending):
-            _interrupt(connected)
-        self._pool.shutdown()
-        while not self._admitted.empty():
-            admitted = self._admitted.get()
-            if not isinstance(admitted, Exception):
-                admitted[0].close()
-
-    def _accept_all(self) -> None:
-        while not self._is_closed:
+    def _accept_all(self, pool: ThreadPoolExecutor, timeout_s: float) -> None:
+        while self._is_accepting:
             try:
-                connected, _ = self._listening.accept()
+                connected, _ = self._socket.accept()
                 self._pending[connected] = False
-                self._pool.submit(self._authenticate, connected)
+                pool.submit(self._authenticate, connected, timeout_s)
             except (TimeoutError, ConnectionAbortedError):
                 continue
             except (OSError, RuntimeError) as error:  # closed, or no more descriptors or threads
-                self._admitted.put(error)
+                self._arrived.put(error)
                 return
             unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
             for oldest in unauthenticated[:-_MAX_UNAUTHENTICATED]:
                 _interrupt(oldest)
 
-    def _authenticate(self, connected: socket.socket) -> None:
+    def _authenticate(self, connected: socket.socket, timeout_s: float) -> None:
         try:
             shown, rank, num_bytes = _HELLO.unpack(_receive(connected, _HELLO.size, _HELLO_S))
-            if not hmac.compare_digest(shown, self._token[:16]) or num_bytes > _MAX_REQUEST_BYTES:
+            if not hmac.compare_digest(shown, self.address.token[:16]) or num_bytes > _MAX_REQUEST_BYTES:
                 raise ConnectionRefusedError
             self._pending[connected] = True
-            connected.sendall(self._token[16:])
-            self._admitted.put((connected, rank, _receive(connected, num_bytes, self._timeout_s)))
+            connected.sendall(self.address.token[16:])
+            self._arrived.put((connected, rank, _receive(connected, num_bytes, timeout_s)))
         except OSError:
             connected.close()
         finally:
