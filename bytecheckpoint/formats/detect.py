@@ -46,7 +46,7 @@ _STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}")
 """Of DeepSpeed, these and the Trainer of transformers."""
 
 
-class Place(NamedTuple):
+class ForeignPlace(NamedTuple):
     """A foreign checkpoint, found and not yet read."""
 
     folder: str
@@ -56,27 +56,27 @@ class Place(NamedTuple):
     format: Format
 
 
-def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Place | None:
+def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ForeignPlace | None:
     """The checkpoint that a folder with this listing is, if any."""
     files = {name for name, num_bytes in listing.items() if num_bytes is not None}
     if dcp_folder.METADATA_NAME in files or megatron_dist.read_backend(store, folder, listing):
-        return Place(folder, "", "torch.distributed.checkpoint")
+        return ForeignPlace(folder, "", "torch.distributed.checkpoint")
     if deepspeed_folder.is_folder(files):
-        return Place(folder, "", "deepspeed")
+        return ForeignPlace(folder, "", "deepspeed")
     if megatron_legacy_folder.is_folder(listing):
-        return Place(folder, "", "megatron")
+        return ForeignPlace(folder, "", "megatron")
     if dcp_nested.is_folder(store, folder, listing):
-        return Place(folder, "", "torch.distributed.checkpoint folders")
+        return ForeignPlace(folder, "", "torch.distributed.checkpoint folders")
     if any(name.endswith(safetensors_files.SUFFIX) for name in files):
-        return Place(folder, "", "safetensors")
+        return ForeignPlace(folder, "", "safetensors")
     if files & {trainer_folder.TORCH_SOLE, trainer_folder.TORCH_INDEX}:
-        return Place(folder, "", "torch.save")
+        return ForeignPlace(folder, "", "torch.save")
     if sharded_files.is_folder(files):
-        return Place(folder, "", "torch.save of ranks")
+        return ForeignPlace(folder, "", "torch.save of ranks")
     return None
 
 
-def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> Place | None:
+def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
     """The checkpoint of a step in the root with this listing, if any: None is the one to which a file there points."""
     names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
     for name in (name for name in names if listing.get(name, 0) is None):
@@ -101,7 +101,7 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
     return names
 
 
-def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
+def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPlace:
     """The checkpoint that a file is.
 
     Raises CheckpointNotFoundError (not_found) for one of no format that is known, CheckpointCorruptError (truncated)
@@ -112,9 +112,9 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
         raise damaged(file.path, "it is empty", kind="truncated")
     head = file.read(0, min(num_bytes, _HEAD_BYTES))
     if name.endswith(safetensors_files.INDEX_SUFFIX) or head[8:9] == b"{":
-        return Place(folder, name, "safetensors")
+        return ForeignPlace(folder, name, "safetensors")
     if head.startswith((torch_file.ZIP_MAGIC, torch_file.LEGACY_MAGIC)):
-        return Place(folder, name, "torch.save")
+        return ForeignPlace(folder, name, "torch.save")
     raise CheckpointNotFoundError(
         f"{file.path} is a file of no format that is known: neither safetensors nor torch.save wrote it, as far as its "
         "first bytes tell; it was not touched: give the folder of a checkpoint, or the path of such a file",
@@ -123,20 +123,20 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
     )
 
 
-def read_manifest(store: Store, place: Place) -> Manifest:
+def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
     """The manifest of a foreign checkpoint: of its files, only what describes tensors is read.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError,
     UnsafeCheckpointError or StorageError.
     """
     listing = store.list(place.folder)
-    parts = _read(store, place, listing)
+    builder = _read(store, place, listing)
     if not place.file:
-        name_unread_files(store, place.folder, listing, parts)
-    return parts.manifest(place.format)
+        name_unread_files(store, place.folder, listing, builder)
+    return builder.manifest(place.format)
 
 
-def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> ManifestBuilder:
+def _read(store: Store, place: ForeignPlace, listing: Mapping[str, int | None]) -> ManifestBuilder:
     folder, name, kind = place
     if kind == "torch.distributed.checkpoint":
         return dcp_folder.read_folder(store, folder, listing)
@@ -151,9 +151,9 @@ def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> Mani
     if not name:
         is_torch = kind == "torch.save"
         read_model = trainer_folder.read_torch_model if is_torch else safetensors_files.read_folder
-        parts = read_model(store, folder, listing)
-        trainer_folder.add_beside(store, folder, listing, parts)
-        return parts
+        builder = read_model(store, folder, listing)
+        trainer_folder.add_beside(store, folder, listing, builder)
+        return builder
     if kind == "torch.save":
         return _read_torch_file(store, folder, name, listing)
     if name.endswith(safetensors_files.INDEX_SUFFIX):
@@ -163,9 +163,9 @@ def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> Mani
 
 def _read_torch_file(store: Store, folder: str, name: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     file = FileReader(store, join_name(folder, name), listing.get(name) or 0)
-    parts = ManifestBuilder(file.path)
+    builder = ManifestBuilder(file.path)
     if file.read(0, min(file.byte_length, _HEAD_BYTES)).startswith(torch_file.LEGACY_MAGIC):
         torch_file.refuse_legacy(file.path)
     archive = torch_file.TorchArchive(file, 0, file.byte_length)
-    torch_file.read_archive(archive, parts, parts.add_file(name, file.byte_length))
-    return parts
+    torch_file.read_archive(archive, builder, builder.add_file(name, file.byte_length))
+    return builder

@@ -118,7 +118,7 @@ class ManifestBuilder:
         What is no dict stands below the name `value`; an optimizer alone has no name.
         """
         renamed: dict[str, str] = {}
-        walk = _Walk(self.path, on_tensor, renamed)
+        walk = _PlainWalk(self.path, on_tensor, renamed)
         root = value if isinstance(value, dict) else {"value": value}
         if as_saved_here(root) is not None:
             self.trees[""] = walk.plain(root, "", MAX_DEPTH)
@@ -185,11 +185,11 @@ def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
 
     Raises CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError (limits_exceeded).
     """
-    walk = _Walk(path, on_tensor, {})
+    walk = _PlainWalk(path, on_tensor, {})
     return walk.plain(value, fqn, MAX_DEPTH)
 
 
-class _Walk:
+class _PlainWalk:
     """Counts what it meets: a small pickle can say the same list a billion times."""
 
     def __init__(self, path: str, on_tensor: OnTensor, renamed: dict[str, str]) -> None:

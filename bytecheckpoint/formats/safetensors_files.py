@@ -34,7 +34,7 @@ _SHARDING = "DCP_SHARDING_INFO"
 _MAX_INDEX_BYTES = 100_000_000
 
 
-class _Part(NamedTuple):
+class _FilePart(NamedTuple):
     """What a file holds of a tensor."""
 
     entry: StoredEntry
@@ -86,16 +86,16 @@ def read_indexed(store: Store, folder: str, name: str) -> ManifestBuilder:
     """The checkpoint of an index: the names in it, each from the file that it says."""
     path = join_name(str(store), folder, name)
     weights = read_index(store, join_name(folder, name), path, store.list(folder).get(name) or 0)
-    parts = _read(store, folder, sorted(set(weights.values())))
-    missing = sorted(fqn for fqn, file in weights.items() if fqn not in parts.found.get(file, {}))
+    builder = _read(store, folder, sorted(set(weights.values())))
+    missing = sorted(fqn for fqn, file in weights.items() if fqn not in builder.found.get(file, {}))
     if missing:
         fqn = missing[0]
         what = (
             f"{len(missing)} of its tensors are not where it says, the first {fqn!r:.200} not in {weights[fqn]!r:.200}"
         )
         raise damaged(path, what)
-    wanted = {file: {fqn for fqn in parts.found[file] if weights.get(fqn, file) == file} for file in parts.found}
-    return parts.put_together(wanted)
+    wanted = {file: {fqn for fqn in builder.found[file] if weights.get(fqn, file) == file} for file in builder.found}
+    return builder.put_together(wanted)
 
 
 def read_files(store: Store, folder: str, names: Sequence[str]) -> ManifestBuilder:
@@ -139,11 +139,11 @@ def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class _Found(NamedTuple):
+class _Headers(NamedTuple):
     """The headers of some files."""
 
-    parts: ManifestBuilder
-    found: dict[str, dict[str, _Part]]
+    builder: ManifestBuilder
+    found: dict[str, dict[str, _FilePart]]
     """By name of the file, then of the tensor."""
     is_sharded: bool
     """Files hold parts of tensors."""
@@ -151,29 +151,29 @@ class _Found(NamedTuple):
 
     def put_together(self, wanted: Mapping[str, set[str]]) -> ManifestBuilder:
         """The parts with these tensors of each file."""
-        by_tensor: dict[str, list[_Part]] = {}
+        by_tensor: dict[str, list[_FilePart]] = {}
         for file, names in wanted.items():
             for fqn in (name for name in self.found[file] if name in names):
                 by_tensor.setdefault(fqn, []).append(self.found[file][fqn])
         for fqn, of_tensor in by_tensor.items():
             self._add(fqn, of_tensor)
         for alias, fqn in self.aliases.items():
-            if alias not in self.parts.tensors and fqn in self.parts.tensors:
-                self.parts.add_alias(alias, fqn)
-        return self.parts
+            if alias not in self.builder.tensors and fqn in self.builder.tensors:
+                self.builder.add_alias(alias, fqn)
+        return self.builder
 
-    def _add(self, fqn: str, of_tensor: Sequence[_Part]) -> None:
+    def _add(self, fqn: str, of_tensor: Sequence[_FilePart]) -> None:
         if len(of_tensor) > 1 and not self.is_sharded:
-            files = " and ".join(self.parts.files[part.file].name for part in of_tensor[:2])
+            files = " and ".join(self.builder.files[part.file].name for part in of_tensor[:2])
             raise CheckpointMismatchError(
-                f"{self.parts.path}: {fqn!r:.200} is in {files}, and no index says which one counts; nothing was "
+                f"{self.builder.path}: {fqn!r:.200} is in {files}, and no index says which one counts; nothing was "
                 "loaded: give the path of one file",
                 kind="conflict",
-                path=self.parts.path,
+                path=self.builder.path,
             )
         kinds = {(part.entry.dtype, len(part.offsets)) for part in of_tensor}
         if len(kinds) > 1:
-            raise damaged(self.parts.path, f"the parts of {fqn!r:.200} have different dtypes or dimensions")
+            raise damaged(self.builder.path, f"the parts of {fqn!r:.200} have different dtypes or dimensions")
         ends = [map(int.__add__, part.offsets, part.entry.shape) for part in of_tensor]
         shape = tuple(map(max, zip(*ends, strict=True)))
         # Files of replicas hold the same part; any of them will do.
@@ -184,20 +184,20 @@ class _Found(NamedTuple):
             if region.numel
         ]
         dtype = torch_dtype_of(of_tensor[0].entry.dtype)
-        self.parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(of_tensor))
+        self.builder.add_tensor(fqn, dtype, shape, chunks, num_parts=len(of_tensor))
 
 
-def _read(store: Store, folder: str, names: Iterable[str]) -> _Found:
-    parts = ManifestBuilder(join_name(str(store), folder))
+def _read(store: Store, folder: str, names: Iterable[str]) -> _Headers:
+    builder = ManifestBuilder(join_name(str(store), folder))
     listings: dict[str, Mapping[str, int | None]] = {}
-    found: dict[str, dict[str, _Part]] = {}
+    found: dict[str, dict[str, _FilePart]] = {}
     aliases: dict[str, str] = {}
     is_sharded = False
     for name in names:
         parent, _, last = name.rpartition("/")
         if parent not in listings:
             listings[parent] = store.list(join_name(folder, parent))
-        path = join_name(parts.path, name)
+        path = join_name(builder.path, name)
         num_bytes = listings[parent].get(last)
         if num_bytes is None:
             raise CheckpointNotFoundError(
@@ -209,12 +209,14 @@ def _read(store: Store, folder: str, names: Iterable[str]) -> _Found:
         header = _header(store, join_name(folder, name), path, num_bytes)
         sharding = _sharding(header, path)
         is_sharded |= sharding is not None
-        number = parts.add_file(name, num_bytes)
-        found[name] = {entry.name: _Part(entry, number, _offsets(entry, sharding, path)) for entry in header.entries}
+        number = builder.add_file(name, num_bytes)
+        found[name] = {
+            entry.name: _FilePart(entry, number, _offsets(entry, sharding, path)) for entry in header.entries
+        }
         if sharding is None:
             aliases |= {key: value for key, value in header.metadata.items() if value in found[name]}
-            parts.metadata = {**parts.metadata, **header.metadata}
-    return _Found(parts, found, is_sharded, aliases)
+            builder.metadata = {**builder.metadata, **header.metadata}
+    return _Headers(builder, found, is_sharded, aliases)
 
 
 def _header(store: Store, name: str, path: str, num_bytes: int) -> Header:

@@ -15,15 +15,15 @@ _DATA = re.compile(
 _WHY = "not among the files of the checkpoint, which were read"
 
 
-def name_unread_files(store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> None:
+def name_unread_files(store: Store, folder: str, listing: Mapping[str, int | None], builder: ManifestBuilder) -> None:
     """Names them in the parts; a subfolder of which nothing was read as one."""
-    read = {file.name for file in parts.files}
+    read = {file.name for file in builder.files}
     seen = {name.partition("/")[0] for name in read}
-    seen |= {name.partition("/")[0] for names in parts.left_out.values() for name in names}
+    seen |= {name.partition("/")[0] for names in builder.left_out.values() for name in names}
     for name, num_bytes in sorted(listing.items()):
         if name in seen:
             continue
         if num_bytes is not None and _DATA.match(name):
-            parts.leave_out(name, _WHY)
+            builder.leave_out(name, _WHY)
         elif num_bytes is None and any(map(_DATA.match, store.list(join_name(folder, name)))):
-            parts.leave_out(f"{name}/", _WHY)
+            builder.leave_out(f"{name}/", _WHY)

@@ -33,18 +33,18 @@ _CHECKSUM_BYTES = 4
 
 def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
-    parts = ManifestBuilder(join_name(str(store), folder))
+    builder = ManifestBuilder(join_name(str(store), folder))
     backend = megatron_dist.read_backend(store, folder, listing)
     has_metadata = METADATA_NAME in listing
-    megatron_dist.refuse_other_backends(backend, parts.path, has_metadata=has_metadata)
-    root = read_state(store, folder, "", parts=parts)
+    megatron_dist.refuse_other_backends(backend, builder.path, has_metadata=has_metadata)
+    root = read_state(store, folder, "", builder=builder)
     if backend is not None:
-        root = megatron_dist.with_common_state(root, store, folder, listing, parts)
-    take_apart(parts, root)
-    return parts
+        root = megatron_dist.with_common_state(root, store, folder, listing, builder)
+    take_apart(builder, root)
+    return builder
 
 
-def read_state(store: Store, folder: str, inside: str, *, parts: ManifestBuilder, below: str = "") -> dict[Any, Any]:
+def read_state(store: Store, folder: str, inside: str, *, builder: ManifestBuilder, below: str = "") -> dict[Any, Any]:
     """What is saved in the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for each of its
     tensors. These are added to the parts, their names below this one.
     """
@@ -55,20 +55,20 @@ def read_state(store: Store, folder: str, inside: str, *, parts: ManifestBuilder
     if num_bytes > MAX_PICKLE_BYTES:
         raise too_much(file.path, f"it has {num_bytes} bytes, at most {MAX_PICKLE_BYTES} are read")
     metadata = read_metadata(file.read(0, num_bytes), file.path)
-    reader = _Folder(store, folder, inside, parts=parts, below=below)
+    reader = _DcpFolder(store, folder, inside, builder=builder, below=below)
     reader.open_files(metadata)
     for fqn, tensor in metadata.tensors.items():
         reader.add_tensor(fqn, tensor, unstacked_shape(metadata.attributes, fqn, tensor.shape, file.path))
     return reader.read_objects(metadata)
 
 
-def take_apart(parts: ManifestBuilder, root: dict[Any, Any]) -> None:
+def take_apart(builder: ManifestBuilder, root: dict[Any, Any]) -> None:
     """Adds the plain data of a state that `read_state` gave."""
 
     def refuse(fqn: str, _view: StoredView) -> None:
-        raise damaged(parts.path, f"{fqn!r:.200} is a tensor in the wrong place")
+        raise damaged(builder.path, f"{fqn!r:.200} is a tensor in the wrong place")
 
-    parts.take_apart(root, on_tensor=refuse)
+    builder.take_apart(root, on_tensor=refuse)
 
 
 class _Head(NamedTuple):
@@ -86,10 +86,10 @@ def _without_checksum(head: bytes, checksum_offset: int) -> bytes:
     return head[:checksum_offset] + head[checksum_offset + _CHECKSUM_BYTES :]
 
 
-class _Folder:
+class _DcpFolder:
     """The data files, and what has been found in them."""
 
-    def __init__(self, store: Store, folder: str, inside: str, *, parts: ManifestBuilder, below: str) -> None:
+    def __init__(self, store: Store, folder: str, inside: str, *, builder: ManifestBuilder, below: str) -> None:
         self._store = store
         self._folder = folder
         self._inside = inside
@@ -101,7 +101,7 @@ class _Folder:
         """What pickles say: those of equal parts are equal."""
         self._heads: dict[int, _Head] = {}
         """By length of the archive, the latest."""
-        self.parts = parts
+        self.builder = builder
 
     def open_files(self, metadata: Metadata) -> None:
         items = [chunk.item for tensor in metadata.tensors.values() for chunk in tensor.chunks]
@@ -123,14 +123,14 @@ class _Folder:
             self._listings[parent] = self._store.list(parent)
         num_bytes = self._listings[parent].get(last)
         if num_bytes is None:
-            path = join_name(self.parts.path, full_name)
+            path = join_name(self.builder.path, full_name)
             raise CheckpointNotFoundError(
                 f"{path} is not there, and {METADATA_NAME} says that tensors lie in it; nothing was loaded: restore "
                 "it, or take another checkpoint",
                 kind="missing_file",
                 path=path,
             )
-        number = self._numbers[name] = self.parts.add_file(full_name, num_bytes)
+        number = self._numbers[name] = self.builder.add_file(full_name, num_bytes)
         self._files[number] = FileReader(self._store, join_name(self._folder, full_name), num_bytes)
 
     def add_tensor(self, fqn: str, tensor: DcpTensor, shape: tuple[int, ...] | None) -> None:
@@ -142,17 +142,17 @@ class _Folder:
             chunks = [found for chunk in chunks for found in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
         self._refuse_too_many(fqn, len(chunks), tensor)
         stored_shape = tensor.shape if shape is None else shape
-        self.parts.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
+        self.builder.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
 
     def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: DcpTensor) -> None:
         """Before they are made, where that is known."""
         if num_chunks > max(strided_views.MAX_CHUNKS, len(tensor.chunks)):
             what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"
-            raise not_readable(self.parts.path, what, "save contiguous tensors")
+            raise not_readable(self.builder.path, what, "save contiguous tensors")
 
     def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> list[Chunk]:
         if len(chunk.offsets) != len(shape) or len(chunk.lengths) != len(shape):
-            raise damaged(self.parts.path, f"{fqn!r:.200} of shape {list(shape)} has a part at {list(chunk.offsets)}")
+            raise damaged(self.builder.path, f"{fqn!r:.200} of shape {list(shape)} has a part at {list(chunk.offsets)}")
         if 0 in chunk.lengths:
             return []
         number = self._numbers[chunk.item.file]
@@ -203,9 +203,9 @@ class _Folder:
     def _view(self, content: bytes, fqn: str) -> StoredView:
         view = self._views.get(content)
         if view is None:
-            view = self._views[content] = unpickle(content, self.parts.path, find_value)
+            view = self._views[content] = unpickle(content, self.builder.path, find_value)
         if not isinstance(view, StoredView):
-            raise damaged(self.parts.path, f"{fqn!r:.200} is no tensor in its file")
+            raise damaged(self.builder.path, f"{fqn!r:.200} is no tensor in its file")
         return view
 
     def read_objects(self, metadata: Metadata) -> dict[Any, Any]:
@@ -226,7 +226,7 @@ class _Folder:
         def add(name: str, view: StoredView) -> None:
             start, num_bytes = archive.storage(view.storage)
             chunks = chunks_of(view, name, file=number, byte_offset=start, byte_length=num_bytes, path=file.path)
-            self.parts.add_tensor(name, view.dtype, view.shape, chunks)
+            self.builder.add_tensor(name, view.dtype, view.shape, chunks)
 
         value = unpickle(archive.pickle, file.path, find_megatron_value)
         name = self._below + fqn
@@ -241,10 +241,10 @@ class _Folder:
             at = at.setdefault(key, {})
             if type(at) is not dict:
                 raise damaged(
-                    self.parts.path, f"{'.'.join(map(str, path))!r:.200} lies in something that is no container"
+                    self.builder.path, f"{'.'.join(map(str, path))!r:.200} lies in something that is no container"
                 )
         if path[-1] in at:
-            raise damaged(self.parts.path, f"it has {'.'.join(map(str, path))!r:.200} twice")
+            raise damaged(self.builder.path, f"it has {'.'.join(map(str, path))!r:.200} twice")
         at[path[-1]] = value
 
 

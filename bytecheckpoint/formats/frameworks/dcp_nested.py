@@ -54,26 +54,26 @@ def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
     """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = ManifestBuilder(join_name(str(store), folder))
-    step = _STEP.search(parts.path)
-    parts.step = int(step[1]) if step else None
+    builder = ManifestBuilder(join_name(str(store), folder))
+    step = _STEP.search(builder.path)
+    builder.step = int(step[1]) if step else None
     kind = _kind_of(listing) or _OSS
     root: dict[Any, Any] = {}
-    members, left_out = _members(store, folder, listing, kind, parts.path)
+    members, left_out = _members(store, folder, listing, kind, builder.path)
     for inside, name in members.items():
-        state = read_state(store, folder, inside, parts=parts, below=f"{name}." if name else "")
+        state = read_state(store, folder, inside, builder=builder, below=f"{name}." if name else "")
         for key, value in ({name: state} if name else state).items():
             if key in root:
-                raise two_of(parts.path, str(key))
+                raise two_of(builder.path, str(key))
             root[key] = value
     if kind.extra and listing.get(kind.extra, 0) is None:
         if kind.extra in root:
-            raise two_of(parts.path, kind.extra)
-        root[kind.extra] = _extra_state(store, folder, kind.extra, parts)
+            raise two_of(builder.path, kind.extra)
+        root[kind.extra] = _extra_state(store, folder, kind.extra, builder)
     for name in left_out:
-        parts.leave_out(name, f"not of {', '.join(sorted(members))}, which were read")
-    take_apart(parts, root)
-    return parts
+        builder.leave_out(name, f"not of {', '.join(sorted(members))}, which were read")
+    take_apart(builder, root)
+    return builder
 
 
 def _members(
@@ -108,20 +108,20 @@ def _model_folder(kind: _Kind) -> str:
     return next(iter(kind.members))
 
 
-def _extra_state(store: Store, folder: str, inside: str, parts: ManifestBuilder) -> dict[str, Any]:
+def _extra_state(store: Store, folder: str, inside: str, builder: ManifestBuilder) -> dict[str, Any]:
     """What each rank has saved of its own."""
     found = {}
     for file, num_bytes in store.list(join_name(folder, inside)).items():
         match = _EXTRA_FILE.match(file)
         if match and num_bytes is not None:
             found[int(match.group(1))] = file, num_bytes
-    ranks = [int(match.group(1)) for match in map(_DATA_FILE.search, (file.name for file in parts.files)) if match]
+    ranks = [int(match.group(1)) for match in map(_DATA_FILE.search, (file.name for file in builder.files)) if match]
     missing = sorted(set(range(max([*ranks, *found], default=-1) + 1)) - set(found))
     if missing:
-        raise missing_file(join_name(parts.path, inside), f"has no file of rank {missing[0]}")
+        raise missing_file(join_name(builder.path, inside), f"has no file of rank {missing[0]}")
     state = {}
     for rank, (file, num_bytes) in sorted(found.items()):
         name = join_name(inside, file)
-        saved = open_saved(store, folder, name, num_bytes, parts=parts, find_global=find_value)
-        state[f"rank_{rank}"] = saved.plain(parts, saved.value, f"{inside}.rank_{rank}")
+        saved = open_saved(store, folder, name, num_bytes, builder=builder, find_global=find_value)
+        state[f"rank_{rank}"] = saved.plain(builder, saved.value, f"{inside}.rank_{rank}")
     return state

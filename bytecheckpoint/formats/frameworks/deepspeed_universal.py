@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.formats.flat_ranges import FlatRun
-from bytecheckpoint.formats.frameworks.deepspeed_zero import Result, ZeroState, lengths_of
+from bytecheckpoint.formats.frameworks.deepspeed_zero import ZeroBuilder, ZeroState, lengths_of
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 if TYPE_CHECKING:
-    from bytecheckpoint.formats.torch_save.files import Saved
+    from bytecheckpoint.formats.torch_save.files import SavedFile
 
 UNIVERSAL_FOLDER = "zero"
 _WEIGHTS, _SUFFIX, _OPTIMIZER = "fp32.pt", ".pt", "optimizer_state.pt"
 
 
 def read_universal(
-    open_file: Callable[[str, int], Saved], store: Store, folder: str, model: Saved, result: Result
+    open_file: Callable[[str, int], SavedFile], store: Store, folder: str, model: SavedFile, result: ZeroBuilder
 ) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`. Raises what `read_zero_state` does."""
     shapes = [{name: lengths_of(shape) for name, shape in group.items()} for group in model.value["param_shapes"]]
@@ -41,7 +41,7 @@ def read_universal(
     return ZeroState(frozenset(names), result.tree)
 
 
-def _add(saved: Saved, file: str, name: str, shape: tuple[int, ...] | None, result: Result) -> None:
+def _add(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | None, result: ZeroBuilder) -> None:
     value: Any = saved.value
     view = value.get("param") if isinstance(value, dict) else value
     key = file.removesuffix(_SUFFIX)
@@ -60,10 +60,10 @@ def _add(saved: Saved, file: str, name: str, shape: tuple[int, ...] | None, resu
 
 
 def _add_groups(
-    open_file: Callable[[str, int], Saved],
+    open_file: Callable[[str, int], SavedFile],
     num_bytes: int | None,
     shapes: list[dict[str, tuple[int, ...]]],
-    result: Result,
+    result: ZeroBuilder,
 ) -> None:
     """The hyperparameters of each group; ZeRO 3, which has several groups of parameters for one of the user's, keeps
     those deeper.

@@ -27,7 +27,7 @@ from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 
 if TYPE_CHECKING:
     from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-    from bytecheckpoint.formats.torch_save.files import Saved
+    from bytecheckpoint.formats.torch_save.files import SavedFile
 
 _READ = frozenset(
     {"base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "optimizer_state_dict"}
@@ -49,7 +49,7 @@ class ZeroState(NamedTuple):
     """State of the optimizer's wrapper."""
 
 
-def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result: Result) -> ZeroState:
+def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile], result: ZeroBuilder) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
 
     Raises LookupError, TypeError, ValueError and AttributeError where the files are none of DeepSpeed's, and what
@@ -64,7 +64,7 @@ def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result
         advice = "make it universal with DeepSpeed's ds_to_universal"
         raise not_readable(optimizers[0].path, "parameters are divided over groups of ranks (MiCS, hpZ)", advice)
     shapes = [{name: lengths_of(shape) for name, shape in group.items()} for group in models[0].value["param_shapes"]]
-    given = _Given(optimizers, states, shapes)
+    given = _ZeroFiles(optimizers, states, shapes)
     if states[0].get("zero_stage") == 3:
         _read_divided(given, result)
     else:
@@ -91,27 +91,27 @@ def lengths_of(value: Any) -> tuple[int, ...]:
     return lengths
 
 
-class Result:
+class ZeroBuilder:
     """What is put together: tensors of the manifest, and the optimizer's tree."""
 
-    def __init__(self, parts: ManifestBuilder) -> None:
-        self._parts = parts
+    def __init__(self, builder: ManifestBuilder) -> None:
+        self._builder = builder
         self.tree: dict[str, Any] = {"state": {}, "groups": {}}
 
     def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Sequence[FlatRun]) -> None:
         chunks = chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
-        self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
+        self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
 
-    def add_view(self, fqn: str, view: StoredView, saved: Saved) -> None:
+    def add_view(self, fqn: str, view: StoredView, saved: SavedFile) -> None:
         """A tensor that is whole in a file."""
-        self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+        self._builder.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
 
     def leave_out(self, name: str, value: Any, why: str) -> None:
         """Names a value that is not read, if it holds a tensor."""
         if holds_tensor(value):
-            self._parts.leave_out(name, why)
+            self._builder.leave_out(name, why)
 
-    def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: Saved) -> None:
+    def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: SavedFile) -> None:
         """What all of these parameters have one of, such as the count of steps."""
         for name in names:
             if isinstance(value, StoredView):
@@ -125,10 +125,10 @@ class Result:
             self.tree["groups"][names[0]] = {"params": dict.fromkeys(names), "values": values}
 
 
-class _Given(NamedTuple):
+class _ZeroFiles(NamedTuple):
     """The files of all ranks."""
 
-    saved: Sequence[Saved]
+    saved: Sequence[SavedFile]
     states: Sequence[dict[str, Any]]
     """What each says of the optimizer."""
     shapes: Sequence[dict[str, tuple[int, ...]]]
@@ -140,7 +140,7 @@ class _Given(NamedTuple):
         return [buffer for buffer, _ in found], found[0][1]
 
 
-def _read_shared(given: _Given, result: Result) -> None:
+def _read_shared(given: _ZeroFiles, result: ZeroBuilder) -> None:
     """ZeRO 1 and 2: the parameters of a group follow one another, and each rank has an equal part of all."""
     first = given.states[0]
     alignment = first.get("param_alignment_paddings")
@@ -164,7 +164,7 @@ def _read_shared(given: _Given, result: Result) -> None:
         result.add_group(list(shapes), _param_group(first["base_optimizer_state"], index))
 
 
-def _read_divided(given: _Given, result: Result) -> None:
+def _read_divided(given: _ZeroFiles, result: ZeroBuilder) -> None:
     """ZeRO 3: every rank has an equal part of each parameter, and these follow one another, in several buffers."""
     weights = [state["fp32_flat_groups"] for state in given.states]
     states = [state["optimizer_state_dict"]["state"] for state in given.states]
@@ -190,7 +190,7 @@ def _read_divided(given: _Given, result: Result) -> None:
     _add_groups(given, result)
 
 
-def _add_groups(given: _Given, result: Result) -> None:
+def _add_groups(given: _ZeroFiles, result: ZeroBuilder) -> None:
     """Of the user, each of which is several buffers here."""
     groups = given.states[0]["optimizer_state_dict"]["param_groups"]
     known = [list(shapes) for shapes in given.shapes]

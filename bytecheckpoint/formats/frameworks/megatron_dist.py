@@ -49,7 +49,7 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
 
 
 def with_common_state(
-    root: dict[Any, Any], store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder
+    root: dict[Any, Any], store: Store, folder: str, listing: Mapping[str, int | None], builder: ManifestBuilder
 ) -> dict[Any, Any]:
     """The state with Megatron's objects as Megatron knows them: each of them is saved as a list of one, and the common
     state, which has a place of its own, is spread out.
@@ -58,14 +58,14 @@ def with_common_state(
     common = found.pop(_COMMON_KEY, {})
     num_bytes = listing.get(_COMMON_FILE)
     if num_bytes is not None and not common:
-        saved = open_saved(store, folder, _COMMON_FILE, num_bytes, parts=parts, find_global=find_megatron_value)
-        common = saved.plain(parts, saved.value, "")
+        saved = open_saved(store, folder, _COMMON_FILE, num_bytes, builder=builder, find_global=find_megatron_value)
+        common = saved.plain(builder, saved.value, "")
     if not isinstance(common, dict):
-        raise damaged(parts.path, f"the common state of Megatron is no dict but a {type(common).__name__}")
+        raise damaged(builder.path, f"the common state of Megatron is no dict but a {type(common).__name__}")
     for key, value in common.items():
         found.setdefault(key if key not in found else f"{_COMMON_KEY}.{key}", value)
     iteration = common.get("iteration")
-    parts.step = iteration if type(iteration) is int and iteration >= 0 else None
+    builder.step = iteration if type(iteration) is int and iteration >= 0 else None
     return found
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
-from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import Part, is_same_on_all, whole_of
+from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import TensorPart, is_same_on_all, whole_of
 from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, is_extra_state, two_of
 from bytecheckpoint.formats.plain_values import encode_value
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
-from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.torch_save.files import SavedFile
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn
 
@@ -45,7 +45,7 @@ class RankFile(NamedTuple):
 
     rank: Rank
     folder: str
-    saved: Saved
+    saved: SavedFile
 
     @property
     def value(self) -> dict[str, Any]:
@@ -66,9 +66,9 @@ _Stage = dict[str, list[tuple[RankFile, Any]]]
 class Model:
     """The parts of the model in all files."""
 
-    def __init__(self, files: Mapping[Rank, RankFile], parts: ManifestBuilder) -> None:
+    def __init__(self, files: Mapping[Rank, RankFile], builder: ManifestBuilder) -> None:
         self._files = files
-        self._parts = parts
+        self._builder = builder
         self._num_layers: dict[str, int] = {}
         """Of those that came before, by what their names begin with."""
         self._stage_of: dict[str, Rank] = {}
@@ -167,22 +167,22 @@ class Model:
                 for one, other in zip(others, found, strict=True):
                     self._refuse_difference(name, one, other)
                 return
-        parts = [Part(file.saved, each) for file, each in found]
+        parts = [TensorPart(file.saved, each) for file, each in found]
         if is_same_on_all(name):
             for other in found[1:]:
                 self._refuse_difference(name, found[0], other)
         dtype, shape, chunks = whole_of(name, parts, is_gated=_is_gated(local_name, value, stage))
         self._refuse_taken(fqn, first.rank)
-        self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=2 * len(parts))
+        self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=2 * len(parts))
 
     def _refuse_taken(self, fqn: str, rank: Rank) -> None:
         other = self._stage_of.setdefault(fqn, rank)
-        if fqn in self._parts.tensors:
+        if fqn in self._builder.tensors:
             raise CheckpointMismatchError(
-                f"{self._parts.path}: pipeline ranks {other.pp} and {rank.pp} both have {fqn!r:.200}, and which one "
+                f"{self._builder.path}: pipeline ranks {other.pp} and {rank.pp} both have {fqn!r:.200}, and which one "
                 f"counts is not known; nothing was loaded: {_ADVICE}",
                 kind="conflict",
-                path=self._parts.path,
+                path=self._builder.path,
             )
 
     def _add_plain(self, fqn: str, found: list[tuple[RankFile, Any]]) -> None:
@@ -191,7 +191,7 @@ class Model:
             is_first = file is found[0][0]
             name = fqn if is_first else f"{file.folder}.{fqn}"
             if is_first or value is not None:
-                self._parts.trees[name] = file.saved.plain(self._parts, value, name)
+                self._builder.trees[name] = file.saved.plain(self._builder, value, name)
 
     def _refuse_other_cuts(self, name: str, file: RankFile, num_parts: int) -> None:
         size = file.settings.get("expert_tensor_parallel_size")

@@ -15,7 +15,7 @@ from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.safetensors_files import read_files, read_index
-from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved
+from bytecheckpoint.formats.torch_save.files import SavedFile, missing_file, open_saved
 from bytecheckpoint.formats.torch_save.unpickler_globals import find_value
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -33,84 +33,86 @@ def read_torch_model(store: Store, folder: str, listing: Mapping[str, int | None
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = ManifestBuilder(join_name(str(store), folder))
+    builder = ManifestBuilder(join_name(str(store), folder))
     if listing.get(TORCH_SOLE) is not None:
-        saved = _open(store, folder, TORCH_SOLE, listing, parts)
-        _add(parts, saved, saved.value)
-        return parts
-    path = join_name(parts.path, TORCH_INDEX)
+        saved = _open(store, folder, TORCH_SOLE, listing, builder)
+        _add(builder, saved, saved.value)
+        return builder
+    path = join_name(builder.path, TORCH_INDEX)
     weights = read_index(store, join_name(folder, TORCH_INDEX), path, listing[TORCH_INDEX] or 0)
     for name in sorted(set(weights.values())):
         if listing.get(name) is None:
-            raise missing_file(parts.path, f"lacks {name!r:.200}, in which its index has tensors")
-        saved = _open(store, folder, name, listing, parts)
+            raise missing_file(builder.path, f"lacks {name!r:.200}, in which its index has tensors")
+        saved = _open(store, folder, name, listing, builder)
         wanted = {fqn for fqn, file in weights.items() if file == name}
         if not isinstance(saved.value, dict) or not wanted <= saved.value.keys():
             raise damaged(path, f"tensors that it says are in {name!r:.200} are not there")
-        _add(parts, saved, {fqn: item for fqn, item in saved.value.items() if weights.get(fqn, name) == name})
-    return parts
+        _add(builder, saved, {fqn: item for fqn, item in saved.value.items() if weights.get(fqn, name) == name})
+    return builder
 
 
-def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> None:
+def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], builder: ManifestBuilder) -> None:
     """Adds what lies beside the model of a folder, which was read.
 
     Raises CheckpointMismatchError (conflict), CheckpointCorruptError or UnsafeCheckpointError.
     """
-    step = _STEP.search(parts.path)
-    parts.step = int(step[1]) if step else None
-    read = {file.name for file in parts.files}
+    step = _STEP.search(builder.path)
+    builder.step = int(step[1]) if step else None
+    read = {file.name for file in builder.files}
     for name, num_bytes in sorted(listing.items()):
         state, model = _STATE.match(name), _MODEL.match(name)
         if num_bytes is None or name in read:
             continue
-        if state and state[1] not in parts.trees:
-            _add_state(store, folder, name, state[1], listing=listing, parts=parts)
-        elif model and model[1] not in parts.trees:
-            _add_model(store, folder, name, model[1], listing=listing, parts=parts)
+        if state and state[1] not in builder.trees:
+            _add_state(store, folder, name, state[1], listing=listing, builder=builder)
+        elif model and model[1] not in builder.trees:
+            _add_model(store, folder, name, model[1], listing=listing, builder=builder)
         elif name == _TRAINER_STATE:
-            parts.leave_out(name, "the history of the training, and no state of the model")
+            builder.leave_out(name, "the history of the training, and no state of the model")
 
 
 def _add_state(
-    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: ManifestBuilder
+    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], builder: ManifestBuilder
 ) -> None:
     """One that is refused is left out: the model can be loaded all the same."""
     try:
-        saved = _open(store, folder, name, listing, parts)
+        saved = _open(store, folder, name, listing, builder)
     except UnsafeCheckpointError as error:
-        parts.leave_out(name, f"refused ({error.kind}), and an error says why where its path is given")
+        builder.leave_out(name, f"refused ({error.kind}), and an error says why where its path is given")
         return
     except CheckpointCorruptError as error:
         if error.kind != "unsupported_version":
             raise
-        parts.leave_out(name, "of a form that this release does not read: give its path to see why")
+        builder.leave_out(name, "of a form that this release does not read: give its path to see why")
         return
-    _add(parts, saved, {entry: saved.value})
+    _add(builder, saved, {entry: saved.value})
 
 
 def _add_model(
-    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: ManifestBuilder
+    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], builder: ManifestBuilder
 ) -> None:
     if name.endswith(".bin"):
-        saved = _open(store, folder, name, listing, parts)
-        _add(parts, saved, {entry: saved.value})
+        saved = _open(store, folder, name, listing, builder)
+        _add(builder, saved, {entry: saved.value})
     else:
-        parts.take_in(read_files(store, folder, [name]), entry)
+        builder.take_in(read_files(store, folder, [name]), entry)
 
 
-def _open(store: Store, folder: str, name: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> Saved:
-    return open_saved(store, folder, name, listing[name] or 0, parts=parts, find_global=find_value)
+def _open(
+    store: Store, folder: str, name: str, listing: Mapping[str, int | None], builder: ManifestBuilder
+) -> SavedFile:
+    return open_saved(store, folder, name, listing[name] or 0, builder=builder, find_global=find_value)
 
 
-def _add(parts: ManifestBuilder, saved: Saved, value: Any) -> None:
+def _add(builder: ManifestBuilder, saved: SavedFile, value: Any) -> None:
     known: dict[str, str] = {}
 
     def add(fqn: str, view: Any) -> None:
         place = repr((view.storage.key, view.dtype, view.item_offset, view.shape, view.strides))
         first = known.setdefault(place, fqn)
         if first == fqn:
-            parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+            builder.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
         else:
-            parts.add_alias(fqn, first)
+            builder.add_alias(fqn, first)
 
-    parts.take_apart(value, on_tensor=add)
+    builder.take_apart(value, on_tensor=add)

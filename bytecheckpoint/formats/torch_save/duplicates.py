@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.torch_save.files import SavedFile
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.manifest import Chunk
 
@@ -18,7 +18,7 @@ _MAX_ALL_BYTES = 1 << 30
 _MAX_PIECES = 1 << 10
 _HEAD_BYTES = 1 << 12
 
-Copy = tuple[Saved, StoredView]
+StoredCopy = tuple[SavedFile, StoredView]
 
 
 class Comparer:
@@ -27,7 +27,7 @@ class Comparer:
     def __init__(self) -> None:
         self._bytes_left = _MAX_ALL_BYTES
 
-    def same(self, one: Copy, other: Copy, fqn: str) -> bool | None:
+    def same(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
         """Whether they have the same elements; None where it takes too much to tell.
 
         Raises CheckpointCorruptError (bad_manifest, truncated) for a tensor that is not in its file.
@@ -40,11 +40,11 @@ class Comparer:
         told = _by_checksums(one, other)
         return self._by_bytes(one, other, fqn) if told is None else told
 
-    def _by_bytes(self, one: Copy, other: Copy, fqn: str) -> bool | None:
+    def _by_bytes(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
         num_bytes = _num_bytes(one[1])
         if max(strided_views.num_chunks(view.shape, view.strides) for _, view in (one, other)) > _MAX_PIECES:
             return None
-        first, second = (_Content(saved, saved.chunks(view, fqn)) for saved, view in (one, other))
+        first, second = (_CopyContent(saved, saved.chunks(view, fqn)) for saved, view in (one, other))
         if not first.begins_like(second):
             return False
         if num_bytes > min(_MAX_TENSOR_BYTES, self._bytes_left):
@@ -53,23 +53,23 @@ class Comparer:
         return first.read() == second.read()
 
 
-class _Content(NamedTuple):
+class _CopyContent(NamedTuple):
     """The elements of a tensor, in their order."""
 
-    saved: Saved
+    saved: SavedFile
     chunks: list[Chunk]
 
     def read(self) -> bytes:
         return b"".join(self.saved.archive.read(chunk.byte_offset, chunk.byte_length) for chunk in self.chunks)
 
-    def begins_like(self, other: _Content) -> bool:
+    def begins_like(self, other: _CopyContent) -> bool:
         """Which costs little, and tells different weights of any size."""
         num_bytes = min(_HEAD_BYTES, self.chunks[0].byte_length, other.chunks[0].byte_length)
         heads = (each.saved.archive.read(each.chunks[0].byte_offset, num_bytes) for each in (self, other))
         return next(heads) == next(heads)
 
 
-def _by_checksums(one: Copy, other: Copy) -> bool | None:
+def _by_checksums(one: StoredCopy, other: StoredCopy) -> bool | None:
     """A checksum of 0 stands where torch was told to write no checksums, or no data."""
     (first, here), (second, there) = one, other
     checksums = first.archive.checksum(here.storage), second.archive.checksum(there.storage)

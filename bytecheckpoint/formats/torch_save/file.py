@@ -95,18 +95,18 @@ def with_path(error: CheckpointError, path: str) -> CheckpointError:
     return type(error)(f"{path}: {error.message}", kind=error.kind, path=path)
 
 
-def read_archive(archive: TorchArchive, parts: ManifestBuilder, file: int) -> None:
+def read_archive(archive: TorchArchive, builder: ManifestBuilder, file: int) -> None:
     """Adds what lies in an archive of the file of this number."""
-    value = unpickle(archive.pickle, parts.path, find_value)
-    parts.take_apart(value, on_tensor=_Tensors(archive, parts, file).add)
+    value = unpickle(archive.pickle, builder.path, find_value)
+    builder.take_apart(value, on_tensor=_ArchiveTensors(archive, builder, file).add)
 
 
-class _Tensors:
+class _ArchiveTensors:
     """The tensors of one archive, the same one under several names among them."""
 
-    def __init__(self, archive: TorchArchive, parts: ManifestBuilder, file: int) -> None:
+    def __init__(self, archive: TorchArchive, builder: ManifestBuilder, file: int) -> None:
         self._archive = archive
-        self._parts = parts
+        self._builder = builder
         self._file = file
         self._places: dict[str, tuple[int, int]] = {}
         self._known: dict[str, str] = {}
@@ -116,13 +116,15 @@ class _Tensors:
         place = repr((view.storage.key, view.dtype, view.item_offset, view.shape, view.strides))
         first = self._known.setdefault(place, fqn)
         if first != fqn:
-            self._parts.add_alias(fqn, first)
+            self._builder.add_alias(fqn, first)
             return
         if view.storage.key not in self._places:
             self._places[view.storage.key] = self._archive.storage(view.storage)
         start, num_bytes = self._places[view.storage.key]
-        chunks = chunks_of(view, fqn, file=self._file, byte_offset=start, byte_length=num_bytes, path=self._parts.path)
-        self._parts.add_tensor(fqn, view.dtype, view.shape, chunks)
+        chunks = chunks_of(
+            view, fqn, file=self._file, byte_offset=start, byte_length=num_bytes, path=self._builder.path
+        )
+        self._builder.add_tensor(fqn, view.dtype, view.shape, chunks)
 
 
 def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_length: int, path: str) -> list[Any]:

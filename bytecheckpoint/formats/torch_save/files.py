@@ -20,7 +20,7 @@ from bytecheckpoint.storage.store import Store
 _Found = TypeVar("_Found")
 
 
-class Saved(NamedTuple):
+class SavedFile(NamedTuple):
     """A file of torch.save."""
 
     archive: TorchArchive
@@ -46,25 +46,25 @@ class Saved(NamedTuple):
         start, num_bytes = self.archive.storage(view.storage)
         return chunks_of(view, fqn, file=self.file, byte_offset=start, byte_length=num_bytes, path=self.path)
 
-    def plain(self, parts: ManifestBuilder, value: Any, fqn: str) -> Any:
+    def plain(self, builder: ManifestBuilder, value: Any, fqn: str) -> Any:
         """Plain data of it, with the name of each tensor in its place; these are added to the parts."""
 
         def add(name: str, view: StoredView) -> None:
-            parts.add_tensor(name, view.dtype, view.shape, self.chunks(view, name))
+            builder.add_tensor(name, view.dtype, view.shape, self.chunks(view, name))
 
         return plain_tree(value, fqn, path=self.path, on_tensor=add)
 
 
 def open_saved(
-    store: Store, folder: str, name: str, num_bytes: int, *, parts: ManifestBuilder, find_global: FindGlobal
-) -> Saved:
+    store: Store, folder: str, name: str, num_bytes: int, *, builder: ManifestBuilder, find_global: FindGlobal
+) -> SavedFile:
     """A file at or below the folder of a checkpoint. Raises CheckpointCorruptError or UnsafeCheckpointError."""
     file = FileReader(store, join_name(folder, name), num_bytes)
     if file.read(0, min(num_bytes, len(LEGACY_MAGIC))) == LEGACY_MAGIC:
         refuse_legacy(file.path)
     archive = TorchArchive(file, 0, num_bytes)
     value = unpickle(archive.pickle, file.path, find_global)
-    return Saved(archive, parts.add_file(name, num_bytes), file.path, value, name)
+    return SavedFile(archive, builder.add_file(name, num_bytes), file.path, value, name)
 
 
 def missing_file(path: str, what: str) -> CheckpointNotFoundError:

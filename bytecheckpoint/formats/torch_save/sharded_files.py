@@ -13,10 +13,10 @@ from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
 from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, two_of
 from bytecheckpoint.formats.plain_values import encode_value
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
-from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
+from bytecheckpoint.formats.torch_save.files import SavedFile, missing_file, open_saved, translated
 from bytecheckpoint.formats.torch_save.sharded_tensors import (
-    Sharded,
     ShardedReader,
+    ShardedTensor,
     find_sharded_value,
     is_sharded,
     refuse_others,
@@ -50,26 +50,28 @@ def is_folder(names: set[str]) -> bool:
 
 def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
     """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
-    parts = ManifestBuilder(join_name(str(store), folder))
+    builder = ManifestBuilder(join_name(str(store), folder))
     root: dict[Any, Any] = {}
     is_any_sharded = False
-    groups = _groups({name for name, num_bytes in listing.items() if num_bytes is not None}, parts.path)
+    groups = _groups({name for name, num_bytes in listing.items() if num_bytes is not None}, builder.path)
     for group in groups:
         opened = [
-            open_saved(store, folder, name, listing[name] or 0, parts=parts, find_global=find_sharded_value)
+            open_saved(store, folder, name, listing[name] or 0, builder=builder, find_global=find_sharded_value)
             for name in group.files
         ]
         below = group.name if len(groups) > 1 else ""
-        state, is_group_sharded = translated(opened[0].path, _WRITER, _read_group, opened, below, parts)
+        state, is_group_sharded = translated(opened[0].path, _WRITER, _read_group, opened, below, builder)
         is_any_sharded |= is_group_sharded
         if below in root:
-            raise two_of(parts.path, below)
+            raise two_of(builder.path, below)
         root |= {below: state} if below else state
     if not is_any_sharded:
         what = "none of the files of its ranks says which part of a tensor it has"
-        raise not_readable(parts.path, what, "give the path of one of them, or save with torch.distributed.checkpoint")
-    parts.take_apart(root, on_tensor=lambda fqn, _view: _refuse_tensor(parts.path, fqn))
-    return parts
+        raise not_readable(
+            builder.path, what, "give the path of one of them, or save with torch.distributed.checkpoint"
+        )
+    builder.take_apart(root, on_tensor=lambda fqn, _view: _refuse_tensor(builder.path, fqn))
+    return builder
 
 
 def _refuse_tensor(path: str, fqn: str) -> None:
@@ -106,15 +108,15 @@ def _two_of_rank(path: str, names: list[str]) -> CheckpointMismatchError:
     )
 
 
-def _read_group(opened: list[Saved], below: str, parts: ManifestBuilder) -> tuple[dict[Any, Any], bool]:
+def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -> tuple[dict[Any, Any], bool]:
     """What the files hold, each tensor of which was added to the parts; and whether any of them is sharded."""
-    reader = ShardedReader(parts.path)
+    reader = ShardedReader(builder.path)
     leaves = [_leaves(saved, below, reader) for saved in opened]
-    sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, Sharded)]
+    sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, ShardedTensor)]
     if not sharded:
         names = [f"rank_{rank}" for rank in range(len(opened))]
         plain = {
-            name: saved.plain(parts, saved.value, join_fqn(below, name))
+            name: saved.plain(builder, saved.value, join_fqn(below, name))
             for name, saved in zip(names, opened, strict=True)
         }
         return plain, False
@@ -125,14 +127,14 @@ def _read_group(opened: list[Saved], below: str, parts: ManifestBuilder) -> tupl
             raise not_readable(saved.path, what, "save it with torch.distributed.checkpoint")
     comparer = Comparer()
     for fqn in sharded:
-        _add_sharded(fqn, leaves, opened, parts, comparer=comparer)
+        _add_sharded(fqn, leaves, opened, builder, comparer=comparer)
     for rank, (saved, found) in enumerate(zip(opened, leaves, strict=True)):
-        _add_differences(rank, saved, found, (opened[0], leaves[0]), parts, comparer=comparer)
-    state = opened[0].plain(parts, _with_refs(opened[0].value, below, leaves[0]), below)
+        _add_differences(rank, saved, found, (opened[0], leaves[0]), builder, comparer=comparer)
+    state = opened[0].plain(builder, _with_refs(opened[0].value, below, leaves[0]), below)
     return state if isinstance(state, dict) else {"value": state}, True
 
 
-def _leaves(saved: Saved, below: str, reader: ShardedReader) -> dict[str, Any]:
+def _leaves(saved: SavedFile, below: str, reader: ShardedReader) -> dict[str, Any]:
     """Everything in a file that holds nothing else, by name; sharded tensors as such."""
     found: dict[str, Any] = {}
     num_values = 0
@@ -157,14 +159,14 @@ def _leaves(saved: Saved, below: str, reader: ShardedReader) -> dict[str, Any]:
 
 
 def _add_sharded(
-    fqn: str, leaves: list[dict[str, Any]], opened: list[Saved], parts: ManifestBuilder, *, comparer: Comparer
+    fqn: str, leaves: list[dict[str, Any]], opened: list[SavedFile], builder: ManifestBuilder, *, comparer: Comparer
 ) -> None:
-    first: Sharded = leaves[0][fqn]
+    first: ShardedTensor = leaves[0][fqn]
     chunks: dict[Region, list[Chunk]] = {}
-    copies: dict[Region, tuple[Saved, StoredView]] = {}
+    copies: dict[Region, tuple[SavedFile, StoredView]] = {}
     for saved, found in zip(opened, leaves, strict=True):
         leaf = found.get(fqn)
-        if not isinstance(leaf, Sharded) or (leaf.dtype, leaf.shape) != (first.dtype, first.shape):
+        if not isinstance(leaf, ShardedTensor) or (leaf.dtype, leaf.shape) != (first.dtype, first.shape):
             raise damaged(saved.path, f"{fqn!r:.200} is not the tensor that it is in {opened[0].path}")
         if any(view.dtype != first.dtype for _, view in leaf.parts):
             raise damaged(saved.path, f"{fqn!r:.200} is not of {first.dtype}, as its description says")
@@ -179,12 +181,12 @@ def _add_sharded(
     missing = next((region for region in first.all_regions() if region not in chunks), None)
     if missing is not None:
         where = f"which has the shape {list(missing.lengths)} and begins at {list(missing.offsets)}"
-        raise missing_file(parts.path, f"has no file with a part of {fqn!r:.200} {where}, in {len(opened)} files")
+        raise missing_file(builder.path, f"has no file with a part of {fqn!r:.200} {where}, in {len(opened)} files")
     found_chunks = [chunk for of_region in chunks.values() for chunk in of_region]
-    parts.add_tensor(fqn, first.dtype, first.shape, found_chunks, num_parts=len(chunks))
+    builder.add_tensor(fqn, first.dtype, first.shape, found_chunks, num_parts=len(chunks))
 
 
-def _two_contents(fqn: str, first: Saved, other: Saved) -> CheckpointMismatchError:
+def _two_contents(fqn: str, first: SavedFile, other: SavedFile) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{other.path} has other elements in its part of {fqn!r:.200} than {first.path} in the same part, and which "
         "one counts is not known; nothing was loaded: restore the files of one save, or save with "
@@ -201,10 +203,10 @@ def _moved(chunks: list[Chunk], region: Region) -> list[Chunk]:
 
 def _add_differences(
     rank: int,
-    saved: Saved,
+    saved: SavedFile,
     found: Mapping[str, Any],
-    first: tuple[Saved, Mapping[str, Any]],
-    parts: ManifestBuilder,
+    first: tuple[SavedFile, Mapping[str, Any]],
+    builder: ManifestBuilder,
     *,
     comparer: Comparer,
 ) -> None:
@@ -214,17 +216,17 @@ def _add_differences(
     own = {
         fqn: leaf
         for fqn, leaf in found.items()
-        if not isinstance(leaf, Sharded) and not _same((saved, leaf), (first[0], first[1][fqn]), fqn, comparer)
+        if not isinstance(leaf, ShardedTensor) and not _same((saved, leaf), (first[0], first[1][fqn]), fqn, comparer)
     }
     if own:
-        tree = saved.plain(parts, own, f"rank_{rank}")
-        parts.trees[f"rank_{rank}"] = parts.trees.get(f"rank_{rank}", {}) | tree  # of other groups of files
+        tree = saved.plain(builder, own, f"rank_{rank}")
+        builder.trees[f"rank_{rank}"] = builder.trees.get(f"rank_{rank}", {}) | tree  # of other groups of files
 
 
-def _same(one: tuple[Saved, Any], other: tuple[Saved, Any], fqn: str, comparer: Comparer) -> bool:
+def _same(one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str, comparer: Comparer) -> bool:
     if isinstance(one[1], StoredView) and isinstance(other[1], StoredView):
         return bool(comparer.same(one, other, fqn))
-    if isinstance(one[1], StoredView | Sharded) or isinstance(other[1], StoredView | Sharded):
+    if isinstance(one[1], StoredView | ShardedTensor) or isinstance(other[1], StoredView | ShardedTensor):
         return False
     here, there = (
         encode_value(saved.plain(ManifestBuilder(saved.path), leaf, fqn), path=saved.path)
@@ -240,4 +242,4 @@ def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:
         return type(value)(items) if type(value) is dict else dict(items)
     if type(value) in {list, tuple}:
         return type(value)(_with_refs(item, join_fqn(fqn, index), leaves) for index, item in enumerate(value))
-    return TensorRef(fqn) if isinstance(leaves.get(fqn), Sharded) else value
+    return TensorRef(fqn) if isinstance(leaves.get(fqn), ShardedTensor) else value

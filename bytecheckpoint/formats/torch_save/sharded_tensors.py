@@ -57,7 +57,7 @@ _MAX_RANKS = 1 << 17
 MAX_PARTS = 1 << 23
 
 
-class Sharded(NamedTuple):
+class ShardedTensor(NamedTuple):
     """A tensor of which a rank has parts."""
 
     dtype: str
@@ -136,10 +136,10 @@ class ShardedReader:
     def __init__(self, path: str) -> None:
         self._path = path
         self._num_parts = 0
-        self._known: dict[int, Sharded] = {}
+        self._known: dict[int, ShardedTensor] = {}
         self._regions: dict[int, frozenset[Region]] = {}
 
-    def read(self, value: Instance) -> Sharded:
+    def read(self, value: Instance) -> ShardedTensor:
         """Raises PickleError, LookupError, TypeError, ValueError or AttributeError for what is none of torch's, and
         UnsafeCheckpointError (limits_exceeded).
         """
@@ -152,7 +152,7 @@ class ShardedReader:
             raise too_much(self._path, f"its sharded tensors have more than {MAX_PARTS} parts, of all ranks")
         return found
 
-    def _read_sharded_tensor(self, value: Instance) -> Sharded:
+    def _read_sharded_tensor(self, value: Instance) -> ShardedTensor:
         local_shards, metadata, *_ = value.state
         shape = _lengths(metadata.fields["size"])
         dtype = metadata.fields["tensor_properties"].state[0].name
@@ -161,7 +161,7 @@ class ShardedReader:
             region, view = _region(shard.fields["metadata"]), shard.fields["tensor"]
             parts.append((region, _checked(view, region)))
         shards = metadata.fields["shards_metadata"]
-        return Sharded(dtype, shape, tuple(parts), lambda: self._regions_of(shards))
+        return ShardedTensor(dtype, shape, tuple(parts), lambda: self._regions_of(shards))
 
     def _regions_of(self, shards: Any) -> frozenset[Region]:
         found = self._regions.get(id(shards))
@@ -203,7 +203,7 @@ def _checked(view: Any, region: Region) -> StoredView:
     return view
 
 
-def _read_dtensor(value: Instance) -> Sharded:
+def _read_dtensor(value: Instance) -> ShardedTensor:
     spec = value.fields["_spec"].fields
     view, mesh, placements = value.fields["_local_tensor"], spec["mesh"].fields, spec["placements"]
     meta = spec["tensor_meta"]
@@ -225,7 +225,7 @@ def _read_dtensor(value: Instance) -> Sharded:
         for axis, index in order:
             region = _cut(region, axis, index)
         parts = [(region, _checked(view, region))] if region.numel else []
-    return Sharded(view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), cuts))
+    return ShardedTensor(view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), cuts))
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
