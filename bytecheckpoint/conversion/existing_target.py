@@ -14,6 +14,7 @@ from bytecheckpoint.conversion.huggingface import INDEX_NAME, SOLE_NAME
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.formats.detect import find_folder, find_step
 from bytecheckpoint.formats.find_checkpoint import Opening, from_root, split_path
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import files_of_index
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.read import Source
@@ -144,7 +145,7 @@ def _of_own(listing: Mapping[str, int | None]) -> ExistingTarget:
 def _of_hf(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:
     # What says what belongs together goes first, or a reader might take a part for the whole.
     first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
-    indexed = files_of_index(store, INDEX_NAME, listing.get(INDEX_NAME) or 0)
+    indexed = files_of_index(SourceFolder(store, "", listing), INDEX_NAME)
     # Others that begin with "model" are somebody's own: other weights, adapters.
     names = sorted(
         name for name, size in listing.items() if size is not None and (name in indexed or _HF_SHARD.match(name))

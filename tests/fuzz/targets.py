@@ -30,8 +30,7 @@ from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_bytes
 from bytecheckpoint.formats.frameworks.dcp_metadata import read_metadata
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.torch_save.file import chunks_of, unpickle
-from bytecheckpoint.formats.torch_save.files import translated
+from bytecheckpoint.formats.torch_save.file import chunks_of, translated, unpickle
 from bytecheckpoint.formats.torch_save.sharded_tensors import (
     ShardedReader,
     find_sharded_value,

@@ -1,5 +1,5 @@
-"""How Megatron cuts the tensors of its layers over the ranks of tensor parallelism, told by their names, and how the
-parts make up the whole. Where a name tells nothing, nothing is guessed.
+"""Joins tensors that Megatron has cut over the ranks of tensor parallelism. Their names say how; a tensor of another
+name is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.torch_save.files import SavedFile
+from bytecheckpoint.formats.torch_save.file import SavedFile
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import shifted
@@ -31,7 +31,7 @@ _PATTERNS = [(rule, re.compile(rf"(?:\A|\.){pattern}\Z")) for rule, pattern in _
 
 
 class TensorPart(NamedTuple):
-    """What a rank has of a tensor."""
+    """The part of a tensor that a rank has."""
 
     saved: SavedFile
     view: StoredView
@@ -46,8 +46,8 @@ class WholeTensor(NamedTuple):
 
 
 def whole_of(fqn: str, parts: Sequence[TensorPart], *, is_gated: bool | None) -> WholeTensor:
-    """A tensor from the parts of all ranks, in their order. `is_gated`: a first linear layer of an MLP is two, of which
-    each rank has a part of the one, followed by its part of the other; None where that is not known.
+    """Returns a tensor from the parts of all ranks, in their order. `is_gated`: a first linear layer of an MLP is two,
+    of which each rank has a part of the one, followed by its part of the other; None if that is not known.
 
     Raises CheckpointCorruptError (bad_manifest, unsupported_version).
     """
@@ -70,7 +70,7 @@ def whole_of(fqn: str, parts: Sequence[TensorPart], *, is_gated: bool | None) ->
 
 
 def is_same_on_all(fqn: str) -> bool:
-    """Whether every rank has a copy of this tensor."""
+    """Returns True if every rank has a copy of this tensor."""
     return _rule_of(fqn) == _SAME
 
 
@@ -79,7 +79,7 @@ def _rule_of(fqn: str) -> str | None:
 
 
 def _refuse_odd_parts(fqn: str, parts: Sequence[TensorPart], rule: str) -> None:
-    """Parts are of one dtype and shape: Megatron cuts evenly."""
+    """Raises CheckpointCorruptError unless all parts have one dtype and shape: Megatron cuts evenly."""
     first = parts[0]
     for part in parts:
         if (part.view.dtype, part.view.shape) != (first.view.dtype, first.view.shape):
