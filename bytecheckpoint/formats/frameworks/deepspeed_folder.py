@@ -172,7 +172,7 @@ def _name_left_out(models: list[SavedFile]) -> None:
 
 
 def _without_zero(optimizer: Any) -> dict[str, Any]:
-    """Returns the optimizer of a training without ZeRO as entries: torch's state_dict, or one of a wrapper around it."""
+    """Returns the optimizer of a training without ZeRO as entries: torch's state_dict, or that of a wrapper."""
     if not isinstance(optimizer, dict):
         return {} if optimizer is None else {_OPTIMIZER_ENTRY: optimizer}
     if not isinstance(optimizer.get(_INNER), dict):

@@ -148,7 +148,7 @@ def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
 
 
 def _read_divided(given: _ZeroFiles, zero: ZeroBuilder) -> None:
-    """Reads ZeRO 3: every rank has an equal part of each parameter, and these follow one another, in several buffers."""
+    """Reads ZeRO 3: every rank has an equal part of each parameter, one after the other in several buffers."""
     weights = [state["fp32_flat_groups"] for state in given.states]
     states = [state["optimizer_state_dict"]["state"] for state in given.states]
     num_buffers = len(weights[0])
