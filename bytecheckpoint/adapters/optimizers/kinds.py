@@ -100,17 +100,13 @@ def clashes(
         values, keys = values_of[saved.fqn], found.state_keys(names) - {"step"}
         if own and values and not own & values:
             clashing.append(Clash(names.name, values, own))
-        elif kind is not None and _is_of_another(kind, keys, may_lack=own <= values or not found.takes_all):
-            clashing.append(Clash(names.name, keys, kind.needed or kind.others))
+        elif kind is not None:
+            # State may lack keys where it was saved with the same hyperparameters, or is not loaded whole.
+            may_lack = own <= values or not found.takes_all or not keys
+            is_whole = may_lack or kind.needed.issubset(keys)
+            if not is_whole or not (kind.needed | kind.others).issuperset(_STATE_KEYS & keys):
+                clashing.append(Clash(names.name, keys, kind.needed or kind.others))
     return clashing
-
-
-def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool) -> bool:
-    """True if state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
-    was saved with the same hyperparameters, or was not to be loaded whole.
-    """
-    is_lacking = not may_lack and bool(keys) and not kind.needed.issubset(keys)
-    return is_lacking or not (kind.needed | kind.others).issuperset(_STATE_KEYS & set(keys))
 
 
 def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:

@@ -21,6 +21,7 @@ from bytecheckpoint.adapters.native.parameter_names import NamesParameters
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
 from bytecheckpoint.adapters.optimizers.inner_optimizers import (
     Shapes,
+    check_steps_wait,
     held_by,
     inner_optimizers,
     is_usual,
@@ -30,7 +31,6 @@ from bytecheckpoint.adapters.optimizers.inner_optimizers import (
 from bytecheckpoint.adapters.optimizers.kinds import kind_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
-from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.shards import unsupported
 from bytecheckpoint.adapters.stateful import StatefulEntry
