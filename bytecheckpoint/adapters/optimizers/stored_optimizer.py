@@ -192,14 +192,14 @@ class StoredOptimizer:
         if not self._has_order:
             text = (
                 "its parameters have no names in the checkpoint, and the flat memory in the state has another order, "
-                "so that nobody can tell which is which; save it with names (torch.distributed.checkpoint.state_dict, or "
-                "an optimizer made from named_parameters())"
+                "so that nobody can tell which is which; save it with names (torch.distributed.checkpoint.state_dict, "
+                "or an optimizer made from named_parameters())"
             )
         elif sum(self._lengths) == len(self._groups):
             text = (
                 f"its parameters have no names in the checkpoint, and stand in groups of {self._stored_lengths}, in "
-                f"the state in groups of {self._lengths}, so that they may be in another order; make the optimizer with "
-                "the same param_groups as the one that was saved"
+                f"the state in groups of {self._lengths}, so that they may be in another order; make the optimizer "
+                "with the same param_groups as the one that was saved"
             )
         else:
             text = (
