@@ -13,8 +13,7 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart
-from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond, same_but_for_padding
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart, same_but_for_padding, split_padding
 from bytecheckpoint.adapters.native.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
 from bytecheckpoint.adapters.optimizers.param_state import (
@@ -117,8 +116,9 @@ class FlatParamState:
                     are_scalars.setdefault(key, set()).add(False)
                     new = torch.empty(self._memory.shape, dtype=torch_dtype(tensor.dtype), device="meta")
                     targets = part.shards(fqn, own if isinstance(own, torch.Tensor) else new)
-                    shards.found += [as_stored(target, part.padded_axis, tensor.shape) for target in targets]
-                    padding += chain.from_iterable(beyond(each, part.padded_axis, tensor.shape) for each in targets)
+                    for of_stored, beyond in (split_padding(each, part.padded_axis, tensor.shape) for each in targets):
+                        shards.found.append(of_stored)
+                        padding += beyond
             plain = found.plain(names)
             for key, value in self._state.items():
                 is_number_there = key in plain and is_number(plain[key][1]) and is_scalar(value)
