@@ -32,7 +32,7 @@ from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
-from bytecheckpoint.manifest import ColumnTensors, DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.name_maps.load import Beside
 from bytecheckpoint.options import LoadOptions, NameMap
@@ -184,8 +184,7 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
         follow_links=request.follow_links,
     )
     source = open_together(ranks, request.source, options)
-    if isinstance(source.manifest.tensors, ColumnTensors):
-        source.manifest.tensors.check_all()
+    source.manifest.table.check_all()
     return source
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from bytecheckpoint.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
 )
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.inventory import HasPendingUploads
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Access, Block, OnFilled, Store
@@ -153,8 +153,8 @@ def _check_race(store: ProbeStore) -> _Found:
                 return writer
             return None
 
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            winners = [winner for winner in pool.map(create, range(_WRITERS)) if winner is not None]
+        created = map_jobs(create, range(_WRITERS), num_threads=_WRITERS)
+        winners = [winner for winner in created if winner is not None]
         if len(winners) != 1:
             return False, (
                 f"{len(winners)} of {_WRITERS} writers of one name at the same time were told that they had created "

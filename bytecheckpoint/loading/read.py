@@ -22,13 +22,11 @@ from bytecheckpoint.planner.byte_ranges import names_in
 from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files, zeros_in
 from bytecheckpoint.region import relative
-from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.range_reader import ALIGNMENT, FrameRead, Read, fetch_bytes, run_reads
 from bytecheckpoint.storage.store import GivesBytes, Store
 
-_THREADS = SpareThreads(is_awaited=False)
 _EXTENT_BYTES = 1 << 20
 """The most that an extent of an ordinary file has."""
 
@@ -144,7 +142,6 @@ class Source:
                 verify=self.options.verify,
                 scratch_bytes=self._scratch_bytes,
                 memory=lanes,
-                submit=_THREADS.submit,
             )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:

@@ -33,8 +33,8 @@ from bytecheckpoint.manifest import DataFile, Manifest, decode_manifest, encode_
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.runtime.jobs import do_side_by_side
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.global_plan import Agreed
 from bytecheckpoint.saving.local_stage import Tier
 from bytecheckpoint.saving.report import WrittenFile, build_manifest, encode_report, remember_tensors
@@ -195,7 +195,7 @@ def _compress_and_write(saving: Saving, numbers: range) -> list[WrittenFile]:
     compressing = [partial(compress, number) for number in numbers]
     writing = [partial(write, number) for number in numbers]
     for at_once in zip_longest([None, *writing], compressing):
-        do_side_by_side(lambda step: step(), [step for step in at_once if step is not None], num_threads=2)
+        run_jobs(lambda step: step(), [step for step in at_once if step is not None], num_threads=2)
     return written
 
 

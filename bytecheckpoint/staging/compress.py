@@ -29,7 +29,7 @@ from bytecheckpoint.manifest.frames import (
 )
 from bytecheckpoint.planner.file_layout import PlacedChunk, cut_extents
 from bytecheckpoint.runtime.buffers import BufferPool
-from bytecheckpoint.runtime.jobs import do_side_by_side
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.staging.file_image import PlannedFile, encode_file_header
 from bytecheckpoint.storage.compression import FrameEncoder, decode_frame
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image
@@ -123,7 +123,7 @@ def compress_file(
         while (raw := blocks.take()) is not None:
             jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
             # The next block is gathered while the last frames of this one are made.
-            do_side_by_side(lambda job: job(), [*jobs, blocks.enter_ahead], num_threads=threads)
+            run_jobs(lambda job: job(), [*jobs, blocks.enter_ahead], num_threads=threads)
     return _put_together(chunks)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import compress
 from typing import Literal
 
 from bytecheckpoint.errors import (
@@ -22,6 +22,7 @@ from bytecheckpoint.errors import (
     and_more,
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import BlindStore, Block, LooksByName, Store, read_whole
 
@@ -76,9 +77,10 @@ def committed_steps(store: Store, folder: str = "") -> list[int]:
 
 def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> list[int]:
     steps = _step_folders(listing)
-    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
-        committed = list(pool.map(lambda step: _is_step(store, join_name(folder, step_folder(step))), steps))
-    return [step for step, is_committed in zip(steps, committed, strict=True) if is_committed]
+    is_committed = map_jobs(
+        lambda step: _is_step(store, join_name(folder, step_folder(step))), steps, num_threads=_LOOKS_IN_FLIGHT
+    )
+    return list(compress(steps, is_committed))
 
 
 def latest_step(store: Store) -> int | None:
@@ -288,8 +290,7 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
         paths = [join_name(folder, name) for name in names]
         if len(paths) <= _LOOKS_IN_FLIGHT:
             return [store.byte_length(path) for path in paths]
-        with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
-            return list(pool.map(store.byte_length, paths))
+        return map_jobs(store.byte_length, paths, num_threads=_LOOKS_IN_FLIGHT)
     parents = {name.rpartition("/")[0] for name in names}
     listings = {parent: store.list(join_name(folder, parent)) for parent in parents}
     return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]

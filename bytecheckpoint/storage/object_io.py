@@ -10,11 +10,9 @@ has damaged meanwhile is never published.
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -25,6 +23,7 @@ import xxhash
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block, Store
 
@@ -66,61 +65,19 @@ def take_blocks(blocks: Sequence[Block], take: Callable[[memoryview, int], None]
     The first error in time, of a block or of `take`, is raised, and only once no thread is in either any more; blocks
     that were not entered by then never are.
     """
-    line = _Line(blocks, take)
-    num_threads = min(num_threads, len(blocks))
-    if num_threads <= 1:
-        line.work()
-        return
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bytecheckpoint-write")
-    try:
-        try:
-            wait([pool.submit(line.work) for _ in range(num_threads)])
-        except RuntimeError:  # the interpreter is exiting and starts no more threads: a save in flight still ends
-            line.work()
-    finally:
-        line.stop()
-        pool.shutdown(wait=True)
-    if line.errors:
-        raise line.errors[0]
 
+    def enter_all() -> Iterator[tuple[ExitStack, memoryview, int]]:
+        for block in blocks:
+            with ExitStack() as stack:
+                content = stack.enter_context(entered(block))
+                yield stack.pop_all(), content, block.byte_offset
 
-class _Line:
-    """Blocks that wait for a thread."""
+    def take_entered(job: tuple[ExitStack, memoryview, int]) -> None:
+        stack, content, byte_offset = job
+        with stack:
+            take(content, byte_offset)
 
-    def __init__(self, blocks: Sequence[Block], take: Callable[[memoryview, int], None]) -> None:
-        self._blocks = iter(blocks)
-        self._take = take
-        self._entering = threading.Lock()
-        self._is_stopped = False
-        self.errors: list[BaseException] = []
-        """In the order of time."""
-
-    def stop(self) -> None:
-        self._is_stopped = True
-
-    def work(self) -> None:
-        """Takes blocks until there are no more, or until any thread has failed."""
-        try:
-            while self._take_next():
-                pass
-        except BaseException as error:
-            self.errors.append(error)
-            self.stop()
-            raise
-
-    def _take_next(self) -> bool:
-        with ExitStack() as stack:
-            with self._entering:
-                block = None if self._is_stopped else next(self._blocks, None)
-                if block is None:
-                    return False
-                try:
-                    content = stack.enter_context(entered(block))
-                except BaseException:
-                    self.stop()  # before another thread enters the next one
-                    raise
-            self._take(content, block.byte_offset)
-        return True
+    run_jobs(take_entered, enter_all(), num_threads=min(num_threads, len(blocks)))
 
 
 BLOCK_BYTES = 16 << 20

@@ -13,8 +13,7 @@ import torch
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
-from bytecheckpoint.adapters.plain.plain_data import MAX_DEPTH
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, unsupported
 
 _MAX_NESTING = 4
 """Containers of containers of optimizers in one attribute."""
