@@ -24,7 +24,7 @@ from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.native.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
-from bytecheckpoint.adapters.plain.plain_data import ATOMS, leaves
+from bytecheckpoint.adapters.plain.plain_tree import ATOMS, leaves
 from bytecheckpoint.adapters.shards import LocalShards, check_has_memory
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, RngState, StatefulEntry, is_stateful
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError

@@ -26,7 +26,7 @@ from bytecheckpoint.adapters.optimizers.param_state import (
     scalar_device,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import leaves
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported

@@ -22,7 +22,8 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Scope, not_stored
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamMemory, NamedPart, split_padding
 from bytecheckpoint.adapters.frameworks.megatron_sharded import CopiedFactory, ShardedPiece, bits_of, find_in
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree, leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported

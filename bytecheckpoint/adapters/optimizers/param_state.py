@@ -19,7 +19,7 @@ from bytecheckpoint.adapters.native.parameter_names import ParameterNames, check
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 

@@ -11,7 +11,7 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN, ParameterNames
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts
-from bytecheckpoint.adapters.plain.plain_data import leaves
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
 BY_POSITION = "by_position"
