@@ -1,4 +1,4 @@
-"""What a checkpoint holds, seen under the names that the state uses: filtered by include and exclude, renamed by
+"""A checkpoint, seen under the names that the state uses: filtered by include and exclude, renamed by
 key_map, plain data decoded for one rank.
 """
 
@@ -40,7 +40,7 @@ class StoredTree(NamedTuple):
     """The plain data of one entry, as it was saved."""
 
     fqn: str
-    """In the checkpoint."""
+    """FQN in the checkpoint."""
     tree: Any
     is_taken: bool
     """Include and exclude leave something of it."""
@@ -83,16 +83,16 @@ class CheckpointView:
         self._include = None if include is None else Globs(include)
         self._exclude = Globs(exclude or ())
         self.takes_all = include is None and not exclude
-        """True if neither keeps anything from being loaded."""
+        """True if neither leaves out anything."""
         self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
         self._is_as_saved = self.takes_all and not self._is_renamed
         self.rename = renamer(key_map, below, beside, plain_names)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
-        """By checkpoint FQN, whatever include and exclude say."""
+        """Tensors by checkpoint FQN, whatever include and exclude say."""
         self.tensors = self._select_tensors()
-        """By state FQN."""
+        """Tensors by state FQN that include and exclude leave."""
 
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
@@ -128,7 +128,7 @@ class CheckpointView:
         return (self._include is None or self._include.match(fqn)) and not is_excluded
 
     def why_left_out(self, fqn: str) -> str | None:
-        """Why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
+        """Returns why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
         left_out = self._manifest.map_notes.left_out
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
@@ -137,7 +137,7 @@ class CheckpointView:
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
-        """What include and exclude know by this state FQN that the checkpoint has not."""
+        """Returns the name for include and exclude of this state FQN, which the checkpoint has not."""
         return fqn.removeprefix(self._below)
 
     @cached_property
@@ -171,7 +171,7 @@ class CheckpointView:
         return {name: self._tree_leaves[fqn] for name, fqn in sources.items()}
 
     def entry_tree(self, fqn: str) -> StoredTree | None:
-        """What the entry of this state FQN was saved as, where the checkpoint has it."""
+        """Returns the tree that the entry of this state FQN was saved as, where the checkpoint has it."""
         source = self._tree_names.get(fqn)
         if source is None:
             return None
@@ -220,7 +220,7 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """What this rank has no value for, where it is the value of this state FQN or one around it."""
+        """Returns the name of this state FQN or of one around it that this rank has no value for."""
         if not self._is_any_missing:
             return None
         parts = fqn.split(".")
@@ -265,7 +265,7 @@ class CheckpointView:
 
     @cached_property
     def _known_roots(self) -> set[str]:
-        """What stands above anything known."""
+        """State FQNs above any known one."""
         parts = (fqn.split(".") for fqn in self._known)
         return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
 
@@ -353,7 +353,7 @@ def _common_tree(trees: Sequence[Any]) -> Any:
 
 
 def _descend(tree: Any, path: str) -> Any:
-    """What lies below a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
+    """Returns the item of a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
     for key, value in items:
         if path == str(key):

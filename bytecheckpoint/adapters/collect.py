@@ -85,7 +85,7 @@ class _Value(NamedTuple):
     fqn: str
     value: Any
     found: Any
-    """What the predicate of its kind has returned."""
+    """Result of the predicate of its kind."""
     make: _Make
 
 
@@ -117,8 +117,8 @@ def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str
 
 
 _Content = tuple[Any, _Make] | list[tuple[Any, Any, Any]] | None
-"""What a value is: of a kind (what its predicate has returned, and who makes its entries); a container with such values
-in it (the key, the value and the content of each item); or None for tensors and plain data."""
+"""A value of one of KINDS (the result of its predicate, and the function that makes its entries); a container with such
+values in it (key, value and content of each item); or None for tensors and plain data."""
 
 
 def _content_of(value: Any, fqn: str, depth: int) -> _Content:

@@ -59,7 +59,7 @@ class PlainEntry:
         return EntryContents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        """Returns the forms of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
         return forms_in(self._value, self.fqn)
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
@@ -90,7 +90,7 @@ class PlainEntry:
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
-        """True if a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
+        """Adds to the expectation what a leaf needs. False for one that needs just the bytes of one tensor."""
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:
@@ -139,7 +139,7 @@ class PlainEntry:
 
 
 def _holds_tensors_only(value: Any) -> bool:
-    """True if a value is a dict by names, of tensors that are no more than their elements: many states are."""
+    """True for a dict by names of tensors that are no more than their elements: many states are."""
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS
@@ -147,7 +147,7 @@ def _holds_tensors_only(value: Any) -> bool:
 
 
 def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> tuple[str, Any] | None:
-    """What an empty dict takes: whatever the checkpoint has in its place, by its FQN there."""
+    """Returns what an empty dict takes: whatever the checkpoint has in its place, by its FQN there."""
     found = checkpoint.subtree(fqn) if isinstance(value, dict) else None
     return found if found is not None and isinstance(found[1], dict) else None
 
@@ -158,7 +158,7 @@ def _missing_in(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:
-    """Why the plain data of this FQN, small tensors included, cannot take the place of a value."""
+    """Returns why the plain data of this FQN, small tensors included, cannot take the place of a value."""
     found = checkpoint.plain.get(fqn)
     if isinstance(found, RankMissing):
         return _missing_in({fqn: found})
@@ -191,7 +191,7 @@ def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left: Col
 
 
 def _filled_in_place(value: Any, found: Any) -> bool:
-    """True if what was found could be put into the object that the state holds, which others may hold as well."""
+    """Puts a value into the object that the state holds, which others may hold as well, where it takes it."""
     if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
         _copy_bits(found, value.detach())
     elif isinstance(value, np.ndarray) and _takes_array(value, found):

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, as the placements of a DTensor say.
+"""The parts of a tensor that a rank holds, as the placements of a DTensor say.
 
 Takes Replicate, Shard and _StridedShard on meshes of any shape, veScale's RaggedShard and _StridedRaggedShard (told by
 their `dims` and `local_units`), and any placement with a method `checkpoint_regions`: see docs/placements.md.
@@ -24,8 +24,8 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.region import Region, split_flat_range, whole
 
 _RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int], Sequence[int]]]]
-"""Of a shape, the number of ranks along the mesh axis, and which of them: offsets and lengths of each region that this
-one holds, in the order in which they lie in its memory."""
+"""Takes a shape, the number of ranks along the mesh axis, and which of them this is; gives offsets and lengths of each
+region that this rank holds, in the order in which they lie in its memory."""
 
 
 _OF_TORCH = frozenset({Replicate, Shard, _StridedShard})
@@ -35,7 +35,7 @@ class LocalPart(NamedTuple):
     """A region of a tensor, and where in the rank's local tensor it lies."""
 
     region: Region
-    """In global coordinates."""
+    """Region in global coordinates."""
     place: Region | int | None
     """A region of the local tensor, or the first of consecutive elements of it; None where it is all of it."""
 
@@ -59,7 +59,7 @@ def is_known(placement: Any) -> bool:
 def held_parts(
     fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes: Sequence[MeshAxis]
 ) -> Sequence[LocalPart]:
-    """What this rank holds of a tensor of this shape: mostly one part. An empty share is one part of no elements.
+    """Returns what this rank holds of a tensor of this shape: mostly one part, of no elements for an empty share.
 
     Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
     """
@@ -102,7 +102,7 @@ _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
 
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
-    """How a placement that is none of torch's cuts a tensor."""
+    """Returns how a placement that is none of torch's cuts a tensor."""
     if isinstance(placement, Replicate | Shard | _StridedShard):
         return None
     own: _RegionsOf | None = getattr(placement, "checkpoint_regions", None)
@@ -133,7 +133,7 @@ def _parts_by_regions(
     by_regions: Sequence[MeshAxis],
     others: Sequence[MeshAxis],
 ) -> Sequence[LocalPart]:
-    """Of one placement that gives regions: it cuts what the others, which come first, have left."""
+    """Returns the parts of one placement that gives regions: it cuts what the others, which come first, have left."""
     axis = by_regions[0]
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):
@@ -169,7 +169,7 @@ def _shifted(region: Region, offsets: tuple[int, ...], within: tuple[int, ...]) 
 
 
 def _ints(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Also of numpy's, which index arithmetic makes. Raises TypeError for what is no integer."""
+    """Returns Python's integers, also for numpy's, which index arithmetic makes. Raises TypeError for all else."""
     return tuple(map(index, numbers))
 
 
@@ -209,9 +209,9 @@ class MeshAxis(NamedTuple):
 
     placement: Any
     num_parts: int
-    """How many ranks there are along the axis."""
+    """Number of ranks along the axis."""
     coordinate: int
-    """Which of them this rank is."""
+    """Index of this rank among them."""
 
 
 def fitting_intervals(
@@ -248,7 +248,7 @@ def _shards(placement: Any, dim: int) -> bool:
 
 
 def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """As fully_shard lays out what is sharded already: its own axis, the strided one, cuts last."""
+    """Cuts as fully_shard does for what is sharded already: its own axis, the strided one, cuts last."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
         if _shards(placement, dim):
@@ -257,7 +257,7 @@ def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[
 
 
 def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """As distribute_tensor does it: each axis cuts what those before it left."""
+    """Cuts as distribute_tensor does: each axis cuts what those before it left."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
         if isinstance(placement, _StridedShard) and placement.dim == dim:

@@ -81,11 +81,11 @@ class StatefulEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._shown: Any = None
-        """Its state_dict(), once it was asked for to load into."""
+        """Result of its state_dict(), once it was asked for to load into."""
         self._current: dict[str, Any] = {}
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        """Returns the forms of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
         return forms_in(self._show(), self.fqn)
 
     def _show(self) -> Any:
@@ -134,7 +134,7 @@ class StatefulEntry:
             )
             return Expectation([], {*values, *checkpoint.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
         self._found = found
-        problems = self._settle_subclasses(values, checkpoint)
+        problems = self._match_subclasses(values, checkpoint)
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
         own = {name: value for name, value in own.items() if not enclosing(name, self._target.kept)}
         problems += [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
@@ -146,9 +146,9 @@ class StatefulEntry:
         own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
         return bool(own) and own <= tree.keys()
 
-    def _settle_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
-        """Of the object's own tensor subclasses, those that do not fit are made anew. One that is spread over ranks, or
-        of which nothing else is there to make, stays as it is: why is returned.
+    def _match_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
+        """Drops the object's own tensor subclasses that do not fit, which are made anew. One that is spread over ranks, or
+        of which the checkpoint has nothing, stays as it is: why is returned.
         """
         live = self._target.live
         own = {name: value for name, value in self._current.items() if enclosing(name, live)}
@@ -197,7 +197,7 @@ class RankLocalEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._current: dict[str, Any] = {}
-        """What of the value stays where something is left out."""
+        """Leaves of the value that stay where something is left out."""
 
     def collect(self) -> EntryContents:
         shards = LocalShards()
@@ -273,7 +273,7 @@ class RngState:
         return "RngState(python, numpy, torch, and CUDA where it is used)"
 
     def state_dict(self) -> dict[str, Any]:
-        """What the generators are at now. A save calls this."""
+        """Returns the state of the generators. A save calls this."""
         state = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  it is the old generator that is global

@@ -25,7 +25,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
-    """What stands in the tree for a tensor that may differ from rank to rank.
+    """Returns what stands in the tree for a tensor that may differ from rank to rank.
 
     Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
     several ranks are replicas of one and different ones do not meet; those that are spread over ranks keep their name.
@@ -71,12 +71,12 @@ class TreeTarget:
         self.live: dict[str, torch.Tensor] = {}
         """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
         self.kept: dict[str, torch.Tensor] = {}
-        """Those of them that stay as they are."""
+        """Live subclasses that stay as they are."""
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
 
     def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
-        """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
+        """Returns the targets of the tensors of the tree; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
         for name, found in self._refs(tree, fqn, checkpoint):
             own = current.get(name)
@@ -119,7 +119,7 @@ class TreeTarget:
         }
 
     def problems(self, tree: Any, fqn: str, checkpoint: CheckpointView) -> list[Problem]:
-        """Which subclasses in the tree cannot be built."""
+        """Returns which subclasses in the tree cannot be built."""
         return list(self._unbuildable(leaves(tree, fqn), checkpoint).values())
 
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
@@ -141,7 +141,7 @@ class TreeTarget:
 
 
 def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
-    """What a subclass of this checkpoint FQN is called in the state: what its facts are called says so."""
+    """Returns the state FQN of a subclass of this checkpoint FQN: that of its facts tells it."""
     return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
 
 

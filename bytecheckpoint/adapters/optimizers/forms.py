@@ -16,17 +16,17 @@ _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_nam
 
 
 class Form(NamedTuple):
-    """How a state holds the state of an optimizer."""
+    """The form in which a state holds the state of an optimizer."""
 
     is_own: bool = False
-    """As the library does for optimizers themselves."""
+    """True for the library's own form of optimizers."""
     groups: Sequence[Sequence[str]] | None = None
     """The names of the parameters in each group, where it is nested; None where it is flat."""
     keys: frozenset[str] | None = None
     """All that it keeps for a parameter, where it can also take a state_dict: one that holds more stays a state_dict.
     """
     is_numbered: bool = False
-    """As the state_dict() of torch's optimizers does, with numbers for parameters."""
+    """True for the form of state_dict() of torch's optimizers, with numbers for parameters."""
 
 
 OWN, FLAT, NUMBERED = Form(is_own=True), Form(), Form(is_numbered=True)
@@ -40,7 +40,7 @@ class ShowsOptimizers(Protocol):
     """An entry of the state that may hold the state of optimizers."""
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """By state FQN."""
+        """Returns forms by state FQN."""
 
 
 def forms_of(entries: Iterable[object]) -> dict[str, Form]:
@@ -72,10 +72,10 @@ def _form_of(value: Mapping[Any, Any]) -> Form | None:
 
 
 class Reshaping(NamedTuple):
-    """How the plain data of a checkpoint is put into the forms that a state has."""
+    """Puts the plain data of a checkpoint into the forms that a state has."""
 
     forms: Mapping[str, Form]
-    """By state FQN."""
+    """Forms by state FQN."""
     parse: Parse
 
     def reshaped(self, tree: Any, fqn: str, rename: Callable[[str], str], tensors: Iterable[str]) -> Any:

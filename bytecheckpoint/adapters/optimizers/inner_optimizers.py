@@ -81,14 +81,14 @@ class ShownState(NamedTuple):
     """The state that an optimizer's state_dict() gives out."""
 
     shapes: Shapes
-    """Of its tensors, without hyperparameters."""
+    """Shapes of its tensors, without hyperparameters."""
     has_own_data: bool
     """True if there is plain data in it that is neither state of a parameter nor a hyperparameter."""
 
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
-    """What state_dict() has. State that it makes for inner optimizers that had none is not counted and is removed
-    again: torchtitan's takes a step to make it, and a save changes nothing.
+    """Returns what state_dict() has. State that it makes for inner optimizers that had none is not counted and is
+    removed again: torchtitan's takes a step to make it, and a save changes nothing.
     """
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]
     shapes: Shapes = Counter()

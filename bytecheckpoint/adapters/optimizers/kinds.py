@@ -1,4 +1,4 @@
-"""True if state that was saved is state of an optimizer's own kind, told by what it consists of: names of classes say
+"""The check that saved state is state of an optimizer's own kind, told by what it consists of: names of classes say
 little, because a fused, a wrapped and a derived optimizer go on from one another's state.
 """
 
@@ -21,9 +21,9 @@ class OptimizerKind(NamedTuple):
     """The keys of the state that an optimizer keeps for a parameter."""
 
     needed: frozenset[str]
-    """Without which its next step fails, where there is other state."""
+    """Keys without which its next step fails, where there is other state."""
     others: frozenset[str] = frozenset()
-    """Those that hyperparameters or versions decide about."""
+    """Keys that hyperparameters or versions decide about."""
 
 
 def _kind(needed: str, others: str = "") -> OptimizerKind:
@@ -47,9 +47,9 @@ _KINDS: Mapping[str, OptimizerKind] = {
     "Rprop": _kind("prev", "step step_size"),
     "LBFGS": _kind("", "func_evals n_iter d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss al"),
 }
-"""What torch's optimizers keep, by class: those derived of them without a step of their own keep the same."""
+"""State of torch's optimizers, by class: those derived of them without a step of their own have the same."""
 _STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed | kind.others) - {"step"}
-"""Those that tell kinds apart: frameworks count steps whatever the optimizer does."""
+"""Keys that tell kinds apart: frameworks count steps whatever the optimizer does."""
 
 _ALGORITHM = _kind(
     "betas amsgrad momentum dampening nesterov alpha centered rho lr_decay initial_accumulator_value momentum_decay "
@@ -75,7 +75,7 @@ class Clash(NamedTuple):
     stored: Collection[str]
     """Keys in the checkpoint."""
     own: Collection[str]
-    """Those of the optimizer in the state."""
+    """Keys of the optimizer in the state."""
 
 
 def clashes(

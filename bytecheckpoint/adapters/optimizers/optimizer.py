@@ -62,7 +62,7 @@ class OptimizerEntry:
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
         self._link = link
         self._optimized = OptimizedParameters({}, {})
-        """What lies in each tensor of the param_groups."""
+        """Parameters in each tensor of the param_groups."""
         self._has_model = False
         """True if there is a `model`, which may have the names of other modules in it."""
         self._created: CreatedTensors = {}

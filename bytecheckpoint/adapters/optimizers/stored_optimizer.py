@@ -22,7 +22,7 @@ class StoredGroup(NamedTuple):
     """The hyperparameters that some parameters were saved with."""
 
     fqn: str
-    """Of the values, in the checkpoint."""
+    """FQN of the values, in the checkpoint."""
     values: Mapping[str, Any]
 
 
@@ -167,7 +167,7 @@ class StoredOptimizer:
         return all(map(self._checkpoint.excludes, sources or map(self._checkpoint.globbed_name, names.fqns)))
 
     def parameter_shape(self, names: ParameterNames) -> tuple[int, ...] | None:
-        """What the shape of the parameter was, where a module with it is in the checkpoint."""
+        """Returns the shape that the parameter had, where a module with it is in the checkpoint."""
         tensors = (self._checkpoint.saved.get(self._source(name)) for name in self._names(names))
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
@@ -179,7 +179,7 @@ class StoredOptimizer:
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
-        """Of each tensor in the state of a parameter that has this shape now, and had another one."""
+        """Yields a problem for each tensor in the state of a parameter that has this shape now, and had another one."""
         for fqn, tensor in self.tensors(names).values():
             if tensor.shape:
                 stored_as = list(tensor.shape if self._is_by_position else self.parameter_shape(names) or ())
@@ -239,7 +239,7 @@ class StoredOptimizer:
         return self._checkpoint.takes_all
 
     def facts(self) -> dict[str, Any]:
-        """What else the framework of the optimizer saved with it, where include and exclude leave it."""
+        """Returns what else the framework of the optimizer saved with it, where include and exclude leave it."""
         facts: Mapping[str, Any] = self._tree.get("facts", {})
         prefix = join_fqn(self._tree_fqn, "facts")
         return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}

@@ -54,7 +54,7 @@ _UNDECODABLE = (
     *(msgspec.DecodeError, struct.error, ValueError, TypeError, AttributeError),
     *(RuntimeError, ArithmeticError, SyntaxError),
 )
-"""What msgspec, numpy and torch raise for content that nobody encoded: names that they lack, impossible shapes."""
+"""Errors of msgspec, numpy and torch for content that nobody encoded: names that they lack, impossible shapes."""
 
 _decode_fqn = msgspec.msgpack.Decoder(str).decode
 
