@@ -199,14 +199,14 @@ class CheckpointView:
     def _tree_names(self) -> dict[str, str]:
         return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, leaves(self.trees[fqn], fqn))))
 
-    def subtree(self, fqn: str) -> tuple[str, Any] | None:
-        """The part of the plain data whose leaves are at or below this state FQN: its checkpoint FQN, and the tree."""
+    def subtree(self, fqn: str) -> StoredTree | None:
+        """Returns the part of the plain data whose leaves are at or below this state FQN."""
         source = self._sources.get(fqn)
         if source is None:
             below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
-        return None if source is None or tree is None else (source, tree)
+        return None if source is None or tree is None else StoredTree(source, tree, is_taken=True)
 
     @cached_property
     def _sources(self) -> dict[str, str]:
@@ -221,16 +221,13 @@ class CheckpointView:
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
         """Returns the name of this state FQN or of one around it that this rank has no value for."""
-        if not self._is_any_missing:
-            return None
-        parts = fqn.split(".")
+        parts = fqn.split(".") if self._missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        found = ((name, self.plain.get(name)) for name in names)
-        return next(((name, value) for name, value in found if isinstance(value, RankMissing)), None)
+        return next(((name, self._missing[name]) for name in names if name in self._missing), None)
 
     @cached_property
-    def _is_any_missing(self) -> bool:
-        return any(isinstance(value, RankMissing) for value in self.plain.values())
+    def _missing(self) -> dict[str, RankMissing]:
+        return {name: value for name, value in self.plain.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:
         """The part of the plain data at this checkpoint FQN, or None."""
@@ -290,7 +287,7 @@ class CheckpointView:
         """The rules of include, exclude and key_map that match nothing in the checkpoint, and nothing that the state
         has asked for so far.
         """
-        if self._has_unused:
+        if (self._include and self._include.unused) or self._exclude.unused or self.rename.unused:
             for fqn in self.names_of_all_ranks:
                 self.takes(fqn)
                 self.rename(fqn)
@@ -299,17 +296,10 @@ class CheckpointView:
         return found + [UnusedRule("key_map", repr(rule)) for rule in self.rename.unused]
 
     @property
-    def _has_unused(self) -> bool:
-        return bool((self._include and self._include.unused) or self._exclude.unused or self.rename.unused)
-
-    @property
     def names_of_all_ranks(self) -> set[str]:
         """The checkpoint FQNs of tensors and plain data, of every rank that saved it."""
-        manifest = self._manifest
-        trees = [*manifest.objects.items()]
-        trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
-        names = {leaf for fqn, data in trees for leaf in (fqn, *leaves(decode_plain(data), fqn))}
-        return names.union(manifest.tensors, manifest.aliases)
+        names = {leaf for fqn, data in _all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
+        return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
         """State FQNs of everything that include and exclude leave."""
@@ -331,10 +321,14 @@ def _named_by_content(manifest: Manifest) -> set[str]:
     candidates = set(filter(is_content_fqn, manifest.tensors))
     if not candidates:
         return candidates
-    trees = [*manifest.objects.items()]
-    trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
-    found = (item for fqn, data in trees for item in leaves(decode_plain(data), fqn).items())
+    found = (item for fqn, data in _all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())
     return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
+
+
+def _all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
+    """Returns the encoded plain data of every rank, each after the FQN of its entry."""
+    of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
+    return [*manifest.objects.items(), *of_ranks]
 
 
 def _common_tree(trees: Sequence[Any]) -> Any:

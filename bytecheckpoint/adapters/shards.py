@@ -26,8 +26,8 @@ _LOOKS = attrgetter("dtype", "layout", "shape")
 """All that decides whether a plain tensor is dense, and what is saved of it besides its elements. A nested one has no
 shape, and says so by an error."""
 NEW_TUPLE = tuple.__new__
-"""Makes a named tuple without its own constructor, which takes three times as long: 0.33 us against 0.11 us. Used where
-a state has 100,000 of them."""
+"""Makes a named tuple without its own constructor, which takes twice as long: 0.98 us against 0.45 us for a LocalShard.
+Used where a state has 100,000 of them."""
 _Looks = tuple[torch.dtype, torch.layout, torch.Size]
 _Kind = tuple[str, tuple[int, ...], Region, int]
 

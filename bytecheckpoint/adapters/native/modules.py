@@ -164,10 +164,10 @@ class ModuleEntry:
             if found is None:
                 problems.append(not_stored(fqn))
             elif found.is_taken:
-                shards += self._extra.shards(found.tree, found.fqn, {}, checkpoint)
+                shards += self._extra.shards(found, {}, checkpoint)
                 values = leaves(found.tree, found.fqn)
                 claims.update(map(checkpoint.rename, values))
-                problems += self._extra.problems(found.tree, found.fqn, checkpoint)
+                problems += self._extra.problems(found, checkpoint)
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
@@ -193,7 +193,7 @@ class ModuleEntry:
         for fqn in held.extra:
             found = checkpoint.entry_tree(fqn)
             if found is not None:
-                self._extra.prepare(found.tree, found.fqn, {}, checkpoint)
+                self._extra.prepare(found, {}, checkpoint)
         for part in self._parts:
             materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, is_filled)})
 
@@ -207,7 +207,7 @@ class ModuleEntry:
                 if fqn in self._detached:
                     given[name] = self._detached[fqn]
                 elif found is not None and found.is_taken:
-                    given[name] = self._extra.filled(found.tree, found.fqn, leaves(value, fqn), checkpoint)
+                    given[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
             for name in filter(is_extra_state, list(given)):
