@@ -22,7 +22,7 @@ from bytecheckpoint.loading.select import TargetFormat
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import BlindStore, Store, place_of
+from bytecheckpoint.storage.store import Store, UnconditionalStore, full_location
 
 _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
 _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
@@ -97,7 +97,7 @@ def look_at(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bo
 
 def _replaceable(store: Store, standing: ExistingTarget) -> ExistingTarget:
     """The same. Raises StorageError (unsupported) where what stands there cannot be replaced in one step."""
-    if standing.is_there and isinstance(store, BlindStore):
+    if standing.is_there and isinstance(store, UnconditionalStore):
         store.check_replaceable()
     return standing
 
@@ -125,7 +125,9 @@ def refuse_own_files(place: TargetPlace, standing: ExistingTarget, names: Iterab
 
 
 def _real_path(store: Store, name: str) -> str:
-    return os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else place_of(store, name)
+    return (
+        os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else full_location(store, name)
+    )
 
 
 def _of_file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:

@@ -23,7 +23,8 @@ if __name__ == "__main__":
 
 import xxhash
 
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.detect import find_file, find_folder
