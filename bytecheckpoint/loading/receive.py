@@ -53,7 +53,7 @@ class Receiver:
         names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts)
         if header.byte_length != num_bytes:
             raise CheckpointError(
-                f"rank {connection.peer.global_rank} passed on {header.byte_length} bytes of {names}, and {num_bytes} "
+                f"rank {connection.global_rank} passed on {header.byte_length} bytes of {names}, and {num_bytes} "
                 "were asked for: they were damaged on the way, or the ranks have different releases of bytecheckpoint",
                 kind="rank_failed",
             )
@@ -66,7 +66,7 @@ class Receiver:
                 for buffer in buffers:
                     connection.receive_into(buffer)
             if self._verify:
-                check_digest(header, buffers, reader=connection.peer.global_rank, wanted_by=names)
+                check_digest(header, buffers, reader=connection.global_rank, wanted_by=names)
             self._place(others, scratch)
 
     def place(self, fetch: Fetch, content: memoryview) -> None:
