@@ -34,10 +34,9 @@ from bytecheckpoint.distributed.wire import (
     view_pieces,
 )
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.broadcast_bytes import CommonBytes
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.receive import Receiver
+from bytecheckpoint.loading.receive import CommonBytes, Receiver
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of

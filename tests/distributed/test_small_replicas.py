@@ -151,7 +151,7 @@ def load_in_common(
     ):
         patch.setattr("bytecheckpoint.planner.exchange_plan.FEW_RANKS", 2)
         if rank == damages_on:
-            patch.setattr("bytecheckpoint.loading.broadcast_bytes.decode_checked", decode_damaged)
+            patch.setattr("bytecheckpoint.loading.receive.decode_checked", decode_damaged)
         report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
     same = all(map(torch.equal, local_tensors(model, optimizer), expected))
     return same, report.num_bytes_read, report.num_bytes_received
