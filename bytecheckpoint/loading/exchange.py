@@ -101,7 +101,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         assigned = msgspec.msgpack.decode(ranks.scatter(assign(payloads, extents)), type=ReadAssignment)
         plan = divide_plan(sharable, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         plan = plan._replace(alone=[*plan.alone, *unsharable])
-        exchange = _Exchange(ranks, source, match, assigned, lanes)
+        exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
         common = CommonBytes(assigned.share.common, extents)
         common.broadcast(ranks, source, exchange.targets, lanes)
         common.place(plan.common, exchange.receiver)
@@ -168,7 +168,7 @@ class _Exchange:
     """The connections, threads and memory of one load on one rank."""
 
     def __init__(
-        self, ranks: Ranks, source: Source, match: Match, assigned: ReadAssignment, lanes: CopyStreams
+        self, ranks: Ranks, source: Source, match: Match, *, assigned: ReadAssignment, lanes: CopyStreams
     ) -> None:
         self.targets = source.targets(match.shards, match.stored_fqns, lanes)
         options = source.options
