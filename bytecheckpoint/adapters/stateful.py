@@ -1,5 +1,5 @@
-"""Objects with their own state_dict and load_state_dict (schedulers, data loaders, wrappers), `RankLocal`, and the random
-number generators of a process.
+"""Objects with their own state_dict and load_state_dict (schedulers, data loaders, wrappers), `RankLocal`, and the
+random number generators of a process.
 
 Their state is a tree of plain data and tensors whose structure the checkpoint defines: a fresh object may not have
 any of it yet. Tensors that the object shows are loaded in place, others are created on the host.

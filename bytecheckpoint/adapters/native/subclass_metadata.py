@@ -136,9 +136,8 @@ def are_facts(found: Any) -> bool:
     shape, stride = facts.get("shape"), facts.get("stride")
     if type(shape) is not list or type(stride) is not list or len(shape) != len(stride):
         return False
-    is_named = type(facts.get("class")) is str and isinstance(
-        getattr(torch, str(facts.get("dtype")), None), torch.dtype
-    )
+    dtype = getattr(torch, str(facts.get("dtype")), None)
+    is_named = type(facts.get("class")) is str and isinstance(dtype, torch.dtype)
     return "context" in facts and is_named and all(type(length) is int and length >= 0 for length in (*shape, *stride))
 
 
