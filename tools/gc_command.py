@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -20,10 +20,9 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
-from .arguments import at_home_folder, with_output_options
-from .render.column_widths import Column
+from .arguments import Access, at_home_folder, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of
-from .render.terminal import Screen, print_json
+from .render.terminal import Column, Screen, print_json
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _COLUMNS = [
@@ -45,21 +44,21 @@ Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What one save has left in one place."""
+class GarbageRow:
+    """Leftovers of one save in one place."""
 
     path: str
-    """Of the folder: below the root, or in the local stage."""
+    """Path of the folder: below the root, or in the local stage."""
     save_id: str
     num_files: int
     num_uploads: int
     num_bytes: int
     changed_s: float | None
-    """When any of it last changed, in seconds since 1970."""
+    """Time of the last change of any of it, in seconds since 1970."""
     is_local: bool
     is_dead: bool
     why: str
-    """Why it is taken for dead or for alive."""
+    """Reason why it is taken for dead or for alive."""
     leftover: GarbageObject | None
     """None for what is in a local stage."""
 
@@ -111,8 +110,8 @@ def gc(
     min_age_s: float,
     save_ids: Sequence[str],
     stage: str | None,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
     """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
     removes those of dead ones.
@@ -120,7 +119,7 @@ def gc(
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
     touched, nor is anything that no save of this library has written.
     """
-    store = open_store(root, storage_options=storage_options, writer_threads=1)
+    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listing = store.list("")
     found = garbage.find_leftovers(store, "")
     if not listing and not found.found and stage is None:
@@ -142,11 +141,13 @@ def gc(
     return exit_codes.STORAGE if failures else exit_codes.FINE
 
 
-def _candidate(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> Candidate:
+def _candidate(
+    store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Iterable[str]
+) -> GarbageRow:
     is_named = item.save_id in save_ids
     is_old = item.is_dead(now_s=now_s, min_age_s=min_age_s)
     why = "named" if is_named else "old" if is_old else "age unknown" if item.newest_s is None else "young"
-    return Candidate(
+    return GarbageRow(
         path=join_name(str(store), item.folder),
         save_id=item.save_id,
         num_files=len(item.names),
@@ -160,7 +161,7 @@ def _candidate(store: Store, item: GarbageObject, now_s: float, min_age_s: float
     )
 
 
-def _in_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[Candidate]:
+def _in_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[GarbageRow]:
     """What is in the local stage, of saves to this root. Whether a process lives there is known there for certain."""
     candidates = []
     for found in stage_folder.scan(stage):
@@ -171,7 +172,7 @@ def _in_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str
         is_old = time.time() - journal.started_at >= min_age_s
         why = "its process lives" if found.is_alive else "named" if is_named else "old" if is_old else "young"
         candidates.append(
-            Candidate(
+            GarbageRow(
                 path=join_name(stage, found.name),
                 save_id=journal.save_id,
                 num_files=len(found.sizes),
@@ -191,8 +192,8 @@ def _is_below(path: str, root: str) -> bool:
     return path == root or path.startswith(join_name(root, "x")[:-1])
 
 
-def _remove(store: Store, stage: str | None, dead: Sequence[Candidate]) -> list[str]:
-    """Removes them, each whatever becomes of the others; returns what went wrong."""
+def _remove(store: Store, stage: str | None, dead: Sequence[GarbageRow]) -> list[str]:
+    """Removes each of them, even if another one fails; returns the failures."""
     failures = []
     for item in dead:
         try:
@@ -206,7 +207,7 @@ def _remove(store: Store, stage: str | None, dead: Sequence[Candidate]) -> list[
 
 
 def _as_json(
-    store: Store, candidates: Sequence[Candidate], found: Garbage, failures: Sequence[str], *, is_real: bool
+    store: Store, candidates: Sequence[GarbageRow], found: Garbage, failures: Sequence[str], *, is_real: bool
 ) -> dict[str, Any]:
     return {
         "root": str(store),
@@ -234,7 +235,7 @@ def _as_json(
 
 
 def _print(
-    store: Store, candidates: Sequence[Candidate], found: Garbage, failures: Sequence[str], *, is_real: bool
+    store: Store, candidates: Sequence[GarbageRow], found: Garbage, failures: Sequence[str], *, is_real: bool
 ) -> None:
     screen = Screen()
     dead = [item for item in candidates if item.is_dead]
@@ -261,7 +262,7 @@ def _print(
         screen.line(failure, style="red")
 
 
-def _row(root: str, item: Candidate, now: datetime, *, is_real: bool) -> list[str]:
+def _row(root: str, item: GarbageRow, now: datetime, *, is_real: bool) -> list[str]:
     changed = None if item.changed_s is None else datetime.fromtimestamp(item.changed_s, UTC)
     state = ("removed" if is_real else "dead") if item.is_dead else "alive?"
     folder = item.path if item.is_local else item.path.removeprefix(root).strip("/") or "."

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from command_lines import paths_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint.tools.arguments import _parse_value
+from bytecheckpoint.tools.arguments import _parse_storage_options
 from bytecheckpoint.tools.main import cli
 
 COMMANDS = sorted(cli.commands)
@@ -149,7 +149,7 @@ def test_wrong_usage_is_exit_code_2_and_one_line(call, args) -> None:
     ],
 )
 def test_values_of_storage_options_are_json_or_text(text, value) -> None:
-    assert _parse_value(text) == value
+    assert _parse_storage_options(None, None, [f"key={text}"]) == {"key": value}
 
 
 def test_urls_and_storage_options_work(call) -> None:

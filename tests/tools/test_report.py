@@ -20,7 +20,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region, grid_regions
 from bytecheckpoint.tools.analysis.module_tree import build_tree
-from bytecheckpoint.tools.analysis.summary import Tensor
+from bytecheckpoint.tools.analysis.summary import TensorEntry
 from bytecheckpoint.tools.render.chunk_map import map_chunks
 from bytecheckpoint.tools.render.treemap import Box, lay_out, squarify
 
@@ -217,7 +217,7 @@ def test_squares_fill_the_box_without_overlaps(count) -> None:
 
 
 def test_small_siblings_share_a_tile() -> None:
-    nodes = build_tree([Tensor(f"m.t{n}x", "float32", (n + 1, n + 1), None) for n in range(100)])
+    nodes = build_tree([TensorEntry(f"m.t{n}x", "float32", (n + 1, n + 1), None) for n in range(100)])
     tiles = lay_out(nodes, Box(0.0, 0.0, 900.0, 400.0))
     assert len(tiles) == 42
     assert tiles[-1].name == "60 more" or any(tile.name == "60 more" for tile in tiles)

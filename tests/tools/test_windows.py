@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.tools.render.column_widths import Column, fit_columns
+from bytecheckpoint.tools.render.terminal import Column, fit_columns
 
 WIDTHS = (40, 60, 80, 120, 200)
 _CHILD = """
