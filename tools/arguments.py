@@ -18,7 +18,7 @@ from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.open_store import at_home
+from bytecheckpoint.storage.open_store import expand_home
 from bytecheckpoint.storage.store import Store
 
 from .exit_codes import UnfollowedLinkError
@@ -52,7 +52,7 @@ class Access(NamedTuple):
         return Opened(found.store, found.folder, manifest_of(found), found.path)
 
     def find_files(self, opened: Opened) -> Opened:
-        """Sets store and folder to those of the data files. Raises UnfollowedLinkError for a link not to be followed."""
+        """Sets store and folder to those of the data files. Raises UnfollowedLinkError for a link if not following."""
         manifest = opened.manifest
         if manifest.linked_to and not self.follow_links:
             raise UnfollowedLinkError(
@@ -168,7 +168,7 @@ def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> f
 
 def at_home_folder(_ctx: click.Context, _param: click.Parameter, folder: str | None) -> str | None:
     """Expands an option that takes a folder: a shell leaves the `~` of `--option=~/folder` as it is."""
-    return folder and at_home(folder)
+    return folder and expand_home(folder)
 
 
 _UNITS = {"": 1, "B": 1}
@@ -209,7 +209,7 @@ class LocalFile(click.Path):
         super().__init__(dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        value = at_home(value)
+        value = expand_home(value)
         folder = Path(value).parent
         if not folder.is_dir():
             what = "is no folder" if folder.exists() else "does not exist"

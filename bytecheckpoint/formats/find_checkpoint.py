@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
-from bytecheckpoint.formats.detect import Place, find_file, find_folder, find_step, read_manifest
+from bytecheckpoint.formats.detect import ForeignPlace, find_file, find_folder, find_step, read_manifest
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.open_store import at_home, is_plain_path, open_store
+from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -29,7 +29,7 @@ class FoundCheckpoint(NamedTuple):
     """How far the store's root lies above the path: a file is found in its folder."""
     folder: str
     """Inside the store."""
-    foreign: Place | None
+    foreign: ForeignPlace | None
 
     @property
     def path(self) -> str:
@@ -131,7 +131,7 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
 
 def from_root(path: str) -> str:
     """The same path, so that folders above it have names. A URL, and what `open_store` refuses, stay as they are."""
-    path = at_home(path)
+    path = expand_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
 

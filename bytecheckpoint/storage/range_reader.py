@@ -17,7 +17,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.buffers import BufferPool, ByteBudget
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.compression import decode_frame
-from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
+from bytecheckpoint.storage.store import FillHook, Store, SupportsReadBytes
 
 ALIGNMENT = 16
 """Of the largest items, in bytes."""
@@ -73,7 +73,7 @@ def fetch_bytes(store: Store, *, scratch_bytes: int, threads: int) -> int:
     """How long reads may be, so that all threads can be at one with this much scratch memory."""
     # What a store has in memory of its own counts: one such read a thread, of which one may be there twice while a
     # client library puts together the pieces in which it came, and a buffer where they are copied to in turn.
-    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, GivesBytes) else threads)
+    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, SupportsReadBytes) else threads)
 
 
 def run_reads(
@@ -90,7 +90,7 @@ def run_reads(
     scratch_bytes += threads * ALIGNMENT  # small change must not cost a buffer
     bytes_per_read = memory.block_bytes(content_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
     store_budget = None
-    if isinstance(store, GivesBytes):
+    if isinstance(store, SupportsReadBytes):
         longest_bytes = max((read.byte_length for read in reads), default=0)
         budget_bytes = max(1, min(threads * longest_bytes, scratch_bytes - bytes_per_read - longest_bytes))
         store_budget = ByteBudget(budget_bytes)
@@ -126,18 +126,18 @@ def run_reads(
     run_jobs(run, reads, num_threads=threads)
 
 
-_Fill = Callable[[memoryview, OnFilled | None], None]
+_Fill = Callable[[memoryview, FillHook | None], None]
 
 
 def _filling(store: Store, read: Read) -> _Fill:
     """What fills the buffer of a read. Where the store has the bytes in memory of its own, they are there already when
     this returns, and that memory is free when the buffer is full.
     """
-    if not isinstance(store, GivesBytes):
+    if not isinstance(store, SupportsReadBytes):
         return lambda buffer, on_filled: store.read_into(read.name, read.byte_offset, buffer, on_filled=on_filled)
     given = [store.read_bytes(read.name, read.byte_offset, read.byte_length)]
 
-    def fill(buffer: memoryview, _on_filled: OnFilled | None) -> None:
+    def fill(buffer: memoryview, _on_filled: FillHook | None) -> None:
         buffer[:] = given.pop()
 
     return fill
