@@ -15,7 +15,7 @@ from bytecheckpoint.storage.open_store import is_local
 from . import exit_codes
 from .arguments import Access, ByteSize, with_link_option, with_output_options, with_step_option
 from .name_options import FORMATS, NameOptions, with_name_options
-from .render.number_format import count_text, size_text
+from .render.number_format import count_text, left_out_text, size_text
 from .render.terminal import Screen, byte_progress, print_json
 
 if TYPE_CHECKING:
@@ -158,7 +158,9 @@ def _run(request: ConvertRequest, *, as_json: bool) -> int:
         is_first = ranks.rank == COORDINATOR
         try:
             result = convert_checkpoint(
-                request, ranks, progress=lambda total: byte_progress("converting", total) if is_first else _silent()
+                request,
+                ranks,
+                progress=lambda total: byte_progress("converting", total) if is_first else nullcontext(lambda _: None),
             )
         except CheckpointError as error:
             if is_first:
@@ -194,10 +196,6 @@ def _process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _silent() -> Any:
-    return nullcontext(lambda _: None)
 
 
 def _as_json(request: ConvertRequest, result: Converted, seconds: float) -> dict[str, Any]:
@@ -239,5 +237,4 @@ def _print(result: Converted, seconds: float) -> None:
     for alias, fqn in result.aliases.items():
         screen.line(f"  tied: {alias} is stored as {fqn}")
     for item in result.left_out:
-        size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
-        screen.line(f"  left out: {item.name}{size} ({item.why})")
+        screen.line(f"  left out: {left_out_text(item)}")

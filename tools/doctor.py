@@ -217,8 +217,7 @@ def _print(diagnosis: Diagnosis) -> None:
         screen.line()
         screen.fields(_folder_rows(diagnosis.folder))
     latency = diagnosis.latency
-    screen.line()
-    screen.line(
+    screen.paragraph(
         f"latency of 4 KiB: read {latency.read_s * 1e3:.2f} ms, write {latency.write_s * 1e3:.2f} ms; "
         f"of a listing {latency.list_s * 1e3:.2f} ms"
     )

@@ -18,7 +18,7 @@ from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 
 from . import exit_codes
-from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint, runs_of
+from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
 from .arguments import Access, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
 from .render.terminal import Column, Screen, print_json
@@ -46,7 +46,7 @@ Example:
 @click.argument("root")
 @with_output_options
 def ls(*, root: str, access: Access, as_json: bool) -> int:
-    """The checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
+    """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
 
     ROOT may also be a folder of runs: folders that are no checkpoints are looked into, and no deeper. Folders of saves
     that did not finish, or are still being written, are listed as not committed. Only manifests are read. Exit code 1
@@ -108,7 +108,7 @@ def _print(root: str, listing: CheckpointList) -> None:
     found = listing.checkpoints
     screen.line(f"{root}: {_totals(found)}", style="bold")
     now = datetime.now(UTC)
-    for run in runs_of(found):
+    for run in dict.fromkeys(item.run for item in found):
         of_run = [item for item in found if item.run == run]
         screen.line()
         if run:
@@ -116,15 +116,14 @@ def _print(root: str, listing: CheckpointList) -> None:
         screen.table(_COLUMNS, [_row(item, now) for item in of_run])
     for item in found:
         if item.problem:
-            screen.line()
-            screen.line(item.problem, style="yellow" if item.is_refused else "red")
+            screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
     warning = _mixed(found)
     if warning:
-        screen.line()
-        screen.line(warning, style="yellow")
+        screen.paragraph(warning, style="yellow")
     if listing.not_listed:
-        screen.line()
-        screen.line(f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow")
+        screen.paragraph(
+            f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow"
+        )
 
 
 def _totals(found: Sequence[ListedCheckpoint]) -> str:

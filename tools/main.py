@@ -101,5 +101,5 @@ for command in (doctor, gc, ls, show, verify, diff, convert, timeline):
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Runs the console script."""
     cli.main()

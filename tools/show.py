@@ -100,7 +100,7 @@ def show(
     access: Access,
     as_json: bool,
 ) -> int:
-    """What is in the checkpoint CKPT: a summary, then its tensors.
+    """Shows the contents of the checkpoint CKPT: a summary, then its tensors.
 
     Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for how
     the save went.
@@ -148,8 +148,7 @@ def show(
     if objects is not None:
         screen.section(OBJECT_TABLE, objects, limit=limit, rest="more objects: --limit 0 shows all")
     if html_path is not None:
-        screen.line()
-        screen.line(f"report written to {html_path}")
+        screen.paragraph(f"report written to {html_path}")
     return exit_codes.FINE
 
 

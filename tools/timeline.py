@@ -61,7 +61,7 @@ def timeline(
     access: Access,
     as_json: bool,
 ) -> int:
-    """How the save of the checkpoint CKPT went: the phases of each rank, and which ranks the others waited for.
+    """Shows the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
 
     It is told by small files beside the data, which a checkpoint may lack: exit code 3 where there are none, 1 where
     one cannot be understood. Starts of ranks on several machines are as good as their clocks.

@@ -146,8 +146,7 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
     if result.unchecked_files:
         screen.line(f"  without checksums, so not read: {some_of(result.unchecked_files, 10)}", style="yellow")
     if result.damage:
-        screen.line()
-        screen.line(
+        screen.paragraph(
             f"{_others(result, len(manifest.tensors))}Restore the files from a good copy, or take another step."
         )
 
@@ -171,8 +170,7 @@ def _others(result: Verification, num_tensors: int) -> str:
 def _print_damage(screen: Screen, item: Damage, limit: int) -> None:
     end = item.byte_offset + item.byte_length
     where = f"{item.file}, bytes {item.byte_offset:,} to {end:,}" if item.file else "manifest"
-    screen.line()
-    screen.line(f"  {where}", style="red")
+    screen.paragraph(f"  {where}", style="red")
     rows = [("what", f"{item.kind}: {item.what}"), ("hits", _hit_text(item, limit))]
     screen.table([Column("", style="dim"), Column("")], rows, indent=4)
 

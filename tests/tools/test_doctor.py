@@ -178,7 +178,7 @@ def test_a_broken_promise_ends_with_1(call, tmp_path) -> None:
 
 
 def speeds(**by_threads: float) -> list[Speed]:
-    """Of 16 MiB parts: megabytes a second by number of threads."""
+    """Returns megabytes a second of 16 MiB parts by number of threads."""
     return [Speed(16 << 20, int(name[1:]), int(mb * 1e6), 1.0) for name, mb in by_threads.items()]
 
 

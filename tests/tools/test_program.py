@@ -1,4 +1,4 @@
-"""What holds for every command: exit codes, one line or one object for an error, no traceback, no torch."""
+"""Rules for every command: exit codes, one line or one object for an error, no traceback, no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABOUT_STORAGE = {"doctor", "gc"}
 """They look at what is not committed, or at no checkpoint at all."""
 ABOUT_ONE = sorted(set(COMMANDS) - {"ls"} - ABOUT_STORAGE)
 TAKE_ANY = {"nowhere": {"doctor"}, "empty": {"doctor"}, "noise": ABOUT_STORAGE}
-"""Which commands have something to say about a place without a checkpoint."""
+"""Commands that succeed on a path without a checkpoint."""
 
 
 def test_the_version_is_the_packages(call) -> None:

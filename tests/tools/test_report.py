@@ -13,8 +13,8 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 import torch
+from fake_telemetry import checkpoint_with_telemetry, ordinary, record
 from packed_checkpoints import contents_of, write_checkpoint
-from told_saves import ordinary, record, told_checkpoint
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
@@ -135,8 +135,8 @@ def test_nothing_in_a_name_becomes_markup(call, tmp_path) -> None:
     odd = HOSTILE.replace("\x00", "")
     bcp.save(tmp_path / "c", {odd: torch.zeros(4), "plain" + odd: odd}, metadata={odd: odd})
     (telemetry,) = (tmp_path / "c" / "telemetry").iterdir()
-    told = record(0, {odd: (0.0, 1.0)}, host=odd, save_id=bcp.open(tmp_path / "c").info.save_id)
-    telemetry.write_text(__import__("json").dumps(told))
+    content = record(0, {odd: (0.0, 1.0)}, host=odd, save_id=bcp.open(tmp_path / "c").info.save_id)
+    telemetry.write_text(__import__("json").dumps(content))
     page = page_of(call, tmp_path / "c", "--objects")
     assert not list(page.iter("script"))
     assert not list(page.iter("img"))
@@ -144,7 +144,7 @@ def test_nothing_in_a_name_becomes_markup(call, tmp_path) -> None:
 
 
 def test_how_the_save_went_is_drawn(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "c", [ordinary(0), ordinary(1, write_s=3.0), ordinary(2, late_s=0.4)])
+    path = checkpoint_with_telemetry(tmp_path / "c", [ordinary(0), ordinary(1, write_s=3.0), ordinary(2, late_s=0.4)])
     page = page_of(call, path)
     gantt, heat = list(page.iter("svg"))[-2:]
     bars = [rect for rect in gantt.iter("rect") if "rank" in rect.find("title").text]
@@ -166,16 +166,16 @@ def test_a_checkpoint_without_telemetry_or_tensors_has_a_page(call, tmp_path) ->
 
 
 def test_thousands_of_ranks_and_layers_make_a_small_page(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "c", [ordinary(rank, write_s=1 + rank / 999) for rank in range(1000)])
+    path = checkpoint_with_telemetry(tmp_path / "c", [ordinary(rank, write_s=1 + rank / 999) for rank in range(1000)])
     count = 1000
-    files = [DataFile(f"data/told-{n:05d}-0.safetensors", 64 * count) for n in range(1000)]
+    files = [DataFile(f"data/timed-{n:05d}-0.safetensors", 64 * count) for n in range(1000)]
     tensors = {
         f"model.m{n}.weight_{n % 7}": tensor_record(
             "float32", (100, 16), [Chunk(r, (n + k) % 1000, n * 64, 64) for k, r in enumerate(rows(100))]
         )
         for n in range(count)
     }
-    (path / "manifest.bcp").write_bytes(encode_manifest(Manifest(save_id="told", files=files, tensors=tensors)))
+    (path / "manifest.bcp").write_bytes(encode_manifest(Manifest(save_id="timed", files=files, tensors=tensors)))
     page = page_of(call, path)
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
     text = words(page)

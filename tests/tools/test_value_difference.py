@@ -10,7 +10,6 @@ import torch
 from packed_checkpoints import tensor_bytes
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
-from bytecheckpoint.tools.analysis.differences import flat_position, index_of
 from bytecheckpoint.tools.analysis.element_values import has_values
 from bytecheckpoint.tools.analysis.value_difference import Elements, Tolerance, can_compare, find_difference, same_bytes
 
@@ -145,10 +144,3 @@ def test_bytes_are_compared_to_the_last(length) -> None:
         changed = bytearray(content)
         changed[at] ^= 1
         assert not same_bytes(content, memoryview(changed))
-
-
-def test_positions_and_indices_are_each_others_inverse() -> None:
-    shape = (3, 1, 4, 5)
-    assert [flat_position(index_of(n, shape), shape) for n in range(60)] == list(range(60))
-    assert index_of(59, shape) == [2, 0, 3, 4]
-    assert (index_of(0, ()), flat_position([], ())) == ([], 0)

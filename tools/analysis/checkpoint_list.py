@@ -5,7 +5,7 @@ manifests: the path, its folders, and the folders of those that are no checkpoin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     StorageError,
@@ -74,12 +73,12 @@ class CheckpointList(NamedTuple):
 
 
 class _ListedFolder(NamedTuple):
-    """What one folder was found to be."""
+    """A folder, and the checkpoint that it is."""
 
     folder: str
     checkpoint: ListedCheckpoint | None
     entries: Mapping[str, int | None] | None
-    """What lies in it; None where the storage does not permit a look."""
+    """Names and sizes in it; None if the storage does not permit a listing."""
 
 
 def list_checkpoints(store: Store) -> CheckpointList:
@@ -98,8 +97,10 @@ def list_checkpoints(store: Store) -> CheckpointList:
         files = [(look.folder, *file) for look in (*holders, *runs) for file in _files(look.entries or {})]
         of_files = list(pool.map(lambda file: _look_at_file(store, *file), files))
     of_root = [root.checkpoint, *(look.checkpoint for look in looks)]
-    found = [item for item in (*of_root, *map(_in_run, (*of_runs, *of_files))) if item]
-    return CheckpointList(sorted(found, key=_order), skipped)
+    in_runs = [replace(item, run=item.folder.rpartition("/")[0]) for item in (*of_runs, *of_files) if item]
+    found = [*filter(None, of_root), *in_runs]
+    found.sort(key=lambda item: (item.run, item.folder != "", item.step is None, item.step or 0, item.folder))
+    return CheckpointList(found, skipped)
 
 
 def _folders(entries: Mapping[str, int | None]) -> list[str]:
@@ -124,14 +125,6 @@ def _runs_to_list(looks: Sequence[_ListedFolder]) -> tuple[list[_ListedFolder], 
             runs.append(look)
             num_folders += count
     return runs, skipped
-
-
-def _in_run(item: ListedCheckpoint | None) -> ListedCheckpoint | None:
-    return item and replace(item, run=item.folder.rpartition("/")[0])
-
-
-def _order(item: ListedCheckpoint) -> tuple[object, ...]:
-    return (item.run, item.folder != "", item.step is None, item.step or 0, item.folder)
 
 
 def _look(store: Store, folder: str) -> _ListedFolder:
@@ -181,7 +174,7 @@ def read_checkpoint(found: FoundCheckpoint, step: int | None) -> ListedCheckpoin
             num_bytes=0,
             format=own_format,
             problem=error.message,
-            is_refused=_is_refusal(found, error),
+            is_refused=bool(found.foreign and found.foreign.file) and isinstance(error, UnsafeCheckpointError),
         )
     except CheckpointNotFoundError:
         return None
@@ -197,13 +190,3 @@ def read_checkpoint(found: FoundCheckpoint, step: int | None) -> ListedCheckpoin
         save_id=info.save_id,
         format=info.format,
     )
-
-
-def _is_refusal(found: FoundCheckpoint, error: CheckpointError) -> bool:
-    is_file = found.foreign is not None and bool(found.foreign.file)
-    return is_file and isinstance(error, UnsafeCheckpointError)
-
-
-def runs_of(checkpoints: Iterable[ListedCheckpoint]) -> list[str]:
-    """Returns the runs of these checkpoints, in order; "" for the root."""
-    return list(dict.fromkeys(item.run for item in checkpoints))

@@ -31,7 +31,7 @@ class TensorDifference(NamedTuple):
     def first_index(self) -> list[int] | None:
         """Index of the first element that differs."""
         first = self.values.first if self.values else None
-        return index_of(first.position, self.shapes[0]) if first else None
+        return [int(at) for at in np.unravel_index(first.position, self.shapes[0])] if first else None
 
 
 class ObjectDifference(NamedTuple):
@@ -68,13 +68,3 @@ class CheckpointDiff(NamedTuple):
     def is_same(self) -> bool:
         differing = any(tensor.problems for tensor in self.tensors)
         return not (self.only_in_a or self.only_in_b or differing or self.objects)
-
-
-def flat_position(index: Sequence[int], shape: Sequence[int]) -> int:
-    """Returns the row-major number of the element at an index."""
-    return int(np.ravel_multi_index(tuple(index), tuple(shape))) if shape else 0
-
-
-def index_of(position: int, shape: Sequence[int]) -> list[int]:
-    """Returns the index of an element by its row-major number."""
-    return [int(at) for at in np.unravel_index(position, tuple(shape))] if shape else []

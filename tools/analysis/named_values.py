@@ -68,8 +68,8 @@ def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
 
 
 def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
-    """Whether two plain values are the same: of one type, with the same bits, or the same within a tolerance where
-    they are floats, or lists, arrays and tensors of floats.
+    """Returns True if two plain values are the same: of one type, with the same bits, or, if they are floats, or lists,
+    arrays and tensors of floats, the same within a tolerance.
     """
     if type(a) is not type(b):
         return False

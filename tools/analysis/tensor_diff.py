@@ -21,9 +21,8 @@ from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.runtime.threads import run_jobs
 
 from ..arguments import Opened
-from .differences import flat_position, index_of
 from .equal_chunks import ChunkColumns, are_cut_alike, known_equal
-from .value_difference import Elements, FirstDifference, Tolerance, ValueDifference, can_compare, find_difference
+from .value_difference import Elements, Tolerance, ValueDifference, can_compare, find_difference
 
 _TILE_BYTES = 16 << 20
 """Bytes of a region, of one side."""
@@ -60,7 +59,9 @@ class TensorDiff:
     """Comparison of two opened checkpoints. Making it reads nothing; `num_bytes` are to be read of both."""
 
     def __init__(self, a: Opened, b: Opened, pairs: Iterable[TensorPair], *, tolerance: Tolerance | None) -> None:
-        self._sources = _source(a), _source(b)
+        self._sources = [
+            Source(side.store, side.folder, side.manifest, _OPTIONS, is_exchanged=False) for side in (a, b)
+        ]
         self._tolerance = tolerance
         self._lock = threading.Lock()
         self._regions: list[tuple[TensorPair, Region]] = []
@@ -82,7 +83,8 @@ class TensorDiff:
         """
         # Before anything is cut into tiles: a manifest may claim a tensor of any size.
         for index, source in enumerate(self._sources):
-            _check_files(source, {pair[index] for pair, _ in self._regions})
+            fqns = {pair[index] for pair, _ in self._regions}
+            source.check_files({file for fqn in fqns for file in source.manifest.tensors[fqn].files})
 
         def do(batch: Sequence[_ComparedRegion]) -> None:
             found = self._compare(batch)
@@ -145,19 +147,12 @@ class TensorDiff:
             difference = find_difference(a, b, self._tolerance)
             if difference.first is not None:
                 _, shape = self._sources[0].manifest.describe(tile.pair.a)
-                position = _position(difference.first.position, tile.region, shape)
-                difference.first = FirstDifference(position, difference.first.a, difference.first.b)
+                index = np.unravel_index(difference.first.position, tile.region.lengths)
+                whole_index = [at + offset for at, offset in zip(index, tile.region.offsets, strict=True)]
+                position = int(np.ravel_multi_index(whole_index, shape)) if shape else 0
+                difference.first = difference.first._replace(position=position)
             found.append(difference)
         return found
-
-
-def _source(opened: Opened) -> Source:
-    return Source(opened.store, opened.folder, opened.manifest, _OPTIONS, is_exchanged=False)
-
-
-def _check_files(source: Source, fqns: Iterable[str]) -> None:
-    files = {file for fqn in fqns for file in source.manifest.tensors[fqn].files}
-    source.check_files(files)
 
 
 def _batches(tiles: Iterable[_ComparedRegion]) -> Iterator[list[_ComparedRegion]]:
@@ -192,10 +187,3 @@ def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[Elements
     )
     source.read(fetches, shards, fqns)
     return contents
-
-
-def _position(position: int, region: Region, shape: Sequence[int]) -> int:
-    """Converts the row-major number of an element in a region to its number in the whole tensor."""
-    return flat_position(
-        [at + offset for at, offset in zip(index_of(position, region.lengths), region.offsets, strict=True)], shape
-    )

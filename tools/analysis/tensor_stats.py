@@ -1,5 +1,5 @@
-"""What the values of tensors are like, read once, chunk by chunk, in bounded memory. The parts are read as a load reads
-them: few large ranges of a file, each verified.
+"""Computes statistics of the values of tensors, read once, chunk by chunk, in bounded memory. The parts are read as a
+load reads them: few large ranges of a file, each verified.
 """
 
 from __future__ import annotations

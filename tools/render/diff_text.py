@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..analysis.differences import CheckpointDiff, TensorDifference
 from ..analysis.value_difference import larger
-from .number_format import count_text, number_text, shape_text, shortened, size_text
+from .number_format import count_text, left_out_text, number_text, shape_text, shortened, size_text
 from .terminal import Column, Screen, TableShape
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def print_diff(screen: Screen, paths: tuple[str, str], result: CheckpointDiff, *
 def print_left_out(screen: Screen, left_out: Sequence[LeftOut], *, limit: int) -> None:
     """Prints the parts of A that have no place in the export, so that they were not compared."""
     for item in left_out[: limit or None]:
-        size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
-        screen.line(f"  not compared: {item.name}{size} ({item.why})")
+        screen.line(f"  not compared: {left_out_text(item)}")
     screen.rest(len(left_out), limit, _MORE)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bytecheckpoint.loading.select import LeftOut
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -20,6 +24,12 @@ def size_text(num_bytes: float) -> str:
 def count_text(number: int, noun: str = "") -> str:
     """Returns `1,234 tensors`, `1 tensor`."""
     return f"{number:,}" + (f" {noun}" + "s" * (number != 1) if noun else "")
+
+
+def left_out_text(item: LeftOut) -> str:
+    """Returns `NAME: 2 tensors, 1.5 MiB (WHY)`."""
+    size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
+    return f"{item.name}{size} ({item.why})"
 
 
 def short_count(number: int) -> str:

@@ -214,8 +214,7 @@ def print_in_depth(
         drawn = map_chunks(record, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS)
         if drawn is not None:
             again = "" if len(drawn.files) <= NUM_LETTERS else f", which come again after {NUM_LETTERS} files"
-            screen.line()
-            screen.line(f"    which file holds what, by letter{again}, {axes_text(drawn.axes)}:", style="dim")
+            screen.paragraph(f"    which file holds what, by letter{again}, {axes_text(drawn.axes)}:", style="dim")
             for line in lines_of(drawn):
                 screen.line(f"    {line}")
     if limit and len(tensors) > limit:
@@ -226,8 +225,7 @@ def print_in_depth(
 def _print_facts(
     screen: Screen, tensor: TensorEntry, summary: ManifestSummary, stats: Mapping[str, TensorStats] | None
 ) -> None:
-    screen.line()
-    screen.line(tensor.fqn, style=_NAME)
+    screen.paragraph(tensor.fqn, style=_NAME)
     covers = "" if summary.is_covered_once(tensor) else ", which do NOT cover it exactly once: see bcp verify"
     size = f"tied to {tensor.alias_of}, stored there" if tensor.alias_of else size_text(tensor.num_bytes)
     screen.fields(

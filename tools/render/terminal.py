@@ -79,6 +79,11 @@ class Screen:
         else:
             click.echo(printable(text), file=self._stream)
 
+    def paragraph(self, text: str, *, style: str = "") -> None:
+        """Prints an empty line and one line."""
+        self.line()
+        self.line(text, style=style)
+
     def rest(self, num_rows: int, limit: int, how: str) -> None:
         """Prints how many rows a table of at most `limit` rows (0 for all) has not shown, and how to see them."""
         if limit and num_rows > limit:

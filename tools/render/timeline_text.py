@@ -38,12 +38,10 @@ def print_timeline(
         _print_heat_map(screen, rank_rows(records.ranks, phases, limit), phases, len(records.ranks))
         screen.section(SLOW_TABLE, slowest)
     for item in records.unreadable[:_SHOWN_UNREADABLE]:
-        screen.line()
-        screen.line(f"cannot be understood: {item.name}: {item.what}", style="red")
+        screen.paragraph(f"cannot be understood: {item.name}: {item.what}", style="red")
     screen.rest(len(records.unreadable), _SHOWN_UNREADABLE, "more files like that: --json lists all")
     if trace_path is not None:
-        screen.line()
-        screen.line(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
+        screen.paragraph(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
 
 
 def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
@@ -57,7 +55,7 @@ def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     lasted = max(end_of(record, ranks) for record in ranks)
     rows = [
         ("called", time_text(started)),
-        ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} told nothing" if missing > 0 else "")),
+        ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} without telemetry" if missing > 0 else "")),
         ("hosts", some_of([shortened(host, _MAX_NAME) for host in hosts], 4)),
         ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
     ]
