@@ -29,7 +29,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
-from bytecheckpoint.saving.global_plan import Agreed, Wish, agree, propose, wish_of
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, exchange_plans, make_local_plan, propose
 from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.saving.report import encode_report
 from bytecheckpoint.saving.write import Saving, commit_together, encode
@@ -61,8 +61,8 @@ def coordinate(connection: Connection, setting: Setting) -> None:
         connection.recv()
         plans = PlanCache()
         started = time.process_time()
-        wish = wish_of(setting.target, collect_all(entries_of(state, "auto")), SaveOptions())
-        agreed = agree(ranks, propose(ranks, wish, plans), plans)
+        wish = make_local_plan(setting.target, collect_all(entries_of(state, "auto")), SaveOptions())
+        agreed = exchange_plans(ranks, propose(ranks, wish, plans), plans)
         plan_s = time.process_time() - started
         _check_is_played_so(setting, COORDINATOR, wish)
 
@@ -82,7 +82,7 @@ def coordinate(connection: Connection, setting: Setting) -> None:
         connection.send(Cost(plan_s, manifest_s, commit_s, num_chunks, len(content), peak))
 
 
-def _saving(setting: Setting, ranks: Ranks, agreed: Agreed) -> Saving:
+def _saving(setting: Setting, ranks: Ranks, agreed: AgreedPlan) -> Saving:
     options = SaveOptions()
     return Saving(
         ranks=ranks,
@@ -142,7 +142,7 @@ def state_of_rank(setting: Setting, rank: int) -> Iterator[dict[str, Any]]:
         dist.destroy_process_group()
 
 
-def _check_is_played_so(setting: Setting, rank: int, wish: Wish) -> None:
+def _check_is_played_so(setting: Setting, rank: int, wish: LocalSavePlan) -> None:
     if wish.offers() != offers_of(setting.tensors, rank, setting.num_ranks):
         raise ValueError("what the ranks are played to hold is not what a state gives")
 

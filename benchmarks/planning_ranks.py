@@ -20,8 +20,8 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import Offer, pack_offers
 from bytecheckpoint.saving import global_plan
-from bytecheckpoint.saving.global_plan import Agreed, Target, Wish
-from bytecheckpoint.saving.plan_cache import KnownPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, SaveTarget
+from bytecheckpoint.saving.plan_cache import RankPlan
 from bytecheckpoint.saving.report import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
@@ -46,8 +46,8 @@ class Setting(NamedTuple):
     """Where the checkpoint goes."""
 
     @property
-    def target(self) -> Target:
-        return Target(str(self.folder), STEP, overwrite=False)
+    def target(self) -> SaveTarget:
+        return SaveTarget(str(self.folder), STEP, overwrite=False)
 
     @property
     def folder(self) -> Path:
@@ -116,9 +116,9 @@ def offers_of(tensors: Sequence[Tensor], rank: int, num_ranks: int) -> list[Offe
     return offers
 
 
-def wish_of_rank(setting: Setting, offers: list[Offer]) -> Wish:
+def wish_of_rank(setting: Setting, offers: list[Offer]) -> LocalSavePlan:
     options = SaveOptions()
-    return Wish(setting.target, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec, {})
+    return LocalSavePlan(setting.target, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec, {})
 
 
 def rows_of(tensors: Sequence[Tensor], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -154,17 +154,19 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
     them once.
     """
     tensors, num_ranks, _ = setting
-    known: dict[tuple[bytes, bytes], tuple[KnownPlan, list[object]]] = {}
+    known: dict[tuple[bytes, bytes], tuple[RankPlan, list[object]]] = {}
     firsts, counts = rows_of(tensors, num_ranks)
     for rank, payload in enumerate(orders, 1):
         digits = [np.char.str_len(numbers.astype(str)) for numbers in (firsts[rank], firsts[rank] + counts[rank])]
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
-            order = msgspec.msgpack.decode(payload, type=global_plan._Order)
+            order = msgspec.msgpack.decode(payload, type=global_plan._PlanReply)
             plan = global_plan._planned(
                 order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks
             )
-            report = encode_report(Agreed(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank))
+            report = encode_report(
+                AgreedPlan(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank)
+            )
             known[key] = plan, msgspec.msgpack.decode(report)[1:]
             yield report
         else:
@@ -172,7 +174,7 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
             yield msgspec.msgpack.encode([[each.file for each in write_files(setting, plan, rank)], *rest])
 
 
-def write_files(setting: Setting, known: KnownPlan, rank: int) -> list[WrittenFile]:
+def write_files(setting: Setting, known: RankPlan, rank: int) -> list[WrittenFile]:
     """Files of the right lengths that take no room, with checksums as they come."""
     rng = random.Random(rank)
     (setting.folder / layout.DATA_FOLDER).mkdir(parents=True, exist_ok=True)

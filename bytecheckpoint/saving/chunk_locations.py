@@ -16,8 +16,8 @@ from bytecheckpoint.manifest.validation import Columns
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import PlannedTensor
 from bytecheckpoint.planner.write_items import Write
-from bytecheckpoint.saving.plan_cache import KnownPlan
-from bytecheckpoint.staging.compress import FramePlace
+from bytecheckpoint.saving.plan_cache import RankPlan
+from bytecheckpoint.staging.compress import ChunkLocation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +27,7 @@ _NOT_WRITTEN = (1 << 32) - 1
 _CHUNKS_AT_ONCE = 1 << 20
 
 
-class _Places(msgspec.Struct, frozen=True, array_like=True):
+class _RankLocations(msgspec.Struct, frozen=True, array_like=True):
     """For each slot of a rank's writes (see SavePlan), written or not: where the chunk lies."""
 
     files: bytes
@@ -39,10 +39,10 @@ class _Places(msgspec.Struct, frozen=True, array_like=True):
     codec_names: list[str]
 
 
-def pack_places(places: Iterable[tuple[PlacedChunk, int, FramePlace]], known: KnownPlan) -> bytes:
+def pack_locations(places: Iterable[tuple[PlacedChunk, int, ChunkLocation]], plan: RankPlan) -> bytes:
     """What a rank tells of its chunks: for each the number of its file, and its place there."""
-    slots_of_parts = {part: known.num_offers + index for index, part in enumerate(known.parts)}
-    num_slots = known.num_offers + len(known.parts)
+    slots_of_parts = {part: plan.num_offers + index for index, part in enumerate(plan.parts)}
+    num_slots = plan.num_offers + len(plan.parts)
     files, codecs = np.full(num_slots, _NOT_WRITTEN, "<u4"), np.zeros(num_slots, "<u4")
     byte_offsets, byte_lengths = np.zeros(num_slots, "<u8"), np.zeros(num_slots, "<u8")
     indices = {"none": 0}
@@ -50,13 +50,13 @@ def pack_places(places: Iterable[tuple[PlacedChunk, int, FramePlace]], known: Kn
         slot = slots_of_parts.get(Write(chunk.offer, chunk.region), chunk.offer)
         files[slot], byte_offsets[slot], byte_lengths[slot] = number, place.byte_offset, place.byte_length
         codecs[slot] = indices.setdefault(place.codec, len(indices))
-    packed = _Places(
+    packed = _RankLocations(
         files.tobytes(), byte_offsets.tobytes(), byte_lengths.tobytes(), codecs.tobytes(), codec_names=list(indices)
     )
     return zstandard.compress(msgspec.msgpack.encode(packed), _ZSTD_LEVEL)
 
 
-class PlaceTable:
+class ChunkLocations:
     """What all ranks tell, `packed[r]` from rank r. The slots of a rank lie together in arrays over all of them; ranks
     that say the same share theirs.
     """
@@ -64,7 +64,7 @@ class PlaceTable:
     def __init__(self, packed: Sequence[bytes]) -> None:
         distinct = {content: index for index, content in enumerate(dict.fromkeys(packed))}
         decompressor = zstandard.ZstdDecompressor()
-        places = [msgspec.msgpack.decode(decompressor.decompress(content), type=_Places) for content in distinct]
+        places = [msgspec.msgpack.decode(decompressor.decompress(content), type=_RankLocations) for content in distinct]
         self._of_ranks = np.array([distinct[content] for content in packed])
         self._bounds = np.array([0, *accumulate(len(each.files) // 4 for each in places)])
         self._files = np.frombuffer(b"".join(each.files for each in places), "<u4")
@@ -73,7 +73,7 @@ class PlaceTable:
         self._codec_names = list(dict.fromkeys(name for each in places for name in each.codec_names))
         self._codecs = np.concatenate([self._codec_column(each) for each in places])
 
-    def _codec_column(self, places: _Places) -> NDArray[np.integer]:
+    def _codec_column(self, places: _RankLocations) -> NDArray[np.integer]:
         indices = np.array([self._codec_names.index(name) for name in places.codec_names], np.uint8)
         column: NDArray[np.integer] = indices[np.frombuffer(places.codecs, "<u4")]
         return column

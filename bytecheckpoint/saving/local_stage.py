@@ -30,15 +30,15 @@ _BLOCKS_IN_FLIGHT = 8
 """Host memory through which an upload goes, in blocks of 16 MiB: as many as a store may send at once."""
 
 
-class Tier:
+class LocalStage:
     """One rank's part of a save in its local stage."""
 
     def __init__(self, options: SaveOptions) -> None:
         """Raises StorageError or CheckpointSaveError where the folder cannot be used."""
         self.root = os.path.abspath(options.local_stage or "")
         stage_folder.prepare(self.root)
-        self.is_kept = False
-        """Every rank's data is durable, so nothing of it is thrown away if what follows fails."""
+        self.is_recoverable = False
+        """True once every rank's data is durable: nothing of it is deleted if a later step fails."""
         self._writer_threads = options.writer_threads
         self._folder: StagedFolder | None = None
         """None where the disk is so full that there cannot even be a folder."""
@@ -114,7 +114,7 @@ class Tier:
             self._journal = msgspec.structs.replace(self._journal, files=list(files), direct=self._direct)
             self._folder.write_journal(self._journal)
 
-    def keep_manifest(self, content: bytes) -> bool:
+    def write_manifest(self, content: bytes) -> bool:
         """Whether it is now durable, so that recovery could commit the save."""
         if self._folder is None:
             return False

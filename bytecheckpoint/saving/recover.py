@@ -25,7 +25,7 @@ from bytecheckpoint.info import Outcome, RecoveredSave
 from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.recovery_plan import RecoveryPlan, RecoveryVerdict, StagedPart, Task, There, plan_recovery
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.in_flight import wait_until_numbered
 from bytecheckpoint.saving.local_stage import upload_files
 from bytecheckpoint.storage import deletion, layout, stage_folder
 from bytecheckpoint.storage.credentials import showable_url
@@ -38,7 +38,7 @@ from bytecheckpoint.storage.store import Block, Store, endpoint_of, place_of
 logger = logging.getLogger("bytecheckpoint")
 
 
-class _Order(msgspec.Struct, frozen=True, array_like=True):
+class _RecoveryTasks(msgspec.Struct, frozen=True, array_like=True):
     """What one rank is to do, and what becomes of each save."""
 
     tasks: list[Task]
@@ -73,7 +73,7 @@ def recover(
         CheckpointMismatchError: There is no `options.local_stage`, or ranks were given different paths.
         CheckpointSaveError, StorageError: As for `save`. Nothing is lost by it: call it again.
     """
-    IN_FLIGHT.wait_until_entered()
+    wait_until_numbered()
     about = Subject(showable_url(str(path)), None, is_save=True, call="recover")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for what saves to {about.path} left in the local stage", about=about):
@@ -115,7 +115,7 @@ def _stage_of(options: SaveOptions) -> str:
     return os.fspath(options.local_stage)
 
 
-def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
+def _agree(ranks: Ranks, store: Store, stage: str) -> _RecoveryTasks:
     """This rank's part of the plan that the coordinator makes of what all see."""
     found = [(folder, _folder_in(store, folder.journal)) for folder in stage_folder.scan(stage)]
     parts = [_part(stage, folder, inside) for folder, inside in found if inside is not None]
@@ -128,10 +128,10 @@ def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
         plan = _plan(store, seen, folders)
         if _say_alive(store, plan.verdicts):
             plan = _plan(store, seen, folders)  # what a clean-up has removed until now is seen to be gone
-        return [msgspec.msgpack.encode(_Order(list(tasks), list(plan.verdicts))) for tasks in plan.tasks]
+        return [msgspec.msgpack.encode(_RecoveryTasks(list(tasks), list(plan.verdicts))) for tasks in plan.tasks]
 
     told = ranks.consult(msgspec.msgpack.encode((place_of(store, ""), parts)), decide)
-    return msgspec.msgpack.decode(told, type=_Order)
+    return msgspec.msgpack.decode(told, type=_RecoveryTasks)
 
 
 def _folder_in(store: Store, journal: Journal | None) -> str | None:

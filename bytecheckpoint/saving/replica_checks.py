@@ -26,7 +26,7 @@ PartDigests = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]
 """By FQN: offsets, lengths and digest of each part that a rank holds."""
 
 
-class InStages(NamedTuple):
+class StageDigests(NamedTuple):
     """What one rank tells of its stages."""
 
     stages: Mapping[str, int]
@@ -34,7 +34,7 @@ class InStages(NamedTuple):
     digests: PartDigests
 
 
-def in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
+def fqns_in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
     """The FQNs, sorted, that ranks have in different stages; `stages` are those of each rank, by FQN."""
     first: dict[str, int] = {}
     found: set[str] = set()
@@ -45,7 +45,7 @@ def in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
     return sorted(found)
 
 
-def digests_of(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Mapping[str, str]) -> PartDigests:
+def part_digests(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Mapping[str, str]) -> PartDigests:
     """Of the parts of these tensors that this rank holds, however large; a tied one has those of its alias."""
     names: dict[str, list[str]] = {}
     for fqn in fqns:
@@ -59,7 +59,7 @@ def digests_of(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Mappi
     return digests
 
 
-def check_stages(fqns: Iterable[str], ranks: Sequence[InStages], names: Sequence[int]) -> None:
+def check_pipeline_stages(fqns: Iterable[str], ranks: Sequence[StageDigests], names: Sequence[int]) -> None:
     """Raises one CheckpointMismatchError (conflict) for all of these FQNs that are different tensors in the stages that
     have them; `names` are the global numbers of the ranks.
     """

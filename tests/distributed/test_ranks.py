@@ -29,7 +29,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.region import Region
-from bytecheckpoint.saving.global_plan import Agreed, Target, agree, propose, wish_of
+from bytecheckpoint.saving.global_plan import AgreedPlan, SaveTarget, exchange_plans, make_local_plan, propose
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerDied, WorkerPool
 
@@ -126,11 +126,13 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
     shared = HashStore()
     stores = [CountedStore(shared) for _ in range(6)]
 
-    def plan(rank: int) -> Agreed:
+    def plan(rank: int) -> AgreedPlan:
         ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2, call="save")
-        wish = wish_of(Target("/ckpt", 7, overwrite=False), [EntryContents(shards_of(rank), set())], SaveOptions())
+        wish = make_local_plan(
+            SaveTarget("/ckpt", 7, overwrite=False), [EntryContents(shards_of(rank), set())], SaveOptions()
+        )
         plans = PlanCache()
-        return agree(ranks, propose(ranks, wish, plans), plans)
+        return exchange_plans(ranks, propose(ranks, wish, plans), plans)
 
     with ThreadPoolExecutor(6) as pool:
         agreed = list(pool.map(plan, range(6)))

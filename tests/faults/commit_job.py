@@ -127,7 +127,7 @@ def serve(address: str) -> None:
             line.calls.send(carry_out(call))
 
 
-REACH_LOCAL = "bytecheckpoint.saving.handle.SaveHandle._reach_local"
+REACH_LOCAL = "bytecheckpoint.saving.handle.SaveProgress.reach_local"
 
 
 def carry_out(call: Call) -> Ended:

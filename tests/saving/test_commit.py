@@ -17,8 +17,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint import api
 from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
 from bytecheckpoint.saving import report, write
-from bytecheckpoint.saving.global_plan import Agreed
-from bytecheckpoint.saving.plan_cache import KnownPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan
+from bytecheckpoint.saving.plan_cache import RankPlan
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.storage.backends import fsspec_store
 from bytecheckpoint.storage.store import Block, Store
@@ -229,7 +229,7 @@ def test_two_values_of_one_place_cannot_be_mixed(tmp_path: Path) -> None:
 def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack_places = report.pack_places
 
-    def without_the_last_chunk(places: Iterable[Any], known: KnownPlan) -> bytes:
+    def without_the_last_chunk(places: Iterable[Any], known: RankPlan) -> bytes:
         return pack_places(list(places)[:-1], known)
 
     monkeypatch.setattr(report, "pack_places", without_the_last_chunk)
@@ -239,10 +239,10 @@ def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, mo
     assert files_under(tmp_path) == []
 
 
-def with_files_shorter_by(num_bytes: int) -> Callable[[Agreed, Sequence[WrittenFile]], bytes]:
+def with_files_shorter_by(num_bytes: int) -> Callable[[AgreedPlan, Sequence[WrittenFile]], bytes]:
     encode_report = write.encode_report
 
-    def shortened(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
+    def shortened(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
         files = [each.file._replace(byte_length=each.file.byte_length - num_bytes) for each in written]
         return encode_report(agreed, [each._replace(file=file) for each, file in zip(written, files, strict=True)])
 

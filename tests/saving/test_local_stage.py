@@ -296,7 +296,7 @@ def test_who_waits_for_an_upload_that_fails_is_told_so(
             waiting.join(0.3)  # what does not wait is through by then
 
     failing = before(UPLOADING, raising(bcp.StorageError("the network is gone", kind="unavailable")))
-    with failing, before("bytecheckpoint.saving.local_stage.Tier.close", hold_up):
+    with failing, before("bytecheckpoint.saving.local_stage.LocalStage.close", hold_up):
         bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
         assert is_started.wait(20)
         waiting.join(20)

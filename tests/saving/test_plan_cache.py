@@ -25,9 +25,9 @@ import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.saving import write
-from bytecheckpoint.saving.global_plan import Agreed
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
-from bytecheckpoint.saving.plan_cache import KnownPlan, PlanCache
+from bytecheckpoint.saving.global_plan import AgreedPlan
+from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
 
 MAX_PLANS = 8
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -39,7 +39,7 @@ State = dict[str, Any]
 def plans(monkeypatch: pytest.MonkeyPatch) -> PlanCache:
     """The cache, empty: no test sees what another has saved."""
     empty = PlanCache()
-    monkeypatch.setattr(IN_FLIGHT.kept, "plans", empty)
+    monkeypatch.setattr(process_state(), "plans", empty)
     return empty
 
 
@@ -279,7 +279,7 @@ def test_a_hit_reports_its_files_and_no_chunks(tmp_path: Path, monkeypatch: pyte
     reports: list[bytes] = []
     encode_report = write.encode_report
 
-    def kept(agreed: Agreed, written: Sequence[DataFile]) -> bytes:
+    def kept(agreed: AgreedPlan, written: Sequence[DataFile]) -> bytes:
         reports.append(encode_report(agreed, written))
         return reports[-1]
 
@@ -318,7 +318,7 @@ def test_states_that_take_turns_are_saved_right_whether_their_plans_are_kept_or_
 def test_the_plan_that_was_used_longest_ago_goes_first() -> None:
     cache = PlanCache()
     plans = [
-        KnownPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], in_stages=[], num_offers=0, parts=[])
+        RankPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], in_stages=[], num_offers=0, parts=[])
         for n in range(MAX_PLANS + 1)
     ]
     for number, plan in enumerate(plans[:MAX_PLANS]):
