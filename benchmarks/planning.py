@@ -55,7 +55,7 @@ class Row:
     manifest_s: float
     """There, from the reports to the manifest's bytes, which are decoded and checked once more."""
     commit_s: float
-    """There, until the manifest is in its place, all files were seen and the others have said goodbye."""
+    """There, until the manifest is in its place, all files were seen and the others have sent their acks."""
     coordinator_mb: float
     """Its peak memory, all messages included, beyond what it had before."""
     manifest_mb: float

@@ -74,10 +74,10 @@ class PlayedRanks:
         self._send(list(requests(self._setting)))
 
     def write(self) -> None:
-        """Each hears what it is to write, has written it, and says so and goodbye."""
+        """Each hears what it is to write, has written it, reports it and closes the call."""
         self._send(list(reports(self._setting, [rank.broadcast(b"") for rank in self._ranks])))
         for rank in self._ranks:
-            rank.farewell()
+            rank.close()
 
     def _send(self, payloads: Sequence[bytes]) -> None:
         self.request_bytes = self.request_bytes or sum(map(len, payloads))

@@ -169,7 +169,7 @@ def warm_up(
         local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans)
         agreed = exchange_plans(ranks, local_plan, process.plans)
         allocate(agreed.rank_plan.files, process.buffers, staging_bytes=options.staging_bytes)
-    ranks.farewell()
+    ranks.close()
 
 
 @reading_again
@@ -264,8 +264,8 @@ def load(
             if source.changes.may_have_overwritten:
                 match.count_changes()
         finish_all(entries, stored, source.changes.overwriting)
-        ranks.consult(b"", lambda payloads: payloads)  # nobody goes on before all have come this far
-    ranks.farewell()
+        ranks.barrier()  # nobody goes on before all have come this far
+    ranks.close()
     report = _report(source, match, verdict, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         warn_of_idle(verdict, report.path)

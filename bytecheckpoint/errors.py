@@ -16,6 +16,7 @@ react to what happened without reading messages; it knows nothing of how the fai
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 
 class CheckpointError(Exception):
@@ -104,3 +105,12 @@ ERROR_CLASSES: dict[str, type[CheckpointError]] = {
     )
 }
 """By name, for a failure that travels from one rank to another."""
+
+
+def and_more(items: Sequence[str], limit: int, separator: str = ", ") -> str:
+    """Returns the first `limit` items and how many follow: `a, b and 3 more`. With another separator, such as one that
+    begins a line, the number is an item of its own.
+    """
+    rest = len(items) - limit
+    before = " " if separator == ", " else separator
+    return separator.join(items[:limit]) + (f"{before}and {rest} more" if rest > 0 else "")

@@ -13,7 +13,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint import errors
-from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
+from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError, and_more
 
 BUILTINS: dict[str, type[Exception]] = {
     "CheckpointNotFoundError": FileNotFoundError,
@@ -47,7 +47,9 @@ def test_the_tree_is_as_drawn() -> None:
 
 
 def test_every_class_is_listed_by_its_name() -> None:
-    classes = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+    classes = {
+        name: value for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)
+    }
     assert classes == ERROR_CLASSES
     assert ERROR_CLASSES.keys() == {"CheckpointError", *BUILTINS}
 
@@ -115,3 +117,9 @@ def test_names_of_a_checkpoint_cannot_drive_a_terminal(tmp_path: Path) -> None:
         assert "a\\x1b[2J\\x07\\u202eb: in the checkpoint" in text
         assert "\n" in text
         assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def test_a_list_in_a_message_ends_with_how_many_follow() -> None:
+    assert and_more(["a", "b"], 2) == "a, b"
+    assert and_more(["a", "b", "c", "d"], 2) == "a, b and 2 more"
+    assert and_more(["a", "b", "c"], 1, "\n  ") == "a\n  and 2 more"

@@ -88,7 +88,7 @@ class CheckpointView:
         self._include = None if include is None else Globs(include)
         self._exclude = Globs(exclude or ())
         self.takes_all = include is None and not exclude
-        """Whether neither keeps anything from being loaded."""
+        """True if neither keeps anything from being loaded."""
         self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
         self._is_as_saved = self.takes_all and not self._is_renamed
@@ -126,7 +126,7 @@ class CheckpointView:
         return selected
 
     def takes(self, fqn: str) -> bool:
-        """Whether include and exclude let this checkpoint FQN through."""
+        """True if include and exclude let this checkpoint FQN through."""
         if self.takes_all:
             return True
         is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
@@ -138,7 +138,7 @@ class CheckpointView:
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
     def excludes(self, fqn: str) -> bool:
-        """Whether exclude names this checkpoint FQN."""
+        """True if exclude names this checkpoint FQN."""
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
@@ -250,7 +250,7 @@ class CheckpointView:
         return None
 
     def skips(self, fqn: str) -> bool:
-        """Whether include or exclude keep this state FQN from being loaded."""
+        """True if include or exclude keep this state FQN from being loaded."""
         if self.takes_all or fqn in self.skipped or fqn in self._known:
             return not self.takes_all and fqn in self.skipped
         # What is renamed into a container that they name themselves is loaded.
@@ -326,7 +326,7 @@ class CheckpointView:
 
 
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
-    """Whether an FQN is one of these or starts with one of them and a dot."""
+    """True if an FQN is one of these or starts with one of them and a dot."""
     parts = fqn.split(".")
     return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
 

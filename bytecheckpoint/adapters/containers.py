@@ -60,93 +60,93 @@ class PlainEntry:
         """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
         return forms_in(self._value, self.fqn)
 
-    def expect(self, stored: CheckpointView) -> Expectation:
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
         shards = LocalShards(with_addresses=True)
         values = leaves(self._value, self.fqn)
         others = {fqn: value for fqn, value in values.items() if type(value) not in PLAIN_TENSORS}
         facts = {fqn: value for fqn, value in others.items() if is_facts(fqn) and are_facts(value)}
-        refused = refusals(values if facts else {}, stored)
+        refused = refusals(values if facts else {}, checkpoint)
         # Most of a state, told from the rest by one look.
-        simple = {} if facts or not stored.takes_all else stored.plain
+        simple = {} if facts or not checkpoint.takes_all else checkpoint.plain
         expectation = Expectation(shards.found, set(facts), refused.problems)
         tensors: list[tuple[str, torch.Tensor]] = []
         for fqn, value in values.items():
             if type(simple.get(fqn)) is TensorRef and type(value) in PLAIN_TENSORS:
                 tensors.append((fqn, value))
                 continue
-            if fqn in facts or stored.skips(fqn):
+            if fqn in facts or checkpoint.skips(fqn):
                 continue
             expectation.claims.add(fqn)
             if refused.has(fqn):
-                missing = stored.missing_at(fqn)
+                missing = checkpoint.missing_at(fqn)
                 expectation.claims.update([] if missing is None else [missing[0]])
                 continue
-            is_stored_tensor = type(value) in PLAIN_TENSORS and type(stored.plain.get(fqn)) is TensorRef
-            if is_stored_tensor or not self._expects_other(fqn, value, stored, expectation):
+            is_stored_tensor = type(value) in PLAIN_TENSORS and type(checkpoint.plain.get(fqn)) is TensorRef
+            if is_stored_tensor or not self._expects_other(fqn, value, checkpoint, expectation):
                 tensors.append((fqn, value))
         shards.add_all(tensors)
         return expectation
 
-    def _expects_other(self, fqn: str, value: Any, stored: CheckpointView, expectation: Expectation) -> bool:
-        """Whether a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
-        missing = stored.missing_at(fqn)
-        adopted = _adopted(value, fqn, stored)
+    def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
+        """True if a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
+        missing = checkpoint.missing_at(fqn)
+        adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:
-            names = {stored.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
-            expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, stored))
-            expectation.problems.extend(_missing_in(names) + self._adopted.problems(adopted[1], adopted[0], stored))
+            names = {checkpoint.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
+            expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, checkpoint))
+            expectation.problems.extend(_missing_in(names) + self._adopted.problems(adopted[1], adopted[0], checkpoint))
             expectation.claims.update(names)
         elif missing is not None:
             expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
             expectation.claims.add(missing[0])
-        elif isinstance(value, torch.Tensor) and not isinstance(stored.plain.get(fqn), torch.Tensor):
+        elif isinstance(value, torch.Tensor) and not isinstance(checkpoint.plain.get(fqn), torch.Tensor):
             return False
         else:
-            expectation.problems.extend(_problems(fqn, value, stored))
+            expectation.problems.extend(_problems(fqn, value, checkpoint))
         return True
 
-    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         for fqn, value in leaves(self._value, self.fqn).items():
-            adopted = _adopted(value, fqn, stored)
+            adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
-                self._adopted.prepare(adopted[1], adopted[0], {}, stored)
+                self._adopted.prepare(adopted[1], adopted[0], {}, checkpoint)
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
-            if type(value) in PLAIN_TENSORS and fqn in stored.tensors:  # which is filled in place
+            if type(value) in PLAIN_TENSORS and fqn in checkpoint.tensors:  # which is filled in place
                 continue
-            if (is_facts(fqn) and are_facts(value)) or stored.skips(fqn):
+            if (is_facts(fqn) and are_facts(value)) or checkpoint.skips(fqn):
                 continue
-            adopted = _adopted(value, fqn, stored)
+            adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
-                left = self._adopted.left_out(adopted[1], adopted[0], stored)  # the tree itself is filled
-                filled = self._adopted.filled(adopted[1], adopted[0], {}, stored)
+                left = self._adopted.left_out(adopted[1], adopted[0], checkpoint)  # the tree itself is filled
+                filled = self._adopted.filled(adopted[1], adopted[0], {}, checkpoint)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
                 elif filled is not None:
-                    value.update(_taken(filled, adopted[0], stored, left))
+                    value.update(_taken(filled, adopted[0], checkpoint, left))
             elif (
-                fqn not in stored.tensors
-                and not _problems(fqn, value, stored)
-                and not _filled_in_place(value, stored.plain[fqn])
+                fqn not in checkpoint.tensors
+                and not _problems(fqn, value, checkpoint)
+                and not _filled_in_place(value, checkpoint.plain[fqn])
             ):
-                new[fqn] = stored.plain[fqn]
+                new[fqn] = checkpoint.plain[fqn]
         if new:
             self._assign(with_leaves(self._value, self.fqn, new))
 
 
 def _holds_tensors_only(value: Any) -> bool:
-    """Whether a value is a dict by names, of tensors that are no more than their elements: many states are."""
+    """True if a value is a dict by names, of tensors that are no more than their elements: many states are."""
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS
     return not others or (others == {DTensor} and not any(map(is_subclass, value.values())))
 
 
-def _adopted(value: Any, fqn: str, stored: CheckpointView) -> tuple[str, Any] | None:
+def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> tuple[str, Any] | None:
     """What an empty dict takes: whatever the checkpoint has in its place, by its FQN there."""
-    found = stored.subtree(fqn) if isinstance(value, dict) else None
+    found = checkpoint.subtree(fqn) if isinstance(value, dict) else None
     return found if found is not None and isinstance(found[1], dict) else None
 
 
@@ -155,14 +155,14 @@ def _missing_in(values: Mapping[str, Any]) -> list[Problem]:
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
 
-def _problems(fqn: str, value: Any, stored: CheckpointView) -> list[Problem]:
+def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:
     """Why the plain data of this FQN, small tensors included, cannot take the place of a value."""
-    found = stored.plain.get(fqn)
+    found = checkpoint.plain.get(fqn)
     if isinstance(found, RankMissing):
         return _missing_in({fqn: found})
-    if fqn in stored.tensors or isinstance(found, TensorRef):
+    if fqn in checkpoint.tensors or isinstance(found, TensorRef):
         return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
-    if fqn not in stored.plain:
+    if fqn not in checkpoint.plain:
         return [not_stored(fqn)]
     if not isinstance(found, torch.Tensor) or not isinstance(value, torch.Tensor):
         return []
@@ -176,20 +176,20 @@ def _problems(fqn: str, value: Any, stored: CheckpointView) -> list[Problem]:
     return []
 
 
-def _taken(tree: dict[Any, Any], fqn: str, stored: CheckpointView, left: Collection[str]) -> dict[Any, Any]:
+def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left: Collection[str]) -> dict[Any, Any]:
     """The dict without what include and exclude leave out, and without what this rank has no value for."""
     taken = {}
     for key, item in tree.items():
         child = join_fqn(fqn, key)
-        names = map(stored.rename, filter(stored.takes, leaves(item, child)))
-        is_any = any(not isinstance(stored.plain.get(name), RankMissing) for name in names)
+        names = map(checkpoint.rename, filter(checkpoint.takes, leaves(item, child)))
+        is_any = any(not isinstance(checkpoint.plain.get(name), RankMissing) for name in names)
         if is_any and child not in left:
-            taken[key] = _taken(item, child, stored, left) if type(item) is dict else item
+            taken[key] = _taken(item, child, checkpoint, left) if type(item) is dict else item
     return taken
 
 
 def _filled_in_place(value: Any, found: Any) -> bool:
-    """Whether what was found could be put into the object that the state holds, which others may hold as well."""
+    """True if what was found could be put into the object that the state holds, which others may hold as well."""
     if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
         _copy_bits(found, value.detach())
     elif isinstance(value, np.ndarray) and _takes_array(value, found):

@@ -123,7 +123,7 @@ class Globs:
         return bool(self._globs)
 
     def match(self, fqn: str) -> bool:
-        """Whether any of them matches."""
+        """True if any of them matches."""
         for glob in [glob for glob in self.unused if fnmatchcase(fqn, glob)]:
             del self.unused[glob]
         return any(fnmatchcase(fqn, glob) for glob in self._globs)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, with_new_memory
 
 
-def home_of(tensor: torch.Tensor) -> torch.device:
+def target_device(tensor: torch.Tensor) -> torch.device:
     """Where a tensor is, or would get memory if it is on the meta device."""
     if not tensor.is_meta:
         return tensor.device
@@ -33,7 +33,7 @@ def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> N
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) not in wanted:
             return tensor
-        device = home_of(tensor)
+        device = target_device(tensor)
         if is_subclass(tensor):
             return with_new_memory(tensor, lambda inner: torch.empty_like(inner, device=device))
         return torch.empty_like(tensor, device=device)

@@ -31,7 +31,7 @@ one holds, in the order in which they lie in its memory."""
 _OF_TORCH = frozenset({Replicate, Shard, _StridedShard})
 
 
-class Part(NamedTuple):
+class LocalPart(NamedTuple):
     """A region of a tensor, and where in the rank's local tensor it lies."""
 
     region: Region
@@ -52,11 +52,13 @@ class Part(NamedTuple):
 
 
 def is_known(placement: Any) -> bool:
-    """Whether a placement says where its parts lie."""
+    """True if a placement says where its parts lie."""
     return isinstance(placement, Replicate | Shard | _StridedShard) or _regions_of(placement) is not None
 
 
-def held_parts(fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes: Sequence[MeshAxis]) -> Sequence[Part]:
+def held_parts(
+    fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes: Sequence[MeshAxis]
+) -> Sequence[LocalPart]:
     """What this rank holds of a tensor of this shape: mostly one part. An empty share is one part of no elements.
 
     Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
@@ -75,7 +77,7 @@ def held_parts(fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes:
 
 def _parts(
     shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
-) -> Sequence[Part] | None:
+) -> Sequence[LocalPart] | None:
     """None where the placements fit the local tensor in no way, or in several."""
     kinds = tuple(type(axis.placement) for axis in mesh_axes)
     find = _find_parts_once if _OF_TORCH.issuperset(kinds) else _find_parts
@@ -87,12 +89,12 @@ def _find_parts(
     local_shape: tuple[int, ...],
     mesh_axes: tuple[MeshAxis, ...],
     _kinds: tuple[type, ...],
-) -> Sequence[Part] | None:
+) -> Sequence[LocalPart] | None:
     """`_kinds` tells placements apart that some versions of torch say are equal."""
     fitting = fitting_intervals(shape, local_shape, mesh_axes)
     if not fitting or any(intervals != fitting[0] for intervals in fitting):
         return None
-    return tuple(Part(box, None if place == whole(local_shape) else place) for box, place in boxes_of(fitting[0]))
+    return tuple(LocalPart(box, None if place == whole(local_shape) else place) for box, place in boxes_of(fitting[0]))
 
 
 _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
@@ -130,7 +132,7 @@ def _parts_by_regions(
     local: torch.Tensor,
     by_regions: Sequence[MeshAxis],
     others: Sequence[MeshAxis],
-) -> Sequence[Part]:
+) -> Sequence[LocalPart]:
     """Of one placement that gives regions: it cuts what the others, which come first, have left."""
     axis = by_regions[0]
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
@@ -150,7 +152,7 @@ def _parts_by_regions(
         raise _does_not_fit(fqn, axis.placement, why if numel != local.numel() else "the local tensor has gaps")
     parts, first = [], 0
     for region in regions:
-        parts.append(Part(region, first))
+        parts.append(LocalPart(region, first))
         first += region.numel
     return parts
 
@@ -232,7 +234,7 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """Whether fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
+    """True if fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
     strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
     if len(strided) != 1:
         return False

@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from bytecheckpoint.adapters.placements import MeshAxis, Part, held_parts, is_known
+from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region, whole
@@ -165,7 +165,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    """True if two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
     if tensor.is_contiguous():
         return False
     dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
@@ -178,7 +178,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
+    """True if the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
     num_bytes = tensor.nbytes
     if num_bytes and not tensor.is_contiguous():
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -248,7 +248,7 @@ class _Layout(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    parts: Sequence[Part]
+    parts: Sequence[LocalPart]
 
 
 def _layout_of(fqn: str, tensor: DTensor) -> _Layout:

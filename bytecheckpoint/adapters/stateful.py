@@ -26,7 +26,7 @@ from bytecheckpoint.adapters.expectation import (
     not_stored,
     rank_missing,
 )
-from bytecheckpoint.adapters.native.subclass_flatten import around, subclasses_in
+from bytecheckpoint.adapters.native.subclass_flatten import enclosing, subclasses_in
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
@@ -44,8 +44,8 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether an object, which is no tensor or container, brings its own state_dict and load_state_dict."""
-    if isinstance(value, type | dict | torch.Tensor):
+    """True if an object, which is no tensor or container, brings its own state_dict and load_state_dict."""
+    if isinstance(value, type | dict | list | tuple | torch.Tensor):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
@@ -101,11 +101,11 @@ class StatefulEntry:
             names.update(shard.fqn for shard in shards.found)
         return EntryContents(shards.found, names, {self.fqn: ("either" if may_differ else "whole", plain)})
 
-    def expect(self, stored: CheckpointView) -> Expectation:
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
         if not self._current:
             state = self._show()
             self._current, self._target.live = leaves(state, self.fqn), subclasses_in(state, self.fqn)
-        found = stored.object_tree(self.fqn)
+        found = checkpoint.object_tree(self.fqn)
         self._found = None
         if found is not None and not found.fqn and not self._has_keys_of(found.tree):
             found = None
@@ -114,14 +114,14 @@ class StatefulEntry:
             return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
         if not found.is_taken:
             return Expectation([], set(), [])
-        values = {stored.rename(name): value for name, value in leaves(found.tree, found.fqn).items()}
+        values = {checkpoint.rename(name): value for name, value in leaves(found.tree, found.fqn).items()}
         if are_groups(found.tree) and not is_optimizer_tree(self._show()):
             kind = type(self._value).__name__
             text = (
                 f"{self.fqn}: saved parameter by parameter, as optimizers are, and the state_dict() of this {kind} has "
                 "another form; pass the optimizer itself"
             )
-            return Expectation([], {*values, *stored.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
+            return Expectation([], {*values, *checkpoint.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
         missing = [rank_missing(name, value.num_saved) for name, value in values.items() if _is_missing(value)]
         if missing:
             return Expectation([], set(values), missing)
@@ -130,55 +130,55 @@ class StatefulEntry:
                 f"{self.fqn}: a list of {len(found.tree)} in the checkpoint, and this {type(self._value).__name__} "
                 f"takes a dict; load it as {{{self.fqn!r}: []}}, and give what it holds to load_state_dict()"
             )
-            return Expectation([], {*values, *stored.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
+            return Expectation([], {*values, *checkpoint.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
         self._found = found
-        problems = self._settle_subclasses(values, stored)
+        problems = self._settle_subclasses(values, checkpoint)
         own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
-        own = {name: value for name, value in own.items() if not around(name, self._target.kept)}
+        own = {name: value for name, value in own.items() if not enclosing(name, self._target.kept)}
         problems += [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
-        problems += self._target.problems(found.tree, found.fqn, stored)
-        return Expectation(self._target.shards(found.tree, found.fqn, self._current, stored), set(values), problems)
+        problems += self._target.problems(found.tree, found.fqn, checkpoint)
+        return Expectation(self._target.shards(found.tree, found.fqn, self._current, checkpoint), set(values), problems)
 
     def _has_keys_of(self, tree: Any) -> bool:
-        """Whether all of a checkpoint can be the state of this object, which has no entry there."""
+        """True if all of a checkpoint can be the state of this object, which has no entry there."""
         own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
         return bool(own) and own <= tree.keys()
 
-    def _settle_subclasses(self, values: Mapping[str, Any], stored: CheckpointView) -> list[Problem]:
+    def _settle_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
         """Of the object's own tensor subclasses, those that do not fit are made anew. One that is spread over ranks, or
         of which nothing else is there to make, stays as it is: why is returned.
         """
         live = self._target.live
-        own = {name: value for name, value in self._current.items() if around(name, live)}
-        refused = refusals(own, stored)
+        own = {name: value for name, value in self._current.items() if enclosing(name, live)}
+        refused = refusals(own, checkpoint)
         problems: list[Problem] = []
         for name, tensor in list(live.items()):
             if not refused.has(f"{name}.") and all(
-                _can_fill(own[part], values.get(part)) for part in own if around(part, {name})
+                _can_fill(own[part], values.get(part)) for part in own if enclosing(part, {name})
             ):
                 continue
-            is_there = name in values or any(around(part, {name}) for part in values)
-            parts = [part for part in {*own, *values} if around(part, {name})]
-            if not is_sharded(tensor) and is_there and not any(map(stored.skips, parts)):
+            is_there = name in values or any(enclosing(part, {name}) for part in values)
+            parts = [part for part in {*own, *values} if enclosing(part, {name})]
+            if not is_sharded(tensor) and is_there and not any(map(checkpoint.skips, parts)):
                 del live[name]
-                self._current = {key: value for key, value in self._current.items() if not around(key, {name})}
+                self._current = {key: value for key, value in self._current.items() if not enclosing(key, {name})}
                 continue
             self._target.kept[name] = tensor
-            problems += [problem for problem in refused.problems if around(problem.fqn, {name})]
+            problems += [problem for problem in refused.problems if enclosing(problem.fqn, {name})]
         return problems
 
-    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:
-            self._target.prepare(self._found.tree, self._found.fqn, self._current, stored)
+            self._target.prepare(self._found.tree, self._found.fqn, self._current, checkpoint)
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         if self._found is not None:
-            state = self._target.filled(self._found.tree, self._found.fqn, self._current, stored)
+            state = self._target.filled(self._found.tree, self._found.fqn, self._current, checkpoint)
             self._value.load_state_dict(state)
 
 
 def _can_fill(own: Any, value: Any) -> bool:
-    """Whether what is inside of a live subclass takes what the tree has: what the tree holds itself is built anew."""
+    """True if what is inside of a live subclass takes what the tree has: what the tree holds itself is built anew."""
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))
 
 
@@ -215,38 +215,38 @@ class RankLocalEntry:
         value = self._holder.value
         return value.state_dict() if is_stateful(value) else value
 
-    def expect(self, stored: CheckpointView) -> Expectation:
-        found = stored.entry_tree(self.fqn)
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
+        found = checkpoint.entry_tree(self.fqn)
         self._found = None
         if found is None:
             return Expectation([], set(), [not_stored(self.fqn)])
         if not found.is_taken:
             return Expectation([], set(), [])
         values = leaves(found.tree, found.fqn)
-        claims = set(map(stored.rename, values))
+        claims = set(map(checkpoint.rename, values))
         missing = [value for value in values.values() if _is_missing(value)]
         if missing and self._holder.missing == "keep":
             return Expectation([], claims, [])
         if missing:
             return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
         self._found = found
-        if not all(map(stored.takes, values)) and not self._current:
+        if not all(map(checkpoint.takes, values)) and not self._current:
             state = self._state()
             self._current, self._target.own = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         return Expectation(
-            self._target.shards(found.tree, found.fqn, {}, stored),
+            self._target.shards(found.tree, found.fqn, {}, checkpoint),
             claims,
-            self._target.problems(found.tree, found.fqn, stored),
+            self._target.problems(found.tree, found.fqn, checkpoint),
         )
 
-    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:
-            self._target.prepare(self._found.tree, self._found.fqn, {}, stored)
+            self._target.prepare(self._found.tree, self._found.fqn, {}, checkpoint)
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         if self._found is None:
             return
-        value = self._target.filled(self._found.tree, self._found.fqn, self._current, stored)
+        value = self._target.filled(self._found.tree, self._found.fqn, self._current, checkpoint)
         if is_stateful(self._holder.value):
             self._holder.value.load_state_dict(value)
         else:

@@ -12,7 +12,7 @@ from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 
 
-def untied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def split_tied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
     tensors = {fqn: tensor for _, fqn, tensor in found}
     addresses = [_address(tensor) for tensor in tensors.values()]

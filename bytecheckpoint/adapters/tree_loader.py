@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, RankMissing
-from bytecheckpoint.adapters.native.subclass_flatten import around, is_facts, outer_fqn, restored
+from bytecheckpoint.adapters.native.subclass_flatten import enclosing, is_facts, outer_fqn, restored
 from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuildable
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS
 from bytecheckpoint.adapters.plain.plain_data import TensorRef, content_fqn, fits_inline, leaves, with_leaves
@@ -73,35 +73,35 @@ class TreeTarget:
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
 
-    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: CheckpointView) -> list[LocalShard]:
+    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
         """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
-        for name, found in self._refs(tree, fqn, stored):
+        for name, found in self._refs(tree, fqn, checkpoint):
             own = current.get(name)
             target = own if fits(own, found) else self._new.get(name)
             shards.add(name, placeholder(found) if target is None else target)
         return shards.found
 
-    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: CheckpointView) -> None:
-        for name, found in self._refs(tree, fqn, stored):
+    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
+        for name, found in self._refs(tree, fqn, checkpoint):
             own = current.get(name)
             if not fits(own, found):
                 device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
                 self._new[name] = torch.empty_like(placeholder(found), device=device)
 
-    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], stored: CheckpointView) -> Any:
+    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
         """The tree with tensors in place of references; what include and exclude leave out is as in `current`, and not
         there at all where that lacks it. None where nothing is left.
         """
         values = leaves(tree, fqn)
-        unbuildable = self._unbuildable(values, stored).keys()
-        left = self.left_out(tree, fqn, stored)
-        new: dict[str, Any] = {name: self.own.get(state_fqn(name, stored), _ABSENT) for name in left}
+        unbuildable = self._unbuildable(values, checkpoint).keys()
+        left = self.left_out(tree, fqn, checkpoint)
+        new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), _ABSENT) for name in left}
         for name, value in values.items():
-            state_name = stored.rename(name)
+            state_name = checkpoint.rename(name)
             if isinstance(value, TensorRef) and state_name in self._new:
                 new[name] = self._new[state_name]
-            elif isinstance(value, TensorRef | RankMissing) or not stored.takes(name):
+            elif isinstance(value, TensorRef | RankMissing) or not checkpoint.takes(name):
                 new[name] = current.get(state_name, _ABSENT)
         filled = with_leaves(tree, fqn, new)
         if any(value is _ABSENT for value in new.values()):
@@ -110,39 +110,41 @@ class TreeTarget:
             return None if filled is _ABSENT else filled
         return restored(filled, fqn, self.live, left=unbuildable)
 
-    def left_out(self, tree: Any, fqn: str, stored: CheckpointView) -> set[str]:
+    def left_out(self, tree: Any, fqn: str, checkpoint: CheckpointView) -> set[str]:
         """The subclasses, by checkpoint FQN, that would have to be built without what include and exclude leave out."""
-        return {name for name in partly_taken(leaves(tree, fqn), stored) if state_fqn(name, stored) not in self.live}
+        return {
+            name for name in partly_taken(leaves(tree, fqn), checkpoint) if state_fqn(name, checkpoint) not in self.live
+        }
 
-    def problems(self, tree: Any, fqn: str, stored: CheckpointView) -> list[Problem]:
+    def problems(self, tree: Any, fqn: str, checkpoint: CheckpointView) -> list[Problem]:
         """Which subclasses in the tree cannot be built."""
-        return list(self._unbuildable(leaves(tree, fqn), stored).values())
+        return list(self._unbuildable(leaves(tree, fqn), checkpoint).values())
 
-    def _unbuildable(self, values: Mapping[str, Any], stored: CheckpointView) -> dict[str, Problem]:
-        not_built = partly_taken(values, stored)
-        found = unbuildable(values, stored)
+    def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
+        not_built = partly_taken(values, checkpoint)
+        found = unbuildable(values, checkpoint)
         return {
             name: problem
             for name, problem in found.items()
-            if name not in not_built and state_fqn(name, stored) not in self.live
+            if name not in not_built and state_fqn(name, checkpoint) not in self.live
         }
 
-    def _refs(self, tree: Any, fqn: str, stored: CheckpointView) -> list[tuple[str, StoredTensor]]:
+    def _refs(self, tree: Any, fqn: str, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
         """State FQN and stored tensor of every reference in the tree that the load takes."""
         values = leaves(tree, fqn)
-        left = self.left_out(tree, fqn, stored)
-        sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not around(name, left)]
-        names = [name for name in map(stored.rename, sources) if not around(name, self.kept)]
-        return [(name, stored.tensors[name]) for name in names if name in stored.tensors]
+        left = self.left_out(tree, fqn, checkpoint)
+        sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, left)]
+        names = [name for name in map(checkpoint.rename, sources) if not enclosing(name, self.kept)]
+        return [(name, checkpoint.tensors[name]) for name in names if name in checkpoint.tensors]
 
 
-def state_fqn(fqn: str, stored: CheckpointView) -> str:
+def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
     """What a subclass of this checkpoint FQN is called in the state: what its facts are called says so."""
-    return outer_fqn(stored.rename(f"{fqn}.{FACTS}"))
+    return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
 
 
 def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """Whether what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
+    """True if what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
     is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)

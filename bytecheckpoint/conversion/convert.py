@@ -32,7 +32,7 @@ from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
-from bytecheckpoint.manifest import ColumnTensors, DataFile
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.name_maps.load import Beside
 from bytecheckpoint.options import LoadOptions, NameMap
@@ -148,7 +148,7 @@ def convert(
         if ranks.rank == COORDINATOR:
             _commit(plan, done, overwrite=request.overwrite)
         ranks.broadcast(b"")
-    ranks.farewell()
+    ranks.close()
     return _converted(plan)
 
 
@@ -168,7 +168,7 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
             manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
             num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
-    ranks.farewell()
+    ranks.close()
     target = Target([], [], layout.MANIFEST_NAME, lambda _: b"")
     plan = _Plan(source, view.sides, selection, place, Standing(False, False, ()), target, manifest.save_id)
     return replace(_converted(plan), num_bytes=num_bytes)
@@ -184,8 +184,7 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
         follow_links=request.follow_links,
     )
     source = open_together(ranks, request.source, options)
-    if isinstance(source.manifest.tensors, ColumnTensors):
-        source.manifest.tensors.check_all()
+    source.manifest.table.check_all()
     return source
 
 

@@ -16,7 +16,7 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
-from bytecheckpoint.distributed.polling import poll, store_lost, within
+from bytecheckpoint.distributed.polling import poll, run_with_timeout, store_lost
 from bytecheckpoint.distributed.store_values import get_message, get_messages, keys_of, put_message
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 
@@ -28,8 +28,8 @@ COORDINATOR = 0
 _MAX_GRACE_S = 5.0
 """How much longer a rank waits for the coordinator than the coordinator for it, so that the verdict arrives; at most
 as long again as the timeout itself."""
-_FAREWELL_S = 5.0
-"""How long the coordinator stays for others to read its last word; at most as long as the timeout."""
+_CLOSE_S = 5.0
+"""How long the coordinator waits for others to read its last message; at most as long as the timeout."""
 _STORE_GRACE_S = 4.0
 """How much longer an exchange with the store may take than its longest wait, of which entering the call may take 2."""
 _SMALL_BYTES = 1 << 10
@@ -58,7 +58,7 @@ _HAS_FAILURE = "failed"
 """The key that is set once any rank has failed, so that nobody need look for each."""
 _DEPARTED = "departed"
 """The key that counts the ranks that need nothing of this call any more."""
-_REMAINS = "remains"
+_REMAINING = "remains"
 """The key of the list of keys that the last rank to depart removes, where that is not the coordinator."""
 
 
@@ -68,8 +68,8 @@ class GroupRanks:
     Groups of more than `block_ranks` are divided into blocks of so many consecutive ranks, which hosts mostly are. The
     first rank of each, its leader, puts the messages of its block together, so that nobody handles one of every rank.
 
-    Each rank says goodbye when it has read the last word, of success or failure. The coordinator, whose process may
-    hold the store, stays until then, and removes the keys of the call. Where a goodbye is late, the last rank to say it
+    Each rank puts an ack when it has read the last message, of success or failure. The coordinator, whose process may
+    hold the store, stays until then, and removes the keys of the call. If an ack is late, the last rank to put its own
     removes them.
     """
 
@@ -77,7 +77,7 @@ class GroupRanks:
         self,
         enter: Callable[[], Store],
         rank: int,
-        names: Sequence[int],
+        global_ranks: Sequence[int],
         timeout_s: float,
         *,
         block_ranks: int,
@@ -88,16 +88,16 @@ class GroupRanks:
         """
         self._call = call
         self.rank = rank
-        self.names = names
-        self.num_ranks = len(names)
+        self.global_ranks = global_ranks
+        self.num_ranks = len(global_ranks)
         self._enter = enter
         self._entered: Store | None = None
         self._block_ranks = block_ranks
-        self._leaders = range(0, len(names), block_ranks)
+        self._leaders = range(0, len(global_ranks), block_ranks)
         self._leader = rank - rank % block_ranks
         self._has_blocks = len(self._leaders) > 1
         self._timeout_s = timeout_s
-        self._patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
+        self._reply_timeout_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
         self._num_polls = 0
         self._num_up = 0
         self._num_down = 0
@@ -115,7 +115,7 @@ class GroupRanks:
         return self._entered
 
     @property
-    def meeting_host(self) -> str | None:
+    def rendezvous_host(self) -> str | None:
         store = self._store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -131,33 +131,36 @@ class GroupRanks:
             raise store_lost(error) from error
 
     def gather(self, payload: bytes) -> list[bytes]:
-        return self._exchange(lambda: self._gather(payload))
+        return self._use_store(lambda: self._gather(payload))
 
     def broadcast(self, payload: bytes) -> bytes:
-        return self._exchange(lambda: self._broadcast(payload))
+        return self._use_store(lambda: self._broadcast(payload))
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        return self._exchange(lambda: self._scatter(payloads))
+        return self._use_store(lambda: self._scatter(payloads))
 
-    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+    def reduce_scatter(self, payload: bytes, reduce: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         if self.rank == COORDINATOR:
-            return self.scatter(decide(self.gather(payload)))
+            return self.scatter(reduce(self.gather(payload)))
         if self.rank == self._leader and self._has_blocks:  # which waits twice, for its block and for the answer
             self.gather(payload)
-            return self._exchange(self._receive_down)
-        return self._exchange(lambda: self._ask(payload))
+            return self._use_store(self._receive_down)
+        return self._use_store(lambda: self._gather_and_receive(payload))
+
+    def barrier(self) -> None:
+        self.reduce_scatter(b"", lambda payloads: payloads)
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         if self._is_store_lost:
             return error
         try:
-            return self._exchange(lambda: self._fail(error))
+            return self._use_store(lambda: self._fail(error))
         except CheckpointError:
             return error  # nobody is there to be told, and what is known here says more
 
-    def farewell(self) -> None:
+    def close(self) -> None:
         with suppress(CheckpointError):  # the work is done and known to be; only keys may stay behind
-            self._exchange(self._leave)
+            self._use_store(self._close)
 
     def _gather(self, payload: bytes) -> list[bytes]:
         number, self._num_up = self._num_up, self._num_up + 1
@@ -166,12 +169,12 @@ class GroupRanks:
         if self.rank != COORDINATOR:
             self._put(self._up_key(number, self.rank), payload)
             if self.rank == self._leader:
-                self._pass_on(number, payload)
+                self._forward_block(number, payload)
             return []
         members = [self._up_key(number, rank) for rank in self._members(COORDINATOR)]
         blocks = [self._block_key(number, leader) for leader in self._leaders[1:]]
         keys = members + blocks
-        if not poll(lambda: self._have_come(keys), self._timeout_s) and (absent := self._absent(number)):
+        if not poll(lambda: self._arrived(keys), self._timeout_s) and (absent := self._find_absent(number)):
             raise self._missing(absent)
         messages = get_messages(self._store, keys)
         for key, message in zip(keys, messages, strict=True):
@@ -181,28 +184,28 @@ class GroupRanks:
                 self._left.append(key)
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
         gathered = [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
-        return self._of_this_call(gathered) if number == 0 else gathered
+        return self._check_call(gathered) if number == 0 else gathered
 
-    def _of_this_call(self, messages: Sequence[bytes]) -> list[bytes]:
+    def _check_call(self, messages: Sequence[bytes]) -> list[bytes]:
         """The first messages of all ranks, without the names of their calls. Raises CheckpointMismatchError (conflict)
         where these differ.
         """
         parts = [message.partition(_END_OF_CALL) for message in messages]
         for rank, (call, _, _) in enumerate(parts):
             if call.decode() != self._call:
-                names = self.names[rank], self.names[COORDINATOR]
+                odd, first = self.global_ranks[rank], self.global_ranks[COORDINATOR]
                 raise CheckpointMismatchError(
-                    f"rank {names[0]} called {call.decode()} while rank {names[1]} called {self._call}; nothing was "
+                    f"rank {odd} called {call.decode()} while rank {first} called {self._call}; nothing was "
                     "done: all ranks of a process group have to make the same calls in the same order",
                     kind="conflict",
                 )
         return [payload for _, _, payload in parts]
 
-    def _ask(self, payload: bytes) -> bytes:
+    def _gather_and_receive(self, payload: bytes) -> bytes:
         self._gather(payload)
         return self._receive_down()
 
-    def _have_come(self, keys: Sequence[str]) -> bool:
+    def _arrived(self, keys: Sequence[str]) -> bool:
         have_come = self._is_set(*keys)
         self._num_polls += 1
         looks = have_come or self._num_polls % _POLLS_PER_LOOK == 0
@@ -214,7 +217,7 @@ class GroupRanks:
         """The ranks of a block but for its leader."""
         return range(leader + 1, min(leader + self._block_ranks, self.num_ranks))
 
-    def _pass_on(self, number: int, payload: bytes) -> None:
+    def _forward_block(self, number: int, payload: bytes) -> None:
         """Sends on what the block says, as its leader. Where a member does not come or has failed, this does nothing:
         the coordinator sees that for itself, and all are to hear the same of it.
         """
@@ -222,7 +225,7 @@ class GroupRanks:
         # Before this message has come no other is sent down but a verdict. The coordinator may begin to wait later.
         verdict = self._down_key(self._num_down, "all")
         over = (_HAS_FAILURE, verdict)
-        if not poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._patience_s):
+        if not poll(lambda: self._is_set(*keys) or any(map(self._is_set, over)), self._reply_timeout_s):
             return
         if not any(map(self._is_set, over)):
             payloads = [payload, *get_messages(self._store, keys)]
@@ -230,7 +233,7 @@ class GroupRanks:
             for key, message in zip([self._up_key(number, self.rank), *keys], payloads, strict=True):
                 self._remove(keys_of(key, message))
 
-    def _absent(self, number: int) -> list[int]:
+    def _find_absent(self, number: int) -> list[int]:
         """Who has not sent the message that the coordinator has waited for in vain."""
         silent = [leader for leader in self._leaders[1:] if not self._is_set(self._block_key(number, leader))]
         suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *self._members(leader))]
@@ -266,7 +269,7 @@ class GroupRanks:
             self._send_down(_FAILURE + encode_failure(error))
             if error.kind == "rank_missing":
                 put_message(self._store, ABANDONED, b"")  # stays for those who come late
-            self._leave(missing=error.ranks if error.kind == "rank_missing" else ())
+            self._close(missing=error.ranks if error.kind == "rank_missing" else ())
             return error
         self._put(self._failure_key(self.rank), _FAILURE + encode_failure(error))
         self._put(_HAS_FAILURE, b"")
@@ -277,38 +280,38 @@ class GroupRanks:
             return verdict.error
         return error
 
-    def _leave(self, missing: Sequence[int] = (), left: Sequence[str] = ()) -> None:
-        """Says goodbye, or on the coordinator waits for that of all but the missing (global) ranks. What has been left
+    def _close(self, missing: Sequence[int] = (), left: Sequence[str] = ()) -> None:
+        """Puts an ack, or on the coordinator waits for those of all but the missing (global) ranks. What has been left
         in the store then goes: nobody reads any more.
         """
-        goodbyes = [self._goodbye_key(rank) for rank in range(1, self.num_ranks)]
+        acks = [self._ack_key(rank) for rank in range(1, self.num_ranks)]
         if self.rank != COORDINATOR:
-            # Counted first: when the coordinator has all goodbyes, nobody will make the counter anew.
+            # Counted first: when the coordinator has all acks, nobody will make the counter anew.
             if self._store.add(_DEPARTED, 1) == self.num_ranks:
-                self._remove_remains(left, [key for key in goodbyes if key != self._goodbye_key(self.rank)])
+                self._remove_remaining(left, [key for key in acks if key != self._ack_key(self.rank)])
             else:
-                self._put(self._goodbye_key(self.rank), msgspec.msgpack.encode(left) if left else b"")
+                self._put(self._ack_key(self.rank), msgspec.msgpack.encode(left) if left else b"")
             return
-        awaited = [key for key, name in zip(goodbyes, self.names[1:], strict=True) if name not in missing]
-        has_all = poll(lambda: self._is_set(*awaited), min(_FAREWELL_S, self._timeout_s)) and not missing
+        awaited = [key for key, name in zip(acks, self.global_ranks[1:], strict=True) if name not in missing]
+        has_all = poll(lambda: self._is_set(*awaited), min(_CLOSE_S, self._timeout_s)) and not missing
         if not has_all:  # the last word stays, for those who come late
-            self._put(_REMAINS, msgspec.msgpack.encode((self._has_failed, self._left)))
+            self._put(_REMAINING, msgspec.msgpack.encode((self._has_failed, self._left)))
             has_all = self._store.add(_DEPARTED, 1) == self.num_ranks
         if has_all:
-            self._remove_all(self._left, goodbyes, has_failed=self._has_failed)
+            self._remove_all(self._left, acks, has_failed=self._has_failed)
 
-    def _remove_remains(self, left: Sequence[str], goodbyes: Sequence[str]) -> None:
+    def _remove_remaining(self, left: Sequence[str], acks: Sequence[str]) -> None:
         """Removes the keys of a call whose coordinator has not waited for this rank, the last one."""
-        remains = get_message(self._store, _REMAINS)
+        remains = get_message(self._store, _REMAINING)
         has_failed, keys = msgspec.msgpack.decode(remains, type=tuple[bool, list[str]])
-        self._remove_all([*keys, *left, *keys_of(_REMAINS, remains)], goodbyes, has_failed=has_failed)
+        self._remove_all([*keys, *left, *keys_of(_REMAINING, remains)], acks, has_failed=has_failed)
 
-    def _remove_all(self, keys: Sequence[str], goodbyes: Sequence[str], *, has_failed: bool) -> None:
-        """Removes these keys, and those that the goodbyes list. A goodbye is put just after its rank was counted."""
-        poll(lambda: self._is_set(*goodbyes), _FAREWELL_S)
-        said = get_messages(self._store, goodbyes) if has_failed and self._is_set(*goodbyes) else []
+    def _remove_all(self, keys: Sequence[str], acks: Sequence[str], *, has_failed: bool) -> None:
+        """Removes these keys, and those that the acks list. An ack is put just after its rank was counted."""
+        poll(lambda: self._is_set(*acks), _CLOSE_S)
+        said = get_messages(self._store, acks) if has_failed and self._is_set(*acks) else []
         lists = [msgspec.msgpack.decode(message, type=list[str]) for message in said if message]
-        self._remove([*goodbyes, *keys, *chain.from_iterable(lists), _HAS_FAILURE, _DEPARTED])
+        self._remove([*acks, *keys, *chain.from_iterable(lists), _HAS_FAILURE, _DEPARTED])
 
     def _send_down(self, message: bytes) -> None:
         self._put(self._down_key(self._num_down, "all"), message)
@@ -317,7 +320,7 @@ class GroupRanks:
     def _receive_down(self) -> bytes:
         number = self._num_down
         key = self._down_key(number, "all")
-        if not poll(lambda: self._is_set(key), self._patience_s):
+        if not poll(lambda: self._is_set(key), self._reply_timeout_s):
             self._has_given_up = True
             put_message(self._store, ABANDONED, b"")
             raise self._missing([COORDINATOR], ", or waits for another rank that is")
@@ -326,7 +329,7 @@ class GroupRanks:
         if message[:1] == _FAILURE:
             if not self._has_blocks:  # else a leader may be about to read it
                 self._remove(self._left)  # what the coordinator has not read it never will
-            self._leave(left=self._left if self._has_blocks else ())
+            self._close(left=self._left if self._has_blocks else ())
             raise RankFailedError(decode_failure(message))
         if message[:1] == _SHARED:
             return message[1:]
@@ -350,18 +353,18 @@ class GroupRanks:
             self._store.delete_key(key)
 
     def _missing(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
-        names = tuple(self.names[rank] for rank in ranks)
+        global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
         return CheckpointError(
-            f"{_name(names)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make this call"
+            f"{_name(global_ranks)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make this call"
             f"{hint}. Look at its log; raise options.timeout_s if it is only slow",
             kind="rank_missing",
-            ranks=names,
+            ranks=global_ranks,
         )
 
-    def _exchange(self, do: Callable[[], T]) -> T:
+    def _use_store(self, do: Callable[[], T]) -> T:
         """Does it within a limit of time; a store that is gone or silent is an error that says so."""
         try:
-            return within(self._patience_s + _STORE_GRACE_S, do)
+            return run_with_timeout(self._reply_timeout_s + _STORE_GRACE_S, do)
         except CheckpointError:
             raise
         except (TimeoutError, RuntimeError) as error:
@@ -385,8 +388,8 @@ class GroupRanks:
         return f"failed/{rank}"
 
     @staticmethod
-    def _goodbye_key(rank: int) -> str:
-        return f"goodbye/{rank}"
+    def _ack_key(rank: int) -> str:
+        return f"ack/{rank}"
 
 
 def _block(leader: int) -> str:

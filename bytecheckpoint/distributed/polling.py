@@ -17,17 +17,17 @@ _SHORTEST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.02
 
 
-def within(limit_s: float, do: Callable[[], T]) -> T:
+def run_with_timeout(limit_s: float, do: Callable[[], T]) -> T:
     """Does it on a thread that is left behind when it takes too long, which raises TimeoutError.
 
     A TCPStore's client waits for answers without any limit: where the process that holds the store is stopped or its
     host unreachable, it would hang for ever. So it may where there can be no more threads: without limit is better
     than not at all.
     """
-    return meanwhile(do).result(limit_s)
+    return run_on_thread(do).result(limit_s)
 
 
-def meanwhile(do: Callable[[], T]) -> Future[T]:
+def run_on_thread(do: Callable[[], T]) -> Future[T]:
     """Does it on a thread while the caller goes on. Where there can be no more threads the caller does it, and gets at
     once what it raises.
     """

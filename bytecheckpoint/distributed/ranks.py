@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.distributed.key_value_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError
-from bytecheckpoint.distributed.polling import meanwhile, store_lost
+from bytecheckpoint.distributed.polling import run_on_thread, store_lost
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
@@ -32,48 +32,51 @@ class Ranks(Protocol):
 
     rank: int
     """Within the group."""
-    names: Sequence[int]
+    global_ranks: Sequence[int]
     """The global rank of each rank of the group, as error messages give it."""
     num_ranks: int
 
     @property
-    def meeting_host(self) -> str | None:
-        """A host that all ranks reach, as they call it; None where they met in another way than over the network."""
+    def rendezvous_host(self) -> str | None:
+        """The host of the group's store, as all ranks reach it; None if the store is not a TCPStore."""
 
     def enter(self) -> None:
         """Returns when it is certain which call this is: the process may make no other one before."""
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload by rank, on the coordinator; an empty list elsewhere."""
+        """Returns every rank's payload by rank on the coordinator, and an empty list elsewhere."""
 
     def broadcast(self, payload: bytes) -> bytes:
-        """The coordinator's payload, on every rank."""
+        """Returns the coordinator's payload on every rank."""
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """The payload that the coordinator has for this rank; what others pass is ignored."""
+        """Returns the coordinator's payload for this rank; the `payloads` of others are ignored."""
 
-    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """Every rank's payload goes to the coordinator, whose `decide` makes of them what each rank is told; what
-        others pass is ignored. The same as `gather` and `scatter`, and cheaper.
+    def reduce_scatter(self, payload: bytes, reduce: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Gathers every rank's payload on the coordinator, whose `reduce` makes the reply to each rank of them; the
+        `reduce` of others is ignored. Does what `gather` and `scatter` do, and is cheaper.
         """
 
-    def fail(self, error: CheckpointError) -> CheckpointError:
-        """Tells the others, and returns the error that every rank is to raise."""
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
 
-    def farewell(self) -> None:
-        """Ends the call: nobody leaves before all have read what they were told."""
+    def fail(self, error: CheckpointError) -> CheckpointError:
+        """Sends the error to the other ranks, and returns the error that every rank is to raise."""
+
+    def close(self) -> None:
+        """Ends the call. The coordinator waits until all ranks have read the last message."""
 
 
 class SoleRank:
     """A process on its own."""
 
     rank = COORDINATOR
-    names: Sequence[int] = (0,)
+    global_ranks: Sequence[int] = (0,)
     num_ranks = 1
-    meeting_host = None
+    rendezvous_host = None
 
     def enter(self) -> None:
-        """There is no other call."""
+        """Does nothing."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         return [payload]
@@ -84,14 +87,17 @@ class SoleRank:
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         return payloads[0]
 
-    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        return decide([payload])[0]
+    def reduce_scatter(self, payload: bytes, reduce: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        return reduce([payload])[0]
+
+    def barrier(self) -> None:
+        """Does nothing."""
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         return error
 
-    def farewell(self) -> None:
-        """Nobody is waiting."""
+    def close(self) -> None:
+        """Does nothing."""
 
 
 def join_ranks(
@@ -116,11 +122,11 @@ def join_ranks(
             step=about.step,
             ranks=(dist.get_rank(),),
         )
-    rank, names = dist.get_rank(group), dist.get_process_group_ranks(group)
-    if len(names) == 1:
+    rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    if len(global_ranks) == 1:
         return SoleRank()
     store = _group_store(group)
-    ask = partial(meanwhile, lambda: _next_call(store, rank))
+    ask = partial(run_on_thread, lambda: _next_call(store, rank))
     # Now, and not with the first message: a rank that is late for that has not missed the call.
     try:
         call = None if enters_later else ask()
@@ -133,7 +139,7 @@ def join_ranks(
         return PrefixStore(f"bytecheckpoint/{call.result(timeout_s + _CATCH_UP_S)}", store)
 
     call_name = about.call or ("save" if about.is_save else "load")
-    return GroupRanks(enter, rank, names, timeout_s, block_ranks=BLOCK_RANKS, call=call_name)
+    return GroupRanks(enter, rank, global_ranks, timeout_s, block_ranks=BLOCK_RANKS, call=call_name)
 
 
 def _next_call(store: Store, rank: int) -> int:
@@ -217,7 +223,7 @@ def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> Checkpoint
     message, at = error.message, error.ranks
     is_shared = ranks.rank == COORDINATOR and error.kind in _SHARED_KINDS
     if ranks.num_ranks > 1 and not at and not is_shared:
-        at = (ranks.names[ranks.rank],)
+        at = (ranks.global_ranks[ranks.rank],)
         message = f"rank {at[0]} on {socket.gethostname()}: {message}"
     step = about.step if error.step is None else error.step
     return cls(_sentences(message, about), kind=error.kind, path=error.path or about.path, step=step, ranks=at)
@@ -225,7 +231,7 @@ def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> Checkpoint
 
 def _wrapped(error: Exception, ranks: Ranks, what: str, about: Subject) -> CheckpointError:
     cls = CheckpointSaveError if about.is_save else CheckpointError
-    name = ranks.names[ranks.rank]
+    name = ranks.global_ranks[ranks.rank]
     where = f" on rank {name} ({socket.gethostname()})" if ranks.num_ranks > 1 else ""
     message = f"{what} failed{where}: {type(error).__name__}: {error}"
     return cls(_sentences(message, about), kind="rank_failed", path=about.path, step=about.step, ranks=(name,))
@@ -235,15 +241,13 @@ def _sentences(message: str, about: Subject) -> str:
     return f"{message}. {about.aftermath}" if about.aftermath else message
 
 
-def check_same(doing: str, targets: Sequence[str], names: Sequence[int]) -> None:
-    """Raises CheckpointMismatchError (conflict) where ranks, whose global numbers are `names`, were told different
-    things.
-    """
+def check_same(doing: str, targets: Sequence[str], global_ranks: Sequence[int]) -> None:
+    """Raises CheckpointMismatchError (conflict) if the ranks do not all have the same target."""
     odd = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
     if odd:
         raise CheckpointMismatchError(
-            f"ranks were told to {doing} different places: rank {names[COORDINATOR]} {targets[COORDINATOR]}, rank "
-            f"{names[odd[0]]} {targets[odd[0]]}; nothing was changed: pass the same to all ranks",
+            f"ranks were told to {doing} different places: rank {global_ranks[COORDINATOR]} {targets[COORDINATOR]}, "
+            f"rank {global_ranks[odd[0]]} {targets[odd[0]]}; nothing was changed: pass the same to all ranks",
             kind="conflict",
-            ranks=tuple(names[rank] for rank in odd),
+            ranks=tuple(global_ranks[rank] for rank in odd),
         )

@@ -15,7 +15,7 @@ from bytecheckpoint.storage.transfer_rate import describe_rate
 
 
 @contextmanager
-def telling_the_rate(
+def report_straggler_rate(
     ranks: Ranks, plan: SavePlan | None, write_s: float, *, did: str = "wrote", is_all: bool = True
 ) -> Iterator[None]:
     """Within the block the coordinator, which has the plan, waits for what the others have written. It took so long
@@ -26,7 +26,7 @@ def telling_the_rate(
         yield
     except CheckpointError as error:
         waited_s = time.monotonic() - started
-        others = {name for name in ranks.names if name != ranks.names[ranks.rank]}
+        others = {name for name in ranks.global_ranks if name != ranks.global_ranks[ranks.rank]}
         is_late = error.kind == "rank_missing" and bool(error.ranks) and others.issuperset(error.ranks)
         if not is_late or plan is None or not is_all or not plan.num_bytes[ranks.rank]:
             raise
@@ -37,9 +37,9 @@ def telling_the_rate(
 
 def _rate(ranks: Ranks, plan: SavePlan, missing: tuple[int, ...], *, did: str, write_s: float, waited_s: float) -> str:
     own_bytes = plan.num_bytes[ranks.rank]
-    most_bytes, slowest = max((plan.num_bytes[ranks.names.index(name)], name) for name in missing)
+    most_bytes, slowest = max((plan.num_bytes[ranks.global_ranks.index(name)], name) for name in missing)
     return (
-        f"Rank {ranks.names[ranks.rank]} {did} its {own_bytes / 1e6:,.1f} MB of values in {write_s:,.1f} s, "
+        f"Rank {ranks.global_ranks[ranks.rank]} {did} its {own_bytes / 1e6:,.1f} MB of values in {write_s:,.1f} s, "
         f"{describe_rate(own_bytes, write_s)}, at which the {most_bytes / 1e6:,.1f} MB of rank {slowest} take "
         f"{most_bytes * write_s / own_bytes:,.1f} s; {write_s + waited_s:,.1f} s had gone by"
     )

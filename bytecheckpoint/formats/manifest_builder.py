@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.formats.file_reader import damaged, too_much
 from bytecheckpoint.formats.plain_values import INT64, MAX_DEPTH, DtypeName, SizeValue, TensorRef, encode_value
 from bytecheckpoint.formats.torch_optimizer import as_saved_here, without_tensors
@@ -161,8 +161,7 @@ class ManifestBuilder:
 
 
 def _some_of(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return f"{', '.join(names[:_NUM_NAMED])}{more}"
+    return and_more(names, _NUM_NAMED)
 
 
 def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:

@@ -80,7 +80,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
     tensors = (shard.tensor for shard in match.shards if not shard.address)
-    with closing(Listener(towards=ranks.meeting_host)) as listener, streams_to(tensors) as lanes:
+    with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
         runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
         plan = LocalPlan(listener.address, runs, source.unit_bytes(sharable), timeout_s)
         assigned = agree_on_reads(ranks, plan, extents)
@@ -200,7 +200,7 @@ class _Exchange:
             outbox.end()
 
     def _peer(self, rank: int) -> Peer:
-        return Peer(rank, self._ranks.names[rank])
+        return Peer(rank, self._ranks.global_ranks[rank])
 
     def _admit(self, listener: Listener, ranks: Sequence[int]) -> Iterator[Outbox]:
         """Lets all takers in, and notes what they want."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.errors import CheckpointCorruptError, and_more
 from bytecheckpoint.manifest import DataFile, Sample
 from bytecheckpoint.manifest.validation import MAX_SAMPLE_BYTES
 from bytecheckpoint.storage.paths import join_name
@@ -79,11 +79,10 @@ def check_samples(store: Store, folder: str, files: Iterable[DataFile], *, threa
     if not changed:
         return
     path = join_name(str(store), folder)
-    named = ", ".join(sampled[number].name for number in changed[:_NUM_NAMED])
-    more = f" and {len(changed) - _NUM_NAMED} more" if len(changed) > _NUM_NAMED else ""
+    named = and_more([sampled[number].name for number in changed], _NUM_NAMED)
     raise CheckpointCorruptError(
         f"{path} has {len(changed)} of {len(sampled)} files that were written again after a link to them was made: "
-        f"{named}{more}; nothing was loaded: load from {path} itself, or make the link anew with `bcp convert --link`",
+        f"{named}; nothing was loaded: load from {path} itself, or make the link anew with `bcp convert --link`",
         kind="checksum",
         path=path,
     )

@@ -15,7 +15,7 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.memory.overlap import find_shared
 from bytecheckpoint.memory.proc_maps import are_read_only
 
@@ -175,7 +175,7 @@ def match_again(entries: Collection[Entry], stored: CheckpointView, before: Matc
     if fqns:
         raise CheckpointMismatchError(
             f"{len(fqns)} tensors of the state are on the meta device and belong to no module that could be given "
-            f"memory: {', '.join(fqns[:_NUM_SHOWN])}; make them real and load again",
+            f"memory: {and_more(fqns, _NUM_SHOWN)}; make them real and load again",
             kind="conflict",
         )
     known = {(problem.kind, problem.fqn) for problem in before.problems}
@@ -183,7 +183,7 @@ def match_again(entries: Collection[Entry], stored: CheckpointView, before: Matc
     if new:
         raise CheckpointMismatchError(
             f"{len(new)} tensors of the state cannot be loaded into the memory that they were given:\n"
-            + "\n".join(new[:_NUM_SHOWN]),
+            + and_more(new, _NUM_SHOWN, "\n"),
             kind="conflict",
         )
     return match

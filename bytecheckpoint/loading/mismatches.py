@@ -15,7 +15,7 @@ import xxhash
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, UnusedRule, is_at_or_below
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.loading.match import Match
 
 _NUM_SHOWN = 10
@@ -108,7 +108,7 @@ def share_findings(
             raise _mismatch(verdict, stored, {name for of_rank in all_findings for name in of_rank.top_level})
         return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
 
-    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(findings), judge), type=MatchVerdict)
+    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(findings), judge), type=MatchVerdict)
 
 
 def _is_lacking(findings: Sequence[_Findings]) -> bool:
@@ -134,10 +134,11 @@ def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
     odd = [rank for rank, of_rank in enumerate(findings) if of_rank.names_digest != findings[COORDINATOR].names_digest]
     if odd:
         raise CheckpointMismatchError(
-            f"ranks pass different key_map, include or exclude: rank {ranks.names[odd[0]]} sees other names in the "
-            f"checkpoint than rank {ranks.names[COORDINATOR]}; nothing was loaded: pass the same to all ranks",
+            f"ranks pass different key_map, include or exclude: rank {ranks.global_ranks[odd[0]]} sees other names in "
+            f"the checkpoint than rank {ranks.global_ranks[COORDINATOR]}; nothing was loaded: "
+            "pass the same to all ranks",
             kind="conflict",
-            ranks=tuple(ranks.names[rank] for rank in odd),
+            ranks=tuple(ranks.global_ranks[rank] for rank in odd),
         )
 
 
@@ -205,7 +206,7 @@ def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
     if not top_level:
         return "the state names nothing, so that nothing would be filled; pass what is to be filled"
     left_out = "include and exclude leave out all of the state" if stored.skipped else "the state has nothing to fill"
-    return f"{left_out}, so that nothing would be loaded; it names {_some(sorted(top_level))}"
+    return f"{left_out}, so that nothing would be loaded; it names {and_more(sorted(top_level), _NUM_SHOWN)}"
 
 
 def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
@@ -214,12 +215,8 @@ def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
     lost = sorted({name.partition(".")[0] for name in missing} - entries)
     if not lost:
         return ""
-    has = f"has the entries {_some(sorted(entries))}" if entries else "holds nothing"
-    return f"\nThe checkpoint has no entry {_some([repr(name) for name in lost])}: it {has}"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NUM_SHOWN]) + (f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else "")
+    has = f"has the entries {and_more(sorted(entries), _NUM_SHOWN)}" if entries else "holds nothing"
+    return f"\nThe checkpoint has no entry {and_more([repr(name) for name in lost], _NUM_SHOWN)}: it {has}"
 
 
 def _near(fqn: str, others: Sequence[str]) -> str:
@@ -228,9 +225,5 @@ def _near(fqn: str, others: Sequence[str]) -> str:
 
 
 def _listed(found: Mapping[str, Sequence[str]]) -> str:
-    lines = []
-    for kind, of_kind in found.items():
-        lines += [f"  {kind}: {text}" for text in of_kind[:_NUM_SHOWN]]
-        if len(of_kind) > _NUM_SHOWN:
-            lines.append(f"  {kind}: and {len(of_kind) - _NUM_SHOWN} more")
-    return "\n".join(lines)
+    lines = (f"{kind}: " + and_more(texts, _NUM_SHOWN, f"\n  {kind}: ") for kind, texts in found.items())
+    return "  " + "\n  ".join(lines)

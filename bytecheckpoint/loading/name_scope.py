@@ -177,7 +177,7 @@ def _best_of(ranks: Ranks, found: Sequence[Matched]) -> Matched:
         return [msgspec.msgpack.encode(totals.index(max(totals)))] * len(payloads)
 
     payload = msgspec.msgpack.encode([matched.fit for matched in found])
-    return found[msgspec.msgpack.decode(ranks.consult(payload, choose), type=int)]
+    return found[msgspec.msgpack.decode(ranks.reduce_scatter(payload, choose), type=int)]
 
 
 def _total(fits: Iterable[_Fit]) -> tuple[bool, int]:

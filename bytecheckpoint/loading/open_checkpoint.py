@@ -93,7 +93,7 @@ def open_together(ranks: Ranks, asked: LoadTarget, options: LoadOptions) -> Sour
 
     def find(payloads: Sequence[bytes]) -> Sequence[bytes]:
         wishes = [msgspec.msgpack.decode(payload, type=tuple[str, bool]) for payload in payloads]
-        check_same("load from", [target for target, _ in wishes], ranks.names)
+        check_same("load from", [target for target, _ in wishes], ranks.global_ranks)
         found, content, notes = _find(asked, at_root, options)
         # One rank decides for all, whose options may differ.
         wanted = options.exchange == "on" or (options.exchange == "auto" and is_remote(found.store))
@@ -107,7 +107,7 @@ def open_together(ranks: Ranks, asked: LoadTarget, options: LoadOptions) -> Sour
     store = open_above(asked.root, 0, at_root)
     through = f" through {options.name_map}" if options.name_map else ""
     payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step}){through}", options.verify))
-    told = msgspec.msgpack.decode(ranks.consult(payload, find), type=_Told)
+    told = msgspec.msgpack.decode(ranks.reduce_scatter(payload, find), type=_Told)
     manifest = _parsed(told.manifest, told.map_notes, told.manifest_path)
     _refuse_other_step(told.folder, manifest, path=told.path)
     here = Files(open_above(asked.root, told.levels, at_root) if told.levels else store, told.folder)

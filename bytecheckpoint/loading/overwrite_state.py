@@ -51,7 +51,7 @@ def telling(changes: Changes, ranks: Ranks) -> Iterator[None]:
         yield
     except CheckpointError as error:
         is_sole = ranks.num_ranks == 1
-        told = changes.told("" if is_sole else f" of rank {ranks.names[ranks.rank]}")
+        told = changes.told("" if is_sole else f" of rank {ranks.global_ranks[ranks.rank]}")
         others = "" if is_sole else ". The error of every other rank says that of its own"
         raise type(error)(
             f"{error.message}. {told}{others}", kind=error.kind, path=error.path, step=error.step, ranks=error.ranks

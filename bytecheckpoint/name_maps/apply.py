@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, and_more
 from bytecheckpoint.name_maps.matching import Hit, Names, Translation
 from bytecheckpoint.name_maps.operations import (
     Made,
@@ -220,7 +220,7 @@ class _Application:
                 + _examples(self._stored),
             )
         if unknown and not self._keeps:
-            shown = ", ".join(unknown[:_NUM_SHOWN]) + (", ..." if len(unknown) > _NUM_SHOWN else "")
+            shown = and_more(unknown, _NUM_SHOWN)
             raise CheckpointMismatchError(
                 f"the name map {self._map.path} does not know {len(unknown)} tensors of this model: {shown}; "
                 "nothing was loaded or written: keep them under their names (keep_unmapped, --keep-unmapped) and leave "

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from bytecheckpoint.adapters.native.parameter_names import MODEL
+from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import (
@@ -102,9 +102,9 @@ class _Walk:
 
     def _parameters(self, name: str, *, is_in_model: bool) -> tuple[str, ...]:
         """The new names of a parameter; its own where the map does not know it."""
-        in_model = join_fqn(MODEL, name)
+        in_model = join_fqn(MODEL_FQN, name)
         if is_in_model and (in_model in self._manifest.tensors or in_model in self._manifest.aliases):
-            return tuple(each.removeprefix(f"{MODEL}.") for each in self._translated(in_model))
+            return tuple(each.removeprefix(f"{MODEL_FQN}.") for each in self._translated(in_model))
         return self._translated(name)
 
     def _translated(self, fqn: str) -> tuple[str, ...]:

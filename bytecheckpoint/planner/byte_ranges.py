@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.planner.coalesce import BoxPart, Fetch, Frame, Part
 
 
@@ -84,5 +85,4 @@ def names_in(fetch: Fetch, fqns: Sequence[str], start: int, end: int) -> str:
 
 def first_names(fqns: Iterable[str]) -> str:
     """These names, or the first of them where there are many."""
-    names = sorted(set(fqns))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
+    return and_more(sorted(set(fqns)), 3)

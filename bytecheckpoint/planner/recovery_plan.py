@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from bytecheckpoint.errors import and_more
+
 _MAX_NAMED = 10
 _SUPERSEDED = "a later save to the same place is finished instead"
 _LEFT_TO_CLEAN_UP = "what it has brought to the path is left to `bcp gc`, because its manifest may be on its way there"
@@ -194,16 +196,15 @@ class _Save:
         missing = [name for name in needed if name not in self._here and self._there.sizes.get(name) != needed[name]]
         if not missing:
             return ""
-        shown = ", ".join(missing[:_MAX_NAMED]) + (", ..." if len(missing) > _MAX_NAMED else "")
+        shown = and_more(missing, _MAX_NAMED)
         return (
             f"{len(missing)} of {len(needed)} data files are neither at the path nor in a local stage here ({shown}): "
             f"{self._seen()}"
         )
 
     def _seen(self) -> str:
-        ranks = ", ".join(str(part.rank) for part in self._parts[:_MAX_NAMED])
-        more = ", ..." if len(self._parts) > _MAX_NAMED else ""
-        return f"seen are the parts of ranks {ranks}{more} of {self._parts[0].num_ranks}; run it where the others are"
+        ranks = and_more([str(part.rank) for part in self._parts], _MAX_NAMED)
+        return f"seen are the parts of ranks {ranks} of {self._parts[0].num_ranks}; run it where the others are"
 
     def work(self, verdict: RecoveryVerdict) -> list[tuple[StagedPart, list[str], bool]]:
         """The folders that are dealt with: what is uploaded from each, and whether its manifest is committed."""

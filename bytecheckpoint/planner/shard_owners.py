@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.planner.write_items import AlikeRanks
 from bytecheckpoint.region import Region, TilingFault, describe, find_tiling_fault, whole
 
@@ -109,8 +109,7 @@ def disagreement(conflicts: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkp
 
 def first_lines(lines: Sequence[str]) -> str:
     """The first of these lines, indented, and how many there are more: an error is for reading."""
-    rest = [f"  and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
-    return "\n".join([f"  {line}" for line in lines[:_NUM_SHOWN]] + rest)
+    return "  " + and_more(lines, _NUM_SHOWN, "\n  ")
 
 
 def group_holders(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, together
-from bytecheckpoint.distributed.stragglers import telling_the_rate
+from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -64,7 +64,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
         report = encode_report(agreed, written)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
-        with telling_the_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
+        with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
             reports = ranks.gather(report)
         write_telemetry(call, target, agreed.save_id, [file for file, _ in written])
         content = info = b""
@@ -88,7 +88,7 @@ def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: byte
         if is_coordinator:
             replaced = _create_manifest(call, files, content, undo)
         committed = msgspec.msgpack.decode(ranks.broadcast(info), type=CheckpointInfo)
-    ranks.farewell()
+    ranks.close()
     timer.end_stall()
     if is_coordinator:
         # After the other ranks are told: this rank alone deletes what may be thousands of files.
@@ -162,10 +162,10 @@ def _refuse_unshared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
             _read_last_byte(target, file)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
             raise CheckpointSaveError(
-                f"{join_name(target.path, file.name)}, which another rank has written, cannot be read by rank "
-                f"{call.ranks.names[COORDINATOR]} ({error.kind}): the path has to be on a file system that the hosts "
-                "of all ranks share, and show all of them the same. Nothing was committed, and what stood there is as "
-                "it was: save to a shared folder or an object store",
+                f"{join_name(target.path, file.name)}, which another rank has written, cannot be read by "
+                f"rank {call.ranks.global_ranks[COORDINATOR]} ({error.kind}): the path has to be on a file system that "
+                "the hosts of all ranks share, and show all of them the same. Nothing was committed, and what stood "
+                "there is as it was: save to a shared folder or an object store",
                 kind="storage",
                 path=target.path,
             ) from error

@@ -17,7 +17,7 @@ from bytecheckpoint.adapters.expectation import EntryContents, Scope
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
-from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.errors import CheckpointSaveError, and_more
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
@@ -139,7 +139,7 @@ def make_local_plan(
         is_empty=not contents,
     )
     fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
-    of_ranks = (list(ranks.names), ranks.rank, plan.stages)
+    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages)
     parts = (fqns_dtypes_shapes_regions, plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
     fingerprint = xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
     return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
@@ -219,37 +219,37 @@ class _GlobalPlanner:
 
     def exchange(self, message: _LocalPlanMessage) -> _PlanReply:
         """Sends this rank's message to the coordinator and returns its reply."""
-        reply = self._ranks.consult(msgspec.msgpack.encode(message), self._replies)
+        reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(message), self._replies)
         return msgspec.msgpack.decode(reply, type=_PlanReply)
 
     @gc_paused()
     def _replies(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
         messages = [msgspec.msgpack.decode(payload, type=_LocalPlanMessage) for payload in payloads]
-        names, cached = self._ranks.names, self._cached
+        global_ranks, cached = self._ranks.global_ranks, self._cached
         stages = [StageDigests(message.stages, message.stage_digests) for message in messages]
-        check_same("save to", [message.target for message in messages], names)
+        check_same("save to", [message.target for message in messages], global_ranks)
         if all(message.is_empty for message in messages):
             raise CheckpointSaveError(
                 "the state is an empty dict, on every rank; nothing was written: pass what is to be saved, as in "
                 '{"model": model}',
                 kind="unsupported_value",
-                ranks=tuple(names),
+                ranks=tuple(global_ranks),
             )
         save_id = uuid.uuid4().hex[:16]
         if cached is not None and _still_holds(cached, messages):
-            check_pipeline_stages(cached.in_stages, stages, names)
+            check_pipeline_stages(cached.in_stages, stages, global_ranks)
             replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_written=cached.written is not None)]
         elif any(message.plan_id for message in messages):
             replies = [_PlanReply(send_all=True)]
         elif self._needs_stage_digests(messages):
             replies = [_PlanReply(send_all=True, digested=self._in_stages)]
         else:
-            check_pipeline_stages(self._in_stages, stages, names)
+            check_pipeline_stages(self._in_stages, stages, global_ranks)
             packed = [message.offers for message in messages if message.offers is not None]
-            self.plan = plan_save(packed, [message.aliases for message in messages], names=names)
+            self.plan = plan_save(packed, [message.aliases for message in messages], names=global_ranks)
             replies = _new_replies(save_id, self.plan)
         if not replies[COORDINATOR].send_all:
-            self.objects, self.rank_objects = merge_plain([message.plain for message in messages], names)
+            self.objects, self.rank_objects = merge_plain([message.plain for message in messages], global_ranks)
         encoded = [msgspec.msgpack.encode(reply) for reply in replies]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 
@@ -312,9 +312,8 @@ def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence
 def _warn_of_differing(ranks: Ranks, fqns: Sequence[str]) -> None:
     """Warns once for each plan, on one rank, of small tensors whose replicas differ."""
     if fqns and ranks.rank == COORDINATOR:
-        shown = ", ".join(fqns[:10]) + (f" and {len(fqns) - 10} more" if len(fqns) > 10 else "")
         warnings.warn(
-            f"{len(fqns)} tensors that ranks hold as replicas have different values: {shown}. The lowest rank's value "
-            "is saved; wrap what is meant to differ in bcp.RankLocal",
+            f"{len(fqns)} tensors that ranks hold as replicas have different values: {and_more(fqns, 10)}. The lowest "
+            "rank's value is saved; wrap what is meant to differ in bcp.RankLocal",
             stacklevel=3,
         )

@@ -89,10 +89,10 @@ def recover(
         kept = {verdict.save_id for verdict in verdicts if verdict.outcome == "kept"}
         whole = [(task, folder) for task, folder in folders if task.save_id not in kept]
         replaced = [(task, _commit(store, task, folder)) for task, folder in whole if task.commits]
-        ranks.consult(b"", lambda payloads: payloads)
+        ranks.barrier()
         for _, folder in whole:
             folder.remove()
-    ranks.farewell()
+    ranks.close()
     # After the other ranks know: there may be thousands of files.
     for task, names in replaced:
         deletion.discard(store, task.folder, names)
@@ -122,7 +122,7 @@ def _agree(ranks: Ranks, store: Store, stage: str) -> _RecoveryTasks:
 
     def decide(payloads: Sequence[bytes]) -> Sequence[bytes]:
         told = [msgspec.msgpack.decode(payload, type=tuple[str, list[StagedPart]]) for payload in payloads]
-        check_same("recover saves to", [target for target, _ in told], ranks.names)
+        check_same("recover saves to", [target for target, _ in told], ranks.global_ranks)
         seen = [of_rank for _, of_rank in told]
         folders = {part.folder: part.step is not None for of_rank in seen for part in of_rank}
         plan = _plan(store, seen, folders)
@@ -130,7 +130,7 @@ def _agree(ranks: Ranks, store: Store, stage: str) -> _RecoveryTasks:
             plan = _plan(store, seen, folders)  # what a clean-up has removed until now is seen to be gone
         return [msgspec.msgpack.encode(_RecoveryTasks(list(tasks), list(plan.verdicts))) for tasks in plan.tasks]
 
-    told = ranks.consult(msgspec.msgpack.encode((place_of(store, ""), parts)), decide)
+    told = ranks.reduce_scatter(msgspec.msgpack.encode((place_of(store, ""), parts)), decide)
     return msgspec.msgpack.decode(told, type=_RecoveryTasks)
 
 
@@ -241,7 +241,7 @@ def _upload_all(
         told = [msgspec.msgpack.decode(payload, type=dict[str, str]) for payload in payloads]
         return [msgspec.msgpack.encode({key: what for of_rank in told for key, what in of_rank.items()})] * len(told)
 
-    return msgspec.msgpack.decode(ranks.consult(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
+    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
 
 
 def _is_of(folder: StagedFolder, path: str | None) -> bool:

@@ -15,7 +15,7 @@ import xxhash
 
 from bytecheckpoint.adapters.plain.plain_data import SMALL_TENSOR_BYTES
 from bytecheckpoint.adapters.shards import LocalShard, flat_bytes
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.memory.tensor_bytes import is_flat, same_bits
 
 _NUM_SHOWN = 10
@@ -84,10 +84,9 @@ def check_pipeline_stages(fqns: Iterable[str], ranks: Sequence[StageDigests], na
             lines.append(f"{fqn}: {where}{how}")
             guilty.update((holders[first], holders[odd]))
     if lines:
-        more = [f"and {len(lines) - _NUM_SHOWN} more"] if len(lines) > _NUM_SHOWN else []
         raise CheckpointMismatchError(
             f"stages of a pipeline use {len(lines)} names for different tensors; nothing was written. Give their "
-            "layers the names that they have in the whole model:\n  " + "\n  ".join(lines[:_NUM_SHOWN] + more),
+            "layers the names that they have in the whole model:\n  " + and_more(lines, _NUM_SHOWN, "\n  "),
             kind="conflict",
             ranks=tuple(sorted(guilty)),
         )

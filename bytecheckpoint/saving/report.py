@@ -19,8 +19,7 @@ import torch
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.info import describe_checkpoint
-from bytecheckpoint.manifest import ColumnTensors, DataFile, Manifest, decode_manifest, encode_manifest
-from bytecheckpoint.manifest.chunk_validation import FileBounds
+from bytecheckpoint.manifest import DataFile, Manifest, TensorTable, decode_manifest, encode_manifest
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -88,7 +87,9 @@ def encode_manifest_and_info(
     Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
     """
     with gc_paused():
-        manifest = build_manifest(agreed, reports, names=call.ranks.names, step=target.step, metadata=metadata)
+        manifest = build_manifest(
+            agreed, reports, global_ranks=call.ranks.global_ranks, step=target.step, metadata=metadata
+        )
         content = encode_manifest(manifest)
         try:
             decoded = decode_manifest(content)
@@ -108,11 +109,11 @@ def build_manifest(
     agreed: AgreedPlan,
     payloads: Sequence[bytes],
     *,
-    names: Sequence[int],
+    global_ranks: Sequence[int],
     step: int | None,
     metadata: Mapping[str, Any],
 ) -> Manifest:
-    """Returns the manifest of the reports of all ranks, whose global ranks are `names`.
+    """Returns the manifest of the reports of all ranks, whose global ranks are `global_ranks`.
 
     Raises CheckpointSaveError (storage) if a report contradicts the plan.
     """
@@ -121,11 +122,11 @@ def build_manifest(
     if plan is None:
         raise TypeError("only the coordinator has the global plan")
     if written is not None:
-        for name, expected, report in zip(names, written.file_lengths, reports, strict=True):
+        for rank, expected, report in zip(global_ranks, written.file_lengths, reports, strict=True):
             if expected != report.file_lengths:
-                raise _contradiction(name, f"files of {expected} bytes", f"files of {report.file_lengths} bytes")
+                raise _contradiction(rank, f"files of {expected} bytes", f"files of {report.file_lengths} bytes")
     else:
-        written = _written_tensors(plan, reports, names)
+        written = _written_tensors(plan, reports, global_ranks)
         if not any(report.varies for report in reports):
             agreed.rank_plan.written = written
     return Manifest(
@@ -141,7 +142,7 @@ def build_manifest(
     )
 
 
-def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], names: Sequence[int]) -> WrittenTensors:
+def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], global_ranks: Sequence[int]) -> WrittenTensors:
     locations = ChunkLocations([report.locations for report in reports])
     for rank, report in enumerate(reports):
         planned = np.concatenate([plan.kept[rank], np.ones(len(plan.parts[rank]), bool)])
@@ -149,21 +150,21 @@ def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], names: Sequ
         num_bytes = sum(report.file_lengths)
         if not np.array_equal(planned, written) or num_bytes < locations.num_bytes(rank):
             reported = f"{np.count_nonzero(written)} in {num_bytes} bytes"
-            raise _contradiction(names[rank], f"{np.count_nonzero(planned)} chunks", reported)
+            raise _contradiction(global_ranks[rank], f"{np.count_nonzero(planned)} chunks", reported)
     files = [file for report in reports for file in report.files]
     columns = locations.columns(plan.tensors, [report.starts for report in reports])
     return WrittenTensors(
-        tensors=ColumnTensors([tensor.fqn for tensor in plan.tensors], columns, FileBounds(files)),
+        tensors=TensorTable([tensor.fqn for tensor in plan.tensors], columns, files),
         file_lengths=[report.file_lengths for report in reports],
     )
 
 
-def _contradiction(name: int, planned: str, reported: str) -> CheckpointSaveError:
+def _contradiction(rank: int, planned: str, reported: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"rank {name} was to write {planned} and reports {reported}; nothing was committed: this is a bug, please "
+        f"rank {rank} was to write {planned} and reports {reported}; nothing was committed: this is a bug, please "
         "report it",
         kind="storage",
-        ranks=(name,),
+        ranks=(rank,),
     )
 
 
@@ -189,7 +190,7 @@ def _write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Se
     record = {
         "version": _TELEMETRY_VERSION,
         "save_id": save_id,
-        "rank": ranks.names[ranks.rank],
+        "rank": ranks.global_ranks[ranks.rank],
         "host": socket.gethostname(),
         "started_at": timer.started_at,
         "spans": [span._asdict() for span in timer.spans],

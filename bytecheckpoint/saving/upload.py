@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, together
-from bytecheckpoint.distributed.stragglers import telling_the_rate
+from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.planner.save_plan import SavePlan
@@ -110,7 +110,7 @@ def _write_to_stage(
         report = msgspec.msgpack.encode((encode_report(agreed, written), stage.is_direct))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may keep it, even if this rank fails
-        with telling_the_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
+        with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
             gathered = ranks.gather(report)
         reports = [msgspec.msgpack.decode(payload, type=tuple[bytes, bool]) for payload in gathered]
         payload, content = b"", b""
@@ -118,7 +118,7 @@ def _write_to_stage(
             encoded = [report for report, _ in reports]
             content, info = encode_manifest_and_info(agreed, encoded, call, target, metadata=metadata)
             is_recoverable = stage.write_manifest(content)
-            direct_ranks = tuple(ranks.names[rank] for rank, (_, is_direct) in enumerate(reports) if is_direct)
+            direct_ranks = tuple(ranks.global_ranks[rank] for rank, (_, is_direct) in enumerate(reports) if is_direct)
             num_bytes = msgspec.msgpack.decode(info, type=CheckpointInfo).num_bytes
             payload = msgspec.msgpack.encode(_StagedSave(is_recoverable, num_bytes, direct_ranks, info))
         undo.pop_all()
@@ -141,7 +141,7 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
         write_telemetry(call, target, files.save_id, stage.files)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
-        with telling_the_rate(ranks, plan, timer.seconds["upload"], did="uploaded", is_all=not stage.is_direct):
+        with report_straggler_rate(ranks, plan, timer.seconds["upload"], did="uploaded", is_all=not stage.is_direct):
             ranks.gather(b"")
         if ranks.rank == COORDINATOR:  # an earlier save may have been uploading when this one began
             refuse_beside(target.store, target.folder, is_step=target.step is not None)

@@ -19,6 +19,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     UnsafeCheckpointError,
+    and_more,
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.storage.paths import join_name
@@ -204,7 +205,7 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
             path=location,
         )
     return CheckpointNotFoundError(
-        f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {_name_some(sorted(listing))}); "
+        f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {and_more(sorted(listing), _MAX_NAMED)}); "
         f"{_name_steps(steps)}",
         kind="not_found",
         path=location,
@@ -214,13 +215,8 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
 def _name_steps(steps: list[int]) -> str:
     if not steps:
         return "no step there is committed: load from another path, or save again"
-    shown = _name_some([str(step) for step in reversed(steps)])
+    shown = and_more([str(step) for step in reversed(steps)], _MAX_NAMED)
     return f"committed, and safe to load with step=..., are, newest first: {shown}"
-
-
-def _name_some(names: list[str]) -> str:
-    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + rest
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
@@ -268,17 +264,17 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
             wrong.append(f"{file.name} ({found_bytes} bytes, {file.byte_length} expected)")
     path = join_name(str(store), folder)
     if missing:
-        also = f"; of the wrong size: {_name_some(wrong)}" if wrong else ""
+        also = f"; of the wrong size: {and_more(wrong, _MAX_NAMED)}" if wrong else ""
         raise CheckpointNotFoundError(
-            f"{path} misses {len(missing)} of {len(wanted)} data files: {_name_some(missing)}{also}; nothing was "
-            "loaded: restore them or take another step",
+            f"{path} misses {len(missing)} of {len(wanted)} data files: {and_more(missing, _MAX_NAMED)}{also}; nothing "
+            "was loaded: restore them or take another step",
             kind="missing_file",
             path=path,
         )
     if wrong:
         raise CheckpointCorruptError(
-            f"{path} has {len(wrong)} of {len(wanted)} data files of the wrong size: {_name_some(wrong)}; nothing was "
-            "loaded: restore them or take another step",
+            f"{path} has {len(wrong)} of {len(wanted)} data files of the wrong size: {and_more(wrong, _MAX_NAMED)}; "
+            "nothing was loaded: restore them or take another step",
             kind="truncated",
             path=path,
         )

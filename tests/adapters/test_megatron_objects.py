@@ -31,7 +31,7 @@ from plain_leaves import plain_leaves
 from torch import Tensor, nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, Optimized
+from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, OptimizedElements
 from bytecheckpoint.adapters.optimizers import hyperparameters
 
 ONE = Grid(1, 1, 1)
@@ -626,7 +626,7 @@ def test_flat_shards_of_any_length_are_parts_of_a_parameter(seed: int) -> None:
     for start, end in itertools.pairwise(cuts):
         entry = MegatronEntry("model", [model])
         held = parameter.detach().view(-1)[start:end].clone()
-        entry.link([Optimized(parameter, held, start, "copy")])
+        entry.link([OptimizedElements(parameter, held, start, "copy")])
         for shard in entry.collect().shards:
             place = tuple(slice(at, at + length) for at, length in zip(*shard.region, strict=True))
             assert whole[place].eq(0).all()

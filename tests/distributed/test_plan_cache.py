@@ -25,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.saving import prepare
-from bytecheckpoint.saving.global_plan import AgreedPlan, Proposal
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
@@ -33,7 +33,7 @@ from distributed.workers import WorkerPool
 OPTIONS = bcp.SaveOptions(timeout_s=30)
 SMALL_FILES = bcp.SaveOptions(timeout_s=30, max_file_bytes=1 << 20)
 
-HIT_EXCHANGES = ["consult"]
+HIT_EXCHANGES = ["reduce_scatter"]
 MISS_EXCHANGES = HIT_EXCHANGES * 2
 """Ranks that know a plan offer it first, and send what they hold when not all know the same."""
 
@@ -49,37 +49,37 @@ class Watched:
 
 
 class WatchedRanks:
-    """Tells what was sent."""
+    """Records what is sent."""
 
     def __init__(self, ranks: Ranks, watched: Watched) -> None:
         self._ranks, self._watched = ranks, watched
-        self.rank, self.names, self.num_ranks = ranks.rank, ranks.names, ranks.num_ranks
+        self.rank, self.global_ranks, self.num_ranks = ranks.rank, ranks.global_ranks, ranks.num_ranks
 
-    def consult(self, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        def watched_decide(payloads: list[bytes]) -> Sequence[bytes]:
-            orders = decide(payloads)
+    def reduce_scatter(self, payload: bytes, reduce: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        def watched_reduce(payloads: list[bytes]) -> Sequence[bytes]:
+            orders = reduce(payloads)
             self._watched.num_bytes += sum(map(len, orders))
             return orders
 
-        self._watched.exchanges.append("consult")
+        self._watched.exchanges.append("reduce_scatter")
         self._watched.num_bytes += len(payload)
-        return self._ranks.consult(payload, watched_decide)
+        return self._ranks.reduce_scatter(payload, watched_reduce)
 
 
 @contextmanager
 def watched_planning() -> Iterator[Watched]:
     watched = Watched()
-    agree = prepare.agree
+    exchange_plans = prepare.exchange_plans
 
-    def watched_agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> AgreedPlan:
-        return agree(WatchedRanks(ranks, watched), proposal, plans)
+    def watched_exchange(ranks: Ranks, local_plan: LocalSavePlan, plans: PlanCache) -> AgreedPlan:
+        return exchange_plans(WatchedRanks(ranks, watched), local_plan, plans)
 
     with ExitStack() as stack:
         for name in ("plan_save", "plan_files"):
             stack.enter_context(
                 before(f"bytecheckpoint.saving.global_plan.{name}", partial(watched.planned.append, name))
             )
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(prepare, "agree", watched_agree)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(prepare, "exchange_plans", watched_exchange)
         yield watched
 
 
@@ -421,7 +421,7 @@ def save_replicas(rank: int, world_size: int, root: str, values: list[dict[int, 
     return heard
 
 
-def test_replicas_that_come_to_differ_are_told_once_and_the_lowest_rank_decides(
+def test_replicas_that_come_to_differ_are_told_once_and_the_lowest_rank_reduces(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
     values = [{}, {}, {1: 2.0}, {1: 3.0}, {2: 4.0}, {}, {0: 5.0}, {}]

@@ -29,7 +29,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.region import Region
-from bytecheckpoint.saving.global_plan import AgreedPlan, SaveTarget, exchange_plans, make_local_plan, propose
+from bytecheckpoint.saving.global_plan import AgreedPlan, exchange_plans, make_local_plan
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerDied, WorkerPool
 
@@ -80,7 +80,7 @@ def test_blocks_of_ranks_hear_and_say_the_same(num_ranks: int) -> None:
         own = ranks.scatter([b"for %d" % rank for rank in range(ranks.num_ranks)] if ranks.rank == 0 else [])
         told = ranks.broadcast(b"all")
         again = ranks.gather(own)
-        ranks.farewell()
+        ranks.close()
         return gathered, own, told, again
 
     (gathered, _, _, again), *others = results = in_blocks(exchange, num_ranks)
@@ -128,15 +128,13 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
 
     def plan(rank: int) -> AgreedPlan:
         ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2, call="save")
-        wish = make_local_plan(
-            SaveTarget("/ckpt", 7, overwrite=False), [EntryContents(shards_of(rank), set())], SaveOptions()
-        )
         plans = PlanCache()
-        return exchange_plans(ranks, propose(ranks, wish, plans), plans)
+        contents = [EntryContents(shards_of(rank), set())]
+        return exchange_plans(ranks, make_local_plan(ranks, "/ckpt", contents, SaveOptions(), plans=plans), plans)
 
     with ThreadPoolExecutor(6) as pool:
         agreed = list(pool.map(plan, range(6)))
-    assert [sum(len(file.chunks) for file in of_rank.known.files) for of_rank in agreed] == [1, 2] * 3
+    assert [sum(len(file.chunks) for file in of_rank.rank_plan.files) for of_rank in agreed] == [1, 2] * 3
     assert stores[0].read == ["up/0/1", "up/0/block-2", "up/0/block-4"]
     assert [len(store.read) for store in stores] == [3, 2] * 3
     # Up, a leader sends what it says itself and what its block says; down, there is a message a block and a word.
@@ -150,7 +148,7 @@ def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
     def call(of_rank: Ranks) -> None:
         of_rank.gather(b"x")
         of_rank.scatter([b"y"] * 7)
-        of_rank.farewell()
+        of_rank.close()
 
     with ThreadPoolExecutor(7) as pool:
         list(pool.map(call, ranks))
@@ -207,7 +205,7 @@ def test_messages_arrive_in_order() -> None:
         gathered = [ranks.gather(b"%d-%d" % (ranks.rank, number)) for number in range(3)]
         told = [ranks.broadcast(b"all%d" % number) for number in range(2)]
         own = ranks.scatter([b"\x00", b"", b"\xff+-"] if ranks.rank == 0 else [])
-        ranks.farewell()
+        ranks.close()
         return gathered, told, own
 
     (gathered, *_), *others = results = on_all(exchange)
@@ -347,20 +345,20 @@ def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang(workers: WorkerP
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("late", [(1,), (2, 6), (3,)])
-def test_nothing_of_a_call_stays_in_the_store_where_a_goodbye_is_late(
+def test_nothing_of_a_call_stays_in_the_store_if_an_ack_is_late(
     late: tuple[int, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytecheckpoint.distributed.key_value_ranks._FAREWELL_S", 0.3)
+    monkeypatch.setattr("bytecheckpoint.distributed.key_value_ranks._CLOSE_S", 0.3)
     store = HashStore()
     ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
-    leave = GroupRanks._leave
+    close = GroupRanks._close
 
-    def leave_late(self: GroupRanks, *arguments: Any, **options: Any) -> None:
+    def close_late(self: GroupRanks, *arguments: Any, **options: Any) -> None:
         if self.rank in late:
             time.sleep(1.0 + self.rank / 10)
-        leave(self, *arguments, **options)
+        close(self, *arguments, **options)
 
-    monkeypatch.setattr(GroupRanks, "_leave", leave_late)
+    monkeypatch.setattr(GroupRanks, "_close", close_late)
 
     def call(of_rank: Ranks) -> None:
         with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
@@ -370,7 +368,7 @@ def test_nothing_of_a_call_stays_in_the_store_where_a_goodbye_is_late(
                 raise KeyError("x")
             of_rank.gather(b"x")
             of_rank.broadcast(b"y")
-            of_rank.farewell()
+            of_rank.close()
 
     with ThreadPoolExecutor(7) as pool:
         list(pool.map(call, ranks))
@@ -384,7 +382,7 @@ def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
 
     def run(of_rank: Ranks) -> CheckpointError:
         with pytest.raises(CheckpointMismatchError) as raised, together(of_rank, "trying", about=ABOUT):
-            of_rank.consult(b"x", lambda payloads: payloads)
+            of_rank.reduce_scatter(b"x", lambda payloads: payloads)
         return raised.value
 
     with ThreadPoolExecutor(3) as pool:

@@ -106,9 +106,9 @@ def test_a_message_of_any_length_arrives_and_nothing_of_it_stays(
             ranks.gather(own) == (contents if is_coordinator else []),
             ranks.scatter(contents if is_coordinator else []) == own,
             ranks.broadcast(own if is_coordinator else b"") == contents[0],
-            ranks.consult(own, lambda said: [b"yes" if said == contents else b"no"] * num_ranks) == b"yes",
+            ranks.reduce_scatter(own, lambda said: [b"yes" if said == contents else b"no"] * num_ranks) == b"yes",
         ]
-        ranks.farewell()
+        ranks.close()
         return outcomes
 
     num_keys = meeting.count_keys()
@@ -124,7 +124,7 @@ def test_what_a_block_says_may_be_longer_than_what_each_of_its_ranks_says(meetin
     def exchange(ranks: Ranks) -> tuple[bool, bool]:
         is_heard = ranks.gather(contents[ranks.rank]) == (contents if ranks.rank == 0 else [])
         is_told = ranks.scatter(contents if ranks.rank == 0 else []) == contents[ranks.rank]
-        ranks.farewell()
+        ranks.close()
         return is_heard, is_told
 
     num_keys = meeting.count_keys()

@@ -17,7 +17,7 @@ from faults.seams import Seen, before, seen
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.polling import store_lost
 from bytecheckpoint.distributed.ranks import SoleRank
-from bytecheckpoint.distributed.stragglers import telling_the_rate
+from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.planner.save_plan import plan_save
 from bytecheckpoint.planner.write_items import Offer, pack_offers
 from distributed.workers import WorkerPool
@@ -75,10 +75,10 @@ def test_a_rank_that_writes_too_slowly_is_told_from_one_that_is_stuck(
 def test_a_store_that_is_gone_is_no_rank_that_is_late(names: tuple[int, int]) -> None:
     """Its message names rank 0 of the whole job, which may be the coordinator, or of no rank of the group."""
     ranks = SoleRank()
-    ranks.names, ranks.num_ranks = names, 2
+    ranks.global_ranks, ranks.num_ranks = names, 2
     offered = [[Offer("a", "float32", (4,), (0,), (4,), None)], []]
     plan = plan_save(list(map(pack_offers, offered)), [{}, {}], names=names)
     lost = store_lost(ConnectionError("gone"))
-    with pytest.raises(bcp.CheckpointError) as error, telling_the_rate(ranks, plan, 1.0):
+    with pytest.raises(bcp.CheckpointError) as error, report_straggler_rate(ranks, plan, 1.0):
         raise lost
     assert error.value is lost

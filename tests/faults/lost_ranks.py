@@ -48,7 +48,7 @@ NOISE_S = 15.0
 HUNG_S = 60.0
 """A rank that is not done by then hangs. The longest wait of a case is far shorter."""
 MAY_BE_COMMITTED = "whether the checkpoint was committed"
-LEAVING = "bytecheckpoint.distributed.key_value_ranks.GroupRanks.farewell"
+CLOSING = "bytecheckpoint.distributed.key_value_ranks.GroupRanks.close"
 COMMIT = "bytecheckpoint.saving.commit._create_manifest"
 NEVER = "never comes"
 
@@ -94,7 +94,7 @@ class Seam(NamedTuple):
 
 def seams(call: str) -> dict[str, Seam]:
     """The phases of a call."""
-    leaving = {"leaving": Seam(LEAVING)}
+    leaving = {"leaving": Seam(CLOSING)}
     if call == "load":
         return {phase: Seam(function) for phase, function in LOAD_PHASES.items()} | leaving
     if call == "exchanged load":

@@ -20,14 +20,14 @@ import torch
 import bytecheckpoint as bcp
 
 SAVE_PHASES = {
-    "opening": "bytecheckpoint.api.open_store",
+    "opening": "bytecheckpoint.saving.target.open_store",
     "planning": "bytecheckpoint.saving.prepare.exchange_plans",
     "staging": "bytecheckpoint.saving.prepare.take_snapshot",
     "writing": "bytecheckpoint.saving.write.write_image",
     "reporting": "bytecheckpoint.saving.commit.encode_report",
 }
 COORDINATOR_PHASES = {
-    "looking": "bytecheckpoint.api.refuse_existing",
+    "looking": "bytecheckpoint.saving.target.refuse_occupied",
     "merging": "bytecheckpoint.saving.global_plan.merge_plain",
     "building": "bytecheckpoint.saving.report.build_manifest",
     "committing": "bytecheckpoint.storage.layout.commit",
@@ -54,7 +54,7 @@ EXCHANGE_PHASES = {
 }
 """Of a load whose ranks exchange what they read."""
 STAGED_PHASES = {
-    "opening": "bytecheckpoint.api.open_store",
+    "opening": "bytecheckpoint.saving.target.open_store",
     "planning": "bytecheckpoint.saving.prepare.exchange_plans",
     "staging": "bytecheckpoint.saving.prepare.take_snapshot",
     "writing to the disk": "bytecheckpoint.saving.local_stage.write_image",

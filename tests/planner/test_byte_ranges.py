@@ -50,4 +50,4 @@ def test_names_are_those_of_parts_and_frames_in_the_range() -> None:
 
 def test_of_many_names_the_first_are_given() -> None:
     assert first_names(["b", "a", "b"]) == "a, b"
-    assert first_names(map(str, range(7))) == "0, 1, 2 and 4 more tensors"
+    assert first_names(map(str, range(7))) == "0, 1, 2 and 4 more"

@@ -66,7 +66,7 @@ def test_training_goes_on_with_the_collector_while_a_lazy_save_waits_for_other_r
     has_returned = threading.Event()
     seen: dict[str, bool] = {}
 
-    def consulting() -> None:
+    def agreeing() -> None:
         assert has_returned.wait(20)
         seen["waiting"] = gc.isenabled()
 
@@ -76,7 +76,7 @@ def test_training_goes_on_with_the_collector_while_a_lazy_save_waits_for_other_r
     lazy = bcp.SaveOptions(snapshot="lazy")
     bcp.save(tmp_path / "first", state_of(0, 1.0), async_save=True, options=lazy).result(20)  # its plan is known now
     with ExitStack() as faults:
-        faults.enter_context(before("bytecheckpoint.distributed.ranks.SoleRank.consult", consulting))
+        faults.enter_context(before("bytecheckpoint.distributed.ranks.SoleRank.reduce_scatter", agreeing))
         faults.enter_context(before("bytecheckpoint.saving.global_plan.merge_plain", planning))
         handle = bcp.save(tmp_path / "second", state_of(0, 1.0), async_save=True, options=lazy)
         has_returned.set()

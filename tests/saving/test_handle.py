@@ -21,7 +21,7 @@ from faults.seams import before, loads_as, raising, state_of
 import bytecheckpoint as bcp
 from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.saving import write
-from bytecheckpoint.saving.in_flight import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle
 
 WRITING = "bytecheckpoint.saving.write.write_image"
 

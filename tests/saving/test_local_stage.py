@@ -155,7 +155,9 @@ def test_a_stage_is_kept_as_text(tmp_path: Path) -> None:
 
 def no_room(monkeypatch: pytest.MonkeyPatch, *, bytes_taken: int) -> None:
     """Of a disk that can hold so many bytes of data files."""
-    monkeypatch.setattr(stage_folder.Tier, "_has_room", lambda _self, num_bytes: num_bytes <= bytes_taken)
+    monkeypatch.setattr(
+        "bytecheckpoint.saving.local_stage.LocalStage._has_room", lambda _self, num_bytes: num_bytes <= bytes_taken
+    )
 
 
 def no_preallocation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from training import Tied, mlp, train
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.saving import write
+from bytecheckpoint.saving import commit
 from bytecheckpoint.saving.global_plan import AgreedPlan
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
@@ -277,13 +277,13 @@ def test_after_a_hit_the_manifest_has_the_same_chunks_and_names_its_own_files(tm
 
 def test_a_hit_reports_its_files_and_no_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[bytes] = []
-    encode_report = write.encode_report
+    encode_report = commit.encode_report
 
     def kept(agreed: AgreedPlan, written: Sequence[DataFile]) -> bytes:
         reports.append(encode_report(agreed, written))
         return reports[-1]
 
-    monkeypatch.setattr(write, "encode_report", kept)
+    monkeypatch.setattr(commit, "encode_report", kept)
     for number in range(3):
         bcp.save(tmp_path, {f"t{index}": torch.ones(3) for index in range(500)}, step=number)
     lengths = [len(report) for report in reports]
@@ -322,9 +322,9 @@ def test_the_plan_that_was_used_longest_ago_goes_first() -> None:
         for n in range(MAX_PLANS + 1)
     ]
     for number, plan in enumerate(plans[:MAX_PLANS]):
-        cache.keep(bytes([number]), plan)
+        cache.add(bytes([number]), plan)
     assert cache.find(bytes([0])) is plans[0]
-    cache.keep(bytes([MAX_PLANS]), plans[MAX_PLANS])
+    cache.add(bytes([MAX_PLANS]), plans[MAX_PLANS])
     assert cache.find(bytes([1])) is None
     assert [cache.find(bytes([number])) for number in (0, 2, MAX_PLANS)] == [plans[0], plans[2], plans[MAX_PLANS]]
 

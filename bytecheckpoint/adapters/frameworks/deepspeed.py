@@ -27,7 +27,7 @@ from torch import distributed as dist
 from bytecheckpoint.adapters.frameworks.flat_parameters import (
     FlatModule,
     FlatOptimizer,
-    HeldPart,
+    FlatParamMemory,
     NamedParameters,
     NamedPart,
     merged,
@@ -43,7 +43,7 @@ their optimizer."""
 
 
 def is_engine(value: Any) -> bool:
-    """Whether a module is an engine, which is `engine.module` with an optimizer and counters."""
+    """True if a module is an engine, which is `engine.module` with an optimizer and counters."""
     attributes = vars(value) if isinstance(value, torch.nn.Module) else {}
     return {"optimizer", *COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
 
@@ -130,8 +130,8 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
     alone = [each for each in by_id.values() if is_alone and hasattr(each, _PARTITION)]
     if not of_module and not alone:
         return None
-    held = [HeldPart(names[id(each.parameter)][0], each.part, _flat(each.master)) for each in of_module]
-    held += [HeldPart(names[id(each)][0], *_partition(fqn, each)) for each in alone]
+    held = [FlatParamMemory(names[id(each.parameter)][0], each.part, _flat(each.master)) for each in of_module]
+    held += [FlatParamMemory(names[id(each)][0], *_partition(fqn, each)) for each in alone]
     parameters = [*(each.parameter for each in of_module), *alone]
     return FlatModule(
         held,
@@ -164,7 +164,7 @@ def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameter
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """Whether DeepSpeed has had the module in its hands: told by any parameter, because it marks what it optimises."""
+    """True if DeepSpeed has had the module in its hands: told by any parameter, because it marks what it optimises."""
     found = (each for _, module in tree.submodules for each in module._parameters.values())
     return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 
@@ -196,7 +196,7 @@ def _partition(fqn: str, parameter: Any) -> tuple[Any, torch.Tensor]:
     return part_of_partitioned(fqn, parameter, 0), _flat(parameter.ds_tensor)
 
 
-def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[HeldPart]:
+def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
     """Low precision that has no master on this rank."""
     parameter: Any = held.parameter
     if hasattr(parameter, _PARTITION):
@@ -207,16 +207,16 @@ def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[HeldPart]:
     end = held.part.start + held.part.numel
     for start, stop in ((0, held.part.start), (end, parameter.numel())):
         if start < stop:
-            yield HeldPart(name, part_of_whole(parameter.shape, start, stop - start, start), memory)
+            yield FlatParamMemory(name, part_of_whole(parameter.shape, start, stop - start, start), memory)
 
 
-def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[HeldPart]:
+def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
     """All of a parameter of ZeRO 3, where it is there: a small one always, any other between forward and backward."""
     if parameter.ds_status.name == "INFLIGHT":
         raise unsupported(fqn, "a module whose parameters are being gathered", "save and load between steps")
     if parameter.ds_status.name == "AVAILABLE":
         whole = part_of_whole(tuple(parameter.ds_shape), 0, parameter.ds_numel, 0)
-        yield HeldPart(name, whole, parameter.detach().view(-1))
+        yield FlatParamMemory(name, whole, parameter.detach().view(-1))
 
 
 def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:

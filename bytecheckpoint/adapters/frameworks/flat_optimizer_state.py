@@ -22,8 +22,8 @@ from bytecheckpoint.adapters.optimizers.scalar_state import (
     can_take,
     holds_more,
     is_number,
-    is_one,
-    put_one_value,
+    is_scalar,
+    put_scalar,
     scalar_device,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
@@ -122,7 +122,7 @@ class FlatState:
                     padding += chain.from_iterable(beyond(each, part.padded_axis, tensor.shape) for each in targets)
             plain = found.plain(names)
             for key, value in self._state.items():
-                is_number_there = key in plain and is_number(plain[key][1]) and is_one(value)
+                is_number_there = key in plain and is_number(plain[key][1]) and is_scalar(value)
                 if key not in states and isinstance(value, torch.Tensor) and not is_number_there:
                     fqn = self._state_fqn(names, key)
                     is_flat = value.shape == self._memory.shape
@@ -147,7 +147,7 @@ class FlatState:
                     yield Problem("shape", fqn, text)
 
     def _can_lie(self, key: str) -> bool:
-        """Whether this memory keeps no tensor of another shape than its own, as one value for all has."""
+        """True if this memory keeps no tensor of another shape than its own, as one value for all has."""
         own = self._state.get(key)
         return not isinstance(own, torch.Tensor) or own.shape == self._memory.shape
 
@@ -190,7 +190,7 @@ class FlatState:
                     differing[key] = f"{fqn} is {value} in the checkpoint and {first_fqn} is {first}"
         for key, (_, value) in values.items():
             if key not in differing and can_take(self._state.get(key), value):
-                put_one_value(self._optimizer, self._memory, key, value, group=self._group)
+                put_scalar(self._optimizer, self._memory, key, value, group=self._group)
         return list(differing.values())
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
@@ -222,7 +222,7 @@ def _fits(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) ->
 
 
 def _is_one_value(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:
-    """Whether what is stored of the state of a parameter of this shape is one value, and no tensor like it."""
+    """True if what is stored of the state of a parameter of this shape is one value, and no tensor like it."""
     return prod(stored.shape) == 1 and (stored.shape != shape or key in HOST_SCALARS)
 
 

@@ -20,7 +20,7 @@ from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, unsupported
 from bytecheckpoint.region import Region, split_flat_range
 
 
-class _Cut(NamedTuple):
+class _FlatRegion(NamedTuple):
     """A region of a part, as it lies in flat memory."""
 
     region: Region
@@ -31,7 +31,7 @@ class _Cut(NamedTuple):
     """In elements of the flat memory."""
 
 
-class _Where(NamedTuple):
+class _PartFields(NamedTuple):
     shape: tuple[int, ...]
     """Of the whole tensor."""
     box: Region
@@ -48,15 +48,15 @@ class _Where(NamedTuple):
     """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
 
 
-class FlatParamPart(_Where):
+class FlatParamPart(_PartFields):
     """Consecutive elements of flat memory that are consecutive elements of a tensor, or of a box of it, by rows."""
 
     @cached_property
-    def _cuts(self) -> Sequence[_Cut]:
+    def _cuts(self) -> Sequence[_FlatRegion]:
         """Found once for the parameter and all of its optimizer state: it takes longer than the views."""
         lengths = self.box.lengths
         if self.order is None and self.start == 0 and self.numel == prod(lengths) > 0:
-            return (_Cut(self.box, self.position, _row_strides(lengths)),)
+            return (_FlatRegion(self.box, self.position, _row_strides(lengths)),)
         order = self.order or tuple(range(len(lengths)))
         back = [order.index(dim) for dim in range(len(order))]
         cuts, position = [], self.position
@@ -65,7 +65,7 @@ class FlatParamPart(_Where):
             offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
             strides = _row_strides(region.lengths)
             held = Region(offsets, tuple(region.lengths[at] for at in back))
-            cuts.append(_Cut(held, position, tuple(strides[at] for at in back)))
+            cuts.append(_FlatRegion(held, position, tuple(strides[at] for at in back)))
             position += region.numel
         return cuts
 
@@ -123,7 +123,7 @@ class NamedPart(NamedTuple):
     part: FlatParamPart
 
 
-class HeldPart(NamedTuple):
+class FlatParamMemory(NamedTuple):
     """A part of a parameter, and its memory."""
 
     name: str
@@ -140,7 +140,7 @@ def nothing_to_do() -> None:
 class FlatModule(NamedTuple):
     """A module whose framework keeps parameters flat, as one save or load finds it. Other tensors it has as ever."""
 
-    held: Sequence[HeldPart]
+    held: Sequence[FlatParamMemory]
     """Every parameter that is kept flat, on every rank; of one that this rank has nothing of, an empty part."""
     replaced: Collection[int] = frozenset()
     """The ids of tensors that the module shows in place of those parameters, or of their flat memory."""
@@ -149,7 +149,7 @@ class FlatModule(NamedTuple):
     in_optimizer: Mapping[int, Sequence[NamedPart]] = {}
     """By the id of what an optimizer has in its param_groups: what lies in it, as in tensors of its optimizer state
     that have its shape."""
-    copies: Sequence[HeldPart] = ()
+    copies: Sequence[FlatParamMemory] = ()
     """What the module keeps of the same parameters in lower precision. A load fills it from the same tensors, and
     converts them whatever `cast` says, because no precision is lost that the module has. A save does not look at it."""
     finish: Callable[[], None] = nothing_to_do

@@ -21,8 +21,8 @@ from torch.distributed.utils import _free_storage
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import (
     FlatModule,
+    FlatParamMemory,
     FlatParamPart,
-    HeldPart,
     NamedPart,
     part_of_whole,
 )
@@ -40,7 +40,7 @@ _MIDDLE_OF_BACKWARD = {HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BAC
 # torch has no public way to a unit's flat parameter and local shard; its own state_dict code goes this one.
 
 
-class _Unit(NamedTuple):
+class _FsdpUnit(NamedTuple):
     """A wrapper, and the flat parameter that it has."""
 
     wrapper: Any
@@ -72,12 +72,12 @@ def has_units(fqn: str, tree: ModuleTree) -> bool:
 
 
 def is_flattened(parameter: torch.Tensor | None) -> bool:
-    """Whether it is a flat parameter, or one that shows a part of such."""
+    """True if it is a flat parameter, or one that shows a part of such."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def shows_parameter(parameter: torch.Tensor) -> bool:
-    """Whether it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
+    """True if it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
     return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
 
 
@@ -121,7 +121,7 @@ def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) ->
     for unit in units:
         _take_over(fqn, unit.handle)
     buffers = _lowered_buffers(tree, wrappers.values(), plain_name)
-    held = [HeldPart(*named, units[number].memory) for (number, _), named in parts.items()]
+    held = [FlatParamMemory(*named, units[number].memory) for (number, _), named in parts.items()]
     shown = {id(shown) for shown in _shown(tree, units)} | {id(lowered.buffer) for lowered in buffers}
     return FlatModule(
         held=held + [lowered.held for lowered in buffers],
@@ -139,7 +139,7 @@ def _refuse_summoned(fqn: str, wrapper: Any) -> None:
         raise unsupported(fqn, "an FSDP1 model within summon_full_params", advice)
 
 
-def _unit(fqn: str, wrapper: Any) -> _Unit:
+def _unit(fqn: str, wrapper: Any) -> _FsdpUnit:
     handle = wrapper._handle
     flat = handle.flat_param
     # The first forward pass names the local shard, and may put it into pinned memory; until then there is only one.
@@ -149,7 +149,7 @@ def _unit(fqn: str, wrapper: Any) -> _Unit:
             advice = "call save or load after backward(), or set use_orig_params=True"
             raise unsupported(fqn, "an FSDP1 model in the middle of a backward pass", advice)
         handle._use_sharded_flat_param()  # as after each forward pass; autograd needs it whole only in a backward one
-    return _Unit(wrapper, handle, memory)
+    return _FsdpUnit(wrapper, handle, memory)
 
 
 def _take_over(fqn: str, handle: Any) -> None:
@@ -176,12 +176,12 @@ def _take_over(fqn: str, handle: Any) -> None:
         raise unsupported(fqn, f"an FSDP1 model with other memory for {replaced}: {error}", advice) from error
 
 
-def _positions(units: Sequence[_Unit]) -> Iterator[_Position]:
+def _positions(units: Sequence[_FsdpUnit]) -> Iterator[_Position]:
     for number, unit in enumerate(units):
         yield from ((number, index) for index in range(unit.flat_parameter._num_params))
 
 
-def _places(tree: ModuleTree, units: Sequence[_Unit]) -> Iterator[tuple[_Position, str, torch.Tensor | None]]:
+def _places(tree: ModuleTree, units: Sequence[_FsdpUnit]) -> Iterator[tuple[_Position, str, torch.Tensor | None]]:
     """All places in the module where parameters of the units belong: their names, and what is registered there now."""
     owned: dict[int, dict[str, _Position]] = {}
     of_object: dict[int, _Position] = {}
@@ -200,7 +200,7 @@ def _places(tree: ModuleTree, units: Sequence[_Unit]) -> Iterator[tuple[_Positio
 
 
 def _names(
-    tree: ModuleTree, units: Sequence[_Unit], plain_name: Callable[[str], str]
+    tree: ModuleTree, units: Sequence[_FsdpUnit], plain_name: Callable[[str], str]
 ) -> Mapping[_Position, Sequence[str]]:
     """All plain names of each parameter."""
     names: dict[_Position, dict[str, None]] = {}
@@ -209,7 +209,7 @@ def _names(
     return {position: [*of_one] for position, of_one in names.items()}
 
 
-def _shown(tree: ModuleTree, units: Sequence[_Unit]) -> Iterator[torch.Tensor]:
+def _shown(tree: ModuleTree, units: Sequence[_FsdpUnit]) -> Iterator[torch.Tensor]:
     """What stands in the module, or is known to optimizers, for what the units have flat."""
     for unit in units:
         flat = unit.flat_parameter
@@ -241,7 +241,9 @@ def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int,
     return tuple(order)
 
 
-def _in_optimizer(units: Sequence[_Unit], parts: Mapping[_Position, NamedPart]) -> Mapping[int, Sequence[NamedPart]]:
+def _in_optimizer(
+    units: Sequence[_FsdpUnit], parts: Mapping[_Position, NamedPart]
+) -> Mapping[int, Sequence[NamedPart]]:
     found: dict[int, list[NamedPart]] = {}
     for (number, index), (name, part) in parts.items():
         flat = units[number].flat_parameter
@@ -256,7 +258,7 @@ class _Lowered(NamedTuple):
     """A buffer that mixed precision keeps in another dtype, and its values in its own."""
 
     buffer: torch.Tensor
-    held: HeldPart
+    held: FlatParamMemory
 
 
 def _lowered_buffers(tree: ModuleTree, wrappers: Iterable[Any], plain_name: Callable[[str], str]) -> Sequence[_Lowered]:
@@ -276,11 +278,11 @@ def _lowered_buffers(tree: ModuleTree, wrappers: Iterable[Any], plain_name: Call
             if buffer.dtype == low and low != dtype:
                 memory = buffer.detach().to(dtype).reshape(-1)
                 part = part_of_whole(buffer.shape, 0, buffer.numel(), 0)
-                lowered.append(_Lowered(buffer, HeldPart(full_name, part, memory)))
+                lowered.append(_Lowered(buffer, FlatParamMemory(full_name, part, memory)))
     return lowered
 
 
-def _finish(units: Sequence[_Unit], lowered: Sequence[_Lowered]) -> None:
+def _finish(units: Sequence[_FsdpUnit], lowered: Sequence[_Lowered]) -> None:
     """Makes the next forward pass gather the new values."""
     with torch.no_grad():
         for unit in units:
@@ -290,7 +292,7 @@ def _finish(units: Sequence[_Unit], lowered: Sequence[_Lowered]) -> None:
             buffer.copy_(held.memory.view(buffer.shape))
 
 
-def _reshard(unit: _Unit) -> None:
+def _reshard(unit: _FsdpUnit) -> None:
     flat = unit.flat_parameter
     unit.handle._use_sharded_flat_param()
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):

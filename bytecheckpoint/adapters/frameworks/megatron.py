@@ -22,8 +22,8 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Scope, not_stored
-from bytecheckpoint.adapters.frameworks.flat_parameters import HeldPart, NamedPart
-from bytecheckpoint.adapters.frameworks.megatron_sharded import Copied, Piece, bits_of, find_in
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamMemory, NamedPart
+from bytecheckpoint.adapters.frameworks.megatron_sharded import CopiedFactory, ShardedPiece, bits_of, find_in
 from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
 from bytecheckpoint.adapters.shards import LocalShard, unsupported
@@ -34,7 +34,7 @@ _EXTRA_STATE = "_extra_state"
 _BYTES_IO = "io.BytesIO"
 
 
-class Optimized(NamedTuple):
+class OptimizedElements(NamedTuple):
     """Elements of a model's parameter, as an optimizer has them."""
 
     parameter: torch.Tensor
@@ -51,30 +51,32 @@ class Optimized(NamedTuple):
 class MegatronEntry:
     """The chunks of a model that this rank holds, or the sharded objects in a dict of the state."""
 
+    framework = "megatron"
+
     def __init__(self, fqn: str, chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
         """`chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
 
         Raises CheckpointSaveError (unsupported_value) as `megatron_shards.find_in` does.
         """
         self.fqn = fqn
-        self._pieces: list[Piece] = []
-        self._objects: list[_Object] = []
-        self._copied: list[Copied] = []
+        self._pieces: list[ShardedPiece] = []
+        self._objects: list[_ShardedObject] = []
+        self._copied: list[CopiedFactory] = []
         self._chunks: list[Any] = [unwrapped(chunk) for chunk in chunks]
         for chunk in self._chunks:
             self._add(chunk.sharded_state_dict(), chunk)
         self._add(tree, None)
         self._in_optimizer: dict[int, list[NamedPart]] = {}
-        self._masters: dict[object, list[HeldPart]] = {}
+        self._masters: dict[object, list[FlatParamMemory]] = {}
         """By the place of a parameter: what this rank has of its more precise copy."""
-        self._shares: dict[object, list[HeldPart]] = {}
+        self._shares: dict[object, list[FlatParamMemory]] = {}
         """By the place of a parameter: what this rank steps of it."""
-        self._pieces_of: dict[object, list[Piece]] = {}
+        self._pieces_of: dict[object, list[ShardedPiece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_place(piece.source), []).append(piece)
         # What is no run of its parameter's memory is left out: only an optimizer that has it says so.
         in_runs = [piece.source for piece in self._pieces if piece.span is not None]
-        self.link(Optimized(source, source, 0, "itself") for source in in_runs)
+        self.link(OptimizedElements(source, source, 0, "itself") for source in in_runs)
         self.link(_whole_masters(self._pieces))
 
     def _add(self, tree: Any, chunk: torch.nn.Module | None) -> None:
@@ -84,9 +86,9 @@ class MegatronEntry:
         for path, sharded in found.objects:
             place = f"{'.'.join(map(str, sharded.global_offset))}_{'.'.join(map(str, sharded.global_shape))}"
             fqn = join_fqn(self.fqn, f"{sharded.key}/shard_{place}")
-            self._objects.append(_Object(fqn, sharded, chunk, path))
+            self._objects.append(_ShardedObject(fqn, sharded, chunk, path))
 
-    def link(self, optimized: Iterable[Optimized]) -> None:
+    def link(self, optimized: Iterable[OptimizedElements]) -> None:
         """Says what an optimizer of the state has of parameters; those of other entries are left to them.
 
         Raises CheckpointSaveError (unsupported_value) for flat memory of a parameter whose pieces are no runs of it.
@@ -98,9 +100,9 @@ class MegatronEntry:
                 self._in_optimizer[id(of_parameter.held)] = parts
             if parts and of_parameter.kept_as != "itself":
                 of_kind = self._masters if of_parameter.kept_as == "copy" else self._shares
-                of_kind[place] = [HeldPart(name, part, of_parameter.held) for name, part in parts]
+                of_kind[place] = [FlatParamMemory(name, part, of_parameter.held) for name, part in parts]
 
-    def _part(self, piece: Piece, optimized: Optimized) -> NamedPart:
+    def _part(self, piece: ShardedPiece, optimized: OptimizedElements) -> NamedPart:
         part = piece.part(optimized.start, optimized.held.numel())
         if part is None:
             what = "a part that is no run of its parameter's memory, of which an optimizer has flat memory"
@@ -158,37 +160,37 @@ class MegatronEntry:
             for shard in part.shards(join_fqn(self.fqn, name), memory):
                 yield shard, part.padded_axis, False
 
-    def expect(self, stored: CheckpointView) -> Expectation:
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
         copies: list[LocalShard] = []
         padding: list[LocalShard] = []
         expectation = Expectation([], set(), [], copies, padding)
         for shard, padded_axis, is_rounded in self._loaded():
             of_these = copies if is_rounded else expectation.shards
-            stored_shape = _stored_shape(shard, stored)
+            stored_shape = _stored_shape(shard, checkpoint)
             of_these.append(as_stored(shard, padded_axis, stored_shape))
             padding += beyond(shard, padded_axis, stored_shape)
         for item in self._objects:
-            found = stored.entry_tree(item.fqn)
+            found = checkpoint.entry_tree(item.fqn)
             if found is not None:
-                expectation.claims.update(map(stored.rename, leaves(found.tree, found.fqn)))
+                expectation.claims.update(map(checkpoint.rename, leaves(found.tree, found.fqn)))
             elif item.sharded.data is not None:
                 expectation.problems.append(not_stored(item.fqn))
         return expectation
 
-    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         """Nothing: Megatron's models have their memory."""
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         with torch.no_grad():
             for copied in self._copied:
                 copied.data.copy_(copied.merged())
         for item in self._objects:
-            found = stored.entry_tree(item.fqn)
+            found = checkpoint.entry_tree(item.fqn)
             if found is not None and found.is_taken:
                 item.give_back(found.tree)
 
 
-class _Object(NamedTuple):
+class _ShardedObject(NamedTuple):
     """A ShardedObject."""
 
     fqn: str
@@ -225,7 +227,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def _is_main(replica_id: int | Sequence[int]) -> bool:
-    """Whether an object is the one of its replicas that is saved: Megatron's may differ."""
+    """True if an object is the one of its replicas that is saved: Megatron's may differ."""
     return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
 
 
@@ -237,7 +239,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
-    """Whether two shards of one region are tied, or equal to the bit."""
+    """True if two shards of one region are tied, or equal to the bit."""
     a, b = shard.tensor, other.tensor
     if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
         return False
@@ -249,17 +251,17 @@ def _two_of_one_name(fqn: str, what: str) -> CheckpointSaveError:
     return unsupported(fqn, f"the name of two {what}", "give each model a top-level name of its own in the state")
 
 
-def _whole_masters(pieces: Iterable[Piece]) -> Iterator[Optimized]:
+def _whole_masters(pieces: Iterable[ShardedPiece]) -> Iterator[OptimizedElements]:
     """Copies that parameters themselves know of and that are not cut into shards."""
     for source in {id(piece.source): piece.source for piece in pieces}.values():
         main = getattr(source, "main_param", None)
         is_sharded = getattr(source, "main_param_sharded", False)
         if isinstance(main, torch.Tensor) and not is_sharded and main.shape == source.shape:
-            yield Optimized(source, main, 0, "copy")
+            yield OptimizedElements(source, main, 0, "copy")
 
 
-def _stored_shape(shard: LocalShard, stored: CheckpointView) -> tuple[int, ...] | None:
-    tensor = stored.tensors.get(shard.fqn)
+def _stored_shape(shard: LocalShard, checkpoint: CheckpointView) -> tuple[int, ...] | None:
+    tensor = checkpoint.tensors.get(shard.fqn)
     return None if tensor is None else tensor.shape
 
 
@@ -285,7 +287,7 @@ def _has_own_state(module: torch.nn.Module) -> bool:
 
 
 def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
-    """Whether a wrapper says itself what of it is saved. A method that it has of Megatron's base class, or that the
+    """True if a wrapper says itself what of it is saved. A method that it has of Megatron's base class, or that the
     child has inherited too, only adds to the keys that there is a wrapper.
     """
     definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)

@@ -15,18 +15,15 @@ optimizer's param_groups are; the model of the same state says where in which gl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView
-from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
-from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, Optimized
+from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, OptimizedElements
 from bytecheckpoint.adapters.native.parameter_names import NamesParameters
-from bytecheckpoint.adapters.optimizers.forms import Form
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.shards import unsupported
 
@@ -35,51 +32,34 @@ _SCALER = "megatron_grad_scaler"
 
 
 def is_megatron_optimizer(value: object) -> bool:
-    """Whether an object is one of Megatron's optimizers, which are none of torch's."""
+    """True if an object is one of Megatron's optimizers, which are none of torch's."""
     if isinstance(value, type | torch.nn.Module | torch.optim.Optimizer):
         return False
     own = getattr(value, "__dict__", {})
     return hasattr(type(value), "reload_model_params") and ("optimizer" in own or "chained_optimizers" in own)
 
 
-class MegatronOptimizerEntry:
-    """One of Megatron's optimizers, with all that it chains."""
+def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> OptimizerEntry:
+    """Returns the entry of one of Megatron's optimizers, with all that it chains.
 
-    def __init__(self, fqn: str, optimizer: Any) -> None:
-        """Raises CheckpointSaveError (unsupported_value) for one that keeps its state elsewhere than torch's do."""
-        self.fqn = fqn
-        self._owners = [owner for owner in _chained(optimizer) if not getattr(owner, "is_stub_optimizer", False)]
-        for owner in self._owners:
-            _check_readable(fqn, owner)
-        self.optimizers: list[torch.optim.Optimizer] = [owner.optimizer for owner in self._owners]
-        self._inner = OptimizerEntry(fqn, [_with_scaler(owner) for owner in self._owners])
+    Raises CheckpointSaveError (unsupported_value) for one that keeps its state elsewhere than torch's do, and where
+    adapters of another framework are asked for.
+    """
+    if framework not in {"auto", "megatron"}:
+        what = f"Megatron's {type(optimizer).__name__} with framework={framework!r}, which could save no more than its "
+        what += "state_dict(), where moments and fp32 copies are missing"
+        raise unsupported(fqn, what, 'pass framework="auto" or "megatron"')
+    owners = [owner for owner in _chained(optimizer) if not getattr(owner, "is_stub_optimizer", False)]
+    for owner in owners:
+        _check_readable(fqn, owner)
 
-    def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
-        """Takes the names of the parameters, and where they lie, from the models of the state.
-
-        Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has.
-        """
-        optimized = [of_parameter for owner in self._owners for of_parameter in _optimized(owner)]
+    def link(modules: Sequence[NamesParameters]) -> None:
+        optimized = [of_parameter for owner in owners for of_parameter in _optimized(owner)]
         for module in modules:
             if isinstance(module, MegatronEntry):
                 module.link(optimized)
-        self._inner.name_parameters(modules)
 
-    def optimizer_forms(self) -> Mapping[str, Form]:
-        """As its inner optimizers'."""
-        return self._inner.optimizer_forms()
-
-    def collect(self) -> EntryContents:
-        return self._inner.collect()
-
-    def expect(self, stored: CheckpointView) -> Expectation:
-        return self._inner.expect(stored)
-
-    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
-        self._inner.prepare(stored, refused)
-
-    def finish(self, stored: CheckpointView) -> None:
-        self._inner.finish(stored)
+    return OptimizerEntry(fqn, list(map(_with_scaler, owners)), framework="megatron", link=link)
 
 
 def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
@@ -124,41 +104,36 @@ def _check_readable(fqn: str, owner: Any) -> None:
         raise unsupported(fqn, what, "turn use_precision_aware_optimizer off")
 
 
-def _optimized(owner: Any) -> Iterator[Optimized]:
-    """What the inner optimizer has, and what it has nothing of on this rank."""
-    told: set[int] = set()
-    for of_parameter in chain(_shards(owner), _copies(owner)):
-        told.add(id(of_parameter.held))
+def _optimized(owner: Any) -> Iterator[OptimizedElements]:
+    """Yields what the inner optimizer has, and what it has nothing of on this rank."""
+    seen: set[int] = set()
+    copies = _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ()))
+    of_float16 = (OptimizedElements(parameter, copy, 0, "copy") for parameter, copy in copies)
+    for of_parameter in chain(_shards(owner), of_float16):
+        seen.add(id(of_parameter.held))
         yield of_parameter
-    for group in owner.optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in told:
-                yield Optimized(parameter, parameter, 0, "itself")
+    for parameter in chain.from_iterable(group["params"] for group in owner.optimizer.param_groups):
+        if id(parameter) not in seen:
+            yield OptimizedElements(parameter, parameter, 0, "itself")
 
 
-def _shards(owner: Any) -> Iterator[Optimized]:
+def _shards(owner: Any) -> Iterator[OptimizedElements]:
     """What a DistributedOptimizer cuts."""
     if not hasattr(owner, "shard_fp32_from_float16_groups"):
         return
     here: set[int] = set()
     for parameter, copy in _pairs(owner.model_float16_groups, owner.shard_fp32_from_float16_groups):
         here.add(id(parameter))
-        yield Optimized(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, "copy")
+        yield OptimizedElements(parameter, copy, owner._get_model_param_range_map(parameter)["param"].start, "copy")
     for parameter, view in _pairs(owner.model_fp32_groups, owner.shard_fp32_groups):
         here.add(id(parameter))
         # With overlap_param_gather the rest of the parameter is one step behind until the next forward pass.
-        yield Optimized(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, "share")
+        yield OptimizedElements(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, "share")
     # Every rank must know that a parameter is saved as copies or shares, also who has nothing of those.
     for parameter in (parameter for buffer in owner.buffers for parameter in buffer.param_index_map):
         if id(parameter) not in here:
             kept_as: Literal["share", "copy"] = "share" if parameter.dtype is torch.float32 else "copy"
-            yield Optimized(parameter, torch.empty(0, dtype=torch.float32), 0, kept_as)
-
-
-def _copies(owner: Any) -> Iterator[Optimized]:
-    """What a Float16OptimizerWithFloat16Params copies."""
-    for parameter, copy in _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ())):
-        yield Optimized(parameter, copy, 0, "copy")
+            yield OptimizedElements(parameter, torch.empty(0, dtype=torch.float32), 0, kept_as)
 
 
 def _pairs(parameters: Sequence[Sequence[Any]], held: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:

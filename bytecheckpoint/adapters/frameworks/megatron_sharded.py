@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart
-from bytecheckpoint.adapters.plain.plain_data import ATOMS, join_fqn
+from bytecheckpoint.adapters.plain.plain_data import join_fqn
 from bytecheckpoint.adapters.plain.plain_tree import has_attributes
 from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, flat_bytes, unsupported
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.region import Region
 
 
-class Piece(NamedTuple):
+class ShardedPiece(NamedTuple):
     """A ShardedTensor, as it lies in live memory."""
 
     key: str
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
         return FlatParamPart(self.shape, self.region, first, len(common), position, padded_axis=self.padded_axis)
 
 
-class Copied(NamedTuple):
+class CopiedFactory(NamedTuple):
     """A factory whose pieces are copies of its data."""
 
     data: torch.Tensor
@@ -68,17 +68,17 @@ class Copied(NamedTuple):
     """Makes the data of what the pieces hold now."""
 
 
-class Found(NamedTuple):
+class ShardedObjects(NamedTuple):
     """What a tree of sharded objects holds on this rank."""
 
-    pieces: list[Piece]
+    pieces: list[ShardedPiece]
     objects: list[tuple[str, Any]]
     """Sharded objects, each with where in the tree it stands."""
-    copied: list[Copied]
+    copied: list[CopiedFactory]
 
 
 def is_sharded_leaf(value: object) -> bool:
-    """Whether a value is one of the objects that a sharded_state_dict holds."""
+    """True if a value is one of the objects that a sharded_state_dict holds."""
     return _is_factory(value) or _is_tensor(value) or _is_object(value) or _is_local(value)
 
 
@@ -110,18 +110,13 @@ def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def sharded_leaves(tree: Any) -> Iterator[Any]:
-    """The objects that a sharded_state_dict holds, wherever in nested dicts and lists they stand."""
-    return (leaf for _, leaf in leaves_of(tree) if type(leaf) not in ATOMS and is_sharded_leaf(leaf))
-
-
-def find_in(fqn: str, tree: Any) -> Found:
+def find_in(fqn: str, tree: Any) -> ShardedObjects:
     """The pieces and objects of what a module's `sharded_state_dict()` gave, or of a dict that holds some.
 
     Raises CheckpointSaveError (unsupported_value) for an object that contradicts itself, flattened tensors, and a
     factory whose pieces are not all of its data.
     """
-    found = Found([], [], [])
+    found = ShardedObjects([], [], [])
     for path, leaf in leaves_of(tree):
         if _is_factory(leaf):
             _add_factory(fqn, leaf, found)
@@ -132,7 +127,7 @@ def find_in(fqn: str, tree: Any) -> Found:
     return found
 
 
-def _add_factory(fqn: str, factory: Any, found: Found) -> None:
+def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
     name = join_fqn(fqn, factory.key)
     data = factory.data
     if not isinstance(data, torch.Tensor):
@@ -147,7 +142,7 @@ def _add_factory(fqn: str, factory: Any, found: Found) -> None:
         if not _cover(pieces, data):
             raise _not_inverse(name, "its pieces are not each element of its data once")
     else:
-        copied = Copied(data.detach(), lambda: factory.merge_fn(_with_data(built)))
+        copied = CopiedFactory(data.detach(), lambda: factory.merge_fn(_with_data(built)))
         merged = copied.merged()
         if merged.shape != data.shape or not torch.equal(bits_of(merged.to(data.dtype)), bits_of(data)):
             raise _not_inverse(name, "its merge_fn does not give back what its build_fn took apart")
@@ -164,8 +159,8 @@ def _with_data(built: Any) -> Any:
     return built.data
 
 
-def _cover(pieces: Sequence[Piece], data: torch.Tensor) -> bool:
-    """Whether views of a tensor are each of its elements once."""
+def _cover(pieces: Sequence[ShardedPiece], data: torch.Tensor) -> bool:
+    """True if views of a tensor are each of its elements once."""
     if sum(piece.memory.numel() for piece in pieces) != data.numel():
         return False
     spans = [piece.span for piece in pieces]
@@ -200,7 +195,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat_bytes(tensor.detach().contiguous())
 
 
-def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> Piece:
+def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> ShardedPiece:
     name = join_fqn(fqn, sharded.key)
     data = sharded.data
     _refuse_flattened(name, sharded)
@@ -221,7 +216,9 @@ def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> Piece:
     dense_dtype(name, data)
     memory = data.detach()[(None,) * num_prepended] if num_prepended else data.detach()
     padded_axis = num_prepended if getattr(sharded, "allow_shape_mismatch", False) and data.dim() else None
-    return Piece(sharded.key, shape, Region(offsets, lengths), memory, data if source is None else source, padded_axis)
+    return ShardedPiece(
+        sharded.key, shape, Region(offsets, lengths), memory, data if source is None else source, padded_axis
+    )
 
 
 def _refuse_flattened(name: str, sharded: Any) -> None:

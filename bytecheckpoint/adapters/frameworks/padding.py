@@ -44,12 +44,12 @@ def beyond(shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | No
 
 
 def same_but_for_padding(axis: int | None, shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the shapes are equal, or differ along this axis only."""
+    """True if the shapes are equal, or differ along this axis only."""
     return tuple(shape) == tuple(other) or (axis is not None and _differ_along(axis, shape, other))
 
 
 def _differ_along(axis: int, shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the shapes differ, and along this axis only."""
+    """True if the shapes differ, and along this axis only."""
     if len(shape) != len(other):
         return False
     return [index for index, lengths in enumerate(zip(shape, other, strict=True)) if len(set(lengths)) > 1] == [axis]

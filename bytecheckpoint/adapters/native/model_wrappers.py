@@ -20,7 +20,7 @@ from bytecheckpoint.adapters.native.pipelines import Stage
 from bytecheckpoint.adapters.stateful import Stateful
 
 
-class Inside(NamedTuple):
+class WrappedModules(NamedTuple):
     """The modules that an object has its state of."""
 
     stages: list[Stage]
@@ -29,7 +29,7 @@ class Inside(NamedTuple):
     the object leaves out, or the other way round."""
 
 
-def modules_inside(value: Any) -> Inside | None:
+def modules_inside(value: Any) -> WrappedModules | None:
     """The modules in the attributes of an object with a state_dict(), where that shows exactly their state: the same
     names, and the same memory where a module's state is live. None where it shows anything else, as one does that
     keeps averages of the weights.
@@ -48,7 +48,7 @@ def modules_inside(value: Any) -> Inside | None:
         for item in [of_modules[plain_name(str(name))]]
         if isinstance(item, torch.Tensor)
     )
-    return Inside([Stage(module, None) for module in modules], list(map(str, own))) if is_same else None
+    return WrappedModules([Stage(module, None) for module in modules], list(map(str, own))) if is_same else None
 
 
 def _modules_in(value: Any) -> list[torch.nn.Module]:
@@ -62,7 +62,7 @@ def _modules_in(value: Any) -> list[torch.nn.Module]:
 
 
 def _is_read_otherwise(module: torch.nn.Module) -> bool:
-    """Whether frameworks have adapters of their own for it, or its state_dict() gathers it."""
+    """True if frameworks have adapters of their own for it, or its state_dict() gathers it."""
     is_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
     return is_fsdp1 or is_engine(module) or is_megatron_module(module)
 
@@ -81,7 +81,7 @@ def _memory(value: Any) -> tuple[int, int] | None:
 class ReloadEntry:
     """An object around modules that were loaded in place: it is given their state, which it may have kept a copy of."""
 
-    def __init__(self, fqn: str, value: Stateful, inside: Inside) -> None:
+    def __init__(self, fqn: str, value: Stateful, inside: WrappedModules) -> None:
         self.fqn = fqn
         self._value = value
         self._inside = inside
@@ -97,13 +97,13 @@ class ReloadEntry:
         """Nothing: the modules are entries of their own."""
         return EntryContents([], set())
 
-    def expect(self, _stored: CheckpointView) -> Expectation:
+    def expect(self, _checkpoint: CheckpointView) -> Expectation:
         return Expectation([], set(), [])
 
-    def prepare(self, _stored: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, _checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         """Makes nothing."""
 
-    def finish(self, _stored: CheckpointView) -> None:
+    def finish(self, _checkpoint: CheckpointView) -> None:
         items = {
             plain_name(name): item for stage in self._inside.stages for name, item in stage.module.state_dict().items()
         }

@@ -35,7 +35,7 @@ class ModulePart(NamedTuple):
     stage: int | None
     """Which stage of a pipeline it is, where it says so."""
     is_wrapped: bool
-    """Whether a wrapper puts anything into names; else they are plain as they are."""
+    """True if a wrapper puts anything into names; else they are plain as they are."""
     flat: FlatModule | None = None
     """What its framework keeps flat."""
 
@@ -75,7 +75,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_data(name: str, value: Any) -> bool:
-    """Whether something in a state_dict is no tensor of the module: extra state, or what its own hooks put there."""
+    """True if something in a state_dict is no tensor of the module: extra state, or what its own hooks put there."""
     return not isinstance(value, torch.Tensor) or is_extra_state(name)
 
 

@@ -136,5 +136,5 @@ def tree_of(module: torch.nn.Module) -> ModuleTree:
 
 
 def _keep(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -> bool:
-    """Whether none of the classes overrides one of these methods."""
+    """True if none of the classes overrides one of these methods."""
     return all(getattr(cls, method) is getattr(torch.nn.Module, method) for cls in classes for method in methods)

@@ -16,7 +16,13 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, RankMissing, Scope, not_stored, rank_missing
 from bytecheckpoint.adapters.frameworks import deepspeed
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule, FlatOptimizer, HeldPart, NamedPart, merged
+from bytecheckpoint.adapters.frameworks.flat_parameters import (
+    FlatModule,
+    FlatOptimizer,
+    FlatParamMemory,
+    NamedPart,
+    merged,
+)
 from bytecheckpoint.adapters.materialize import materialise
 from bytecheckpoint.adapters.native.module_parts import (
     EXTRA_STATE,
@@ -31,11 +37,11 @@ from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, join_fqn, leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards
-from bytecheckpoint.adapters.tied import untied, with_flat_ties
+from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
 from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
 
 
-class _Held(NamedTuple):
+class _ModuleTensors(NamedTuple):
     """What the modules of an entry hold."""
 
     tensors: Mapping[str, torch.Tensor]
@@ -44,7 +50,7 @@ class _Held(NamedTuple):
     """FQN of a tied tensor -> the first one's."""
     extra: Mapping[str, Any]
     """Extra state, by FQN."""
-    flat: Sequence[tuple[str, HeldPart]]
+    flat: Sequence[tuple[str, FlatParamMemory]]
     """What is kept flat, with its FQN."""
 
     def names(self) -> set[str]:
@@ -64,11 +70,13 @@ class ModuleEntry:
         self.fqn = fqn
         self.engines = [stage.module for stage in stages if deepspeed.is_engine(stage.module)]
         """Those of the modules that are engines of DeepSpeed."""
+        self.framework = "deepspeed" if self.engines else ""
+        """Name of the framework whose adapter reads them; empty for torch's own."""
         self._parts = [part_of(fqn, stage) for stage in stages]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
-        self._named: _Held | None = None
+        self._named: _ModuleTensors | None = None
         """What was found to name parameters, for the one collect or expect that follows at once."""
         self._refused = Refusals([], ())
 
@@ -132,72 +140,72 @@ class ModuleEntry:
         names |= {*held.names(), *held.facts}
         return EntryContents(shards.found, names, encoded, held.aliases, held.stages)
 
-    def expect(self, stored: CheckpointView) -> Expectation:
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
         held = self._held()
         other_names = _other_names(held.aliases)
         own = {**held.facts, **held.tensors} if held.facts else {}
-        self._refused = refused = refusals(own, stored, held.aliases, other_names)
+        self._refused = refused = refusals(own, checkpoint, held.aliases, other_names)
         problems = refused.problems
         of_module = LocalShards(with_addresses=True)
         of_module.add_all(
-            (_stored_name(fqn, other_names, stored), tensor)
+            (_stored_name(fqn, other_names, checkpoint), tensor)
             for fqn, tensor in held.tensors.items()
             if not refused.has(fqn)
         )
         shards = of_module.found
         for fqn, flat in held.flat:
-            shards += flat.part.shards(_stored_name(fqn, other_names, stored), flat.memory)
+            shards += flat.part.shards(_stored_name(fqn, other_names, checkpoint), flat.memory)
         claims = held.names() | set(held.facts)
-        copies = self._copies(other_names, stored)
+        copies = self._copies(other_names, checkpoint)
         for fqn in held.extra:
-            found = stored.entry_tree(fqn)
+            found = checkpoint.entry_tree(fqn)
             if found is None:
                 problems.append(not_stored(fqn))
             elif found.is_taken:
-                shards += self._extra.shards(found.tree, found.fqn, {}, stored)
+                shards += self._extra.shards(found.tree, found.fqn, {}, checkpoint)
                 values = leaves(found.tree, found.fqn)
-                claims.update(map(stored.rename, values))
-                problems += self._extra.problems(found.tree, found.fqn, stored)
+                claims.update(map(checkpoint.rename, values))
+                problems += self._extra.problems(found.tree, found.fqn, checkpoint)
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
 
-    def _copies(self, other_names: Mapping[str, Sequence[str]], stored: CheckpointView) -> list[LocalShard]:
+    def _copies(self, other_names: Mapping[str, Sequence[str]], checkpoint: CheckpointView) -> list[LocalShard]:
         """What flat parameters are in lower precision."""
         shards: list[LocalShard] = []
         for part in self._parts:
             for copy in () if part.flat is None else part.flat.copies:
-                name = _stored_name(join_fqn(self.fqn, copy.name), other_names, stored)
+                name = _stored_name(join_fqn(self.fqn, copy.name), other_names, checkpoint)
                 shards += copy.part.shards(name, copy.memory)
         return shards
 
-    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
         held = self._read()
         other_names = _other_names(held.aliases)
 
         def is_filled(fqn: str, tensor: torch.Tensor) -> bool:
-            name = _stored_name(held.aliases.get(fqn, fqn), other_names, stored)
-            found = stored.tensors.get(name)
+            name = _stored_name(held.aliases.get(fqn, fqn), other_names, checkpoint)
+            found = checkpoint.tensors.get(name)
             return found is not None and found.shape == tuple(tensor.shape) and name not in refused
 
         for fqn in held.extra:
-            found = stored.entry_tree(fqn)
+            found = checkpoint.entry_tree(fqn)
             if found is not None:
-                self._extra.prepare(found.tree, found.fqn, {}, stored)
+                self._extra.prepare(found.tree, found.fqn, {}, checkpoint)
         for part in self._parts:
             materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, is_filled)})
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         for part in self._parts:
             given: dict[str, Any] = {}
             own: dict[str, Any] = {}
             for name, plain, value in part.state():
                 fqn = join_fqn(self.fqn, plain)
-                found = stored.entry_tree(fqn) if is_data(name, value) else None
+                found = checkpoint.entry_tree(fqn) if is_data(name, value) else None
                 if fqn in self._detached:
                     given[name] = self._detached[fqn]
                 elif found is not None and found.is_taken:
-                    given[name] = self._extra.filled(found.tree, found.fqn, leaves(value, fqn), stored)
+                    given[name] = self._extra.filled(found.tree, found.fqn, leaves(value, fqn), checkpoint)
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
             for name in filter(is_extra_state, list(given)):
@@ -217,15 +225,15 @@ class ModuleEntry:
             if all(is_filled(name, each) for name, each in _tensors_of(fqn, tensor).items()):
                 yield tensor
 
-    def _held(self) -> _Held:
+    def _held(self) -> _ModuleTensors:
         held, self._named = self._named or self._read(), None
         return held
 
-    def _read(self) -> _Held:
+    def _read(self) -> _ModuleTensors:
         """What the modules hold now."""
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
-        flat: list[tuple[str, HeldPart]] = []
+        flat: list[tuple[str, FlatParamMemory]] = []
         flat_ties: list[tuple[str, str]] = []
         facts: dict[str, Any] = {}
         known: dict[int, tuple[str, dict[str, Any]]] = {}
@@ -267,10 +275,10 @@ class ModuleEntry:
                 stages |= dict.fromkeys((fqn for _, fqn, _ in found[start:end]), part.stage)
             if part.stage is not None and part.flat is not None:
                 stages |= dict.fromkeys((prefix + held.name for held in part.flat.held), part.stage)
-        tensors, aliases = untied(found)
+        tensors, aliases = split_tied(found)
         if flat:
             aliases = with_flat_ties(tensors, aliases, [fqn for fqn, _ in flat], flat_ties)
-        return _Held(tensors, aliases, extra, flat, facts, stages)
+        return _ModuleTensors(tensors, aliases, extra, flat, facts, stages)
 
 
 def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -288,6 +296,6 @@ def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
     return other_names
 
 
-def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], stored: CheckpointView) -> str:
+def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], checkpoint: CheckpointView) -> str:
     """The first of a tensor's names that the checkpoint has."""
-    return next((name for name in (fqn, *other_names.get(fqn, ())) if name in stored.tensors), fqn)
+    return next((name for name in (fqn, *other_names.get(fqn, ())) if name in checkpoint.tensors), fqn)

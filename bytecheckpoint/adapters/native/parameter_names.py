@@ -17,7 +17,7 @@ from bytecheckpoint.adapters.native.module_parts import plain_name
 from bytecheckpoint.adapters.plain.plain_data import join_fqn
 from bytecheckpoint.adapters.shards import NEW_TUPLE, unsupported
 
-MODEL = "model"
+MODEL_FQN = "model"
 
 
 class NamesParameters(Protocol):
@@ -47,8 +47,8 @@ class ParameterNames(NamedTuple):
 
     @property
     def is_outside_model(self) -> bool:
-        """Whether its name is the FQN that it has in a module, and that module is not `model`."""
-        return self.name == self.fqns[0] and join_fqn(MODEL, self.name) not in self.fqns
+        """True if its name is the FQN that it has in a module, and that module is not `model`."""
+        return self.name == self.fqns[0] and join_fqn(MODEL_FQN, self.name) not in self.fqns
 
 
 class OptimizedParameter(NamedTuple):
@@ -127,7 +127,7 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
         for other, name in entry.tied_names().items() if names or parts else ():
             others.setdefault(name, []).append(other)
         prefix = f"{entry.fqn}." if entry.fqn else ""
-        is_model = entry.fqn == MODEL
+        is_model = entry.fqn == MODEL_FQN
         for parameter_id, name in names.items():
             if name in others:
                 of_parameter = _names_of(prefix, others, name, is_model=is_model)
@@ -176,7 +176,7 @@ def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> Par
             "optimizer from model.named_parameters()",
         )
     name = plain_name(name)
-    return ParameterNames(name, (name, join_fqn(MODEL, name)))
+    return ParameterNames(name, (name, join_fqn(MODEL_FQN, name)))
 
 
 def _check_unique(optimizer_fqn: str, found: OptimizedParameters) -> None:

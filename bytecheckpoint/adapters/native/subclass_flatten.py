@@ -34,7 +34,7 @@ from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
 
 
 def is_subclass(value: object) -> bool:
-    """Whether a value is a tensor that names the tensors that it is made of, or a DTensor of such tensors."""
+    """True if a value is a tensor that names the tensors that it is made of, or a DTensor of such tensors."""
     if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     tensor = value._local_tensor if isinstance(value, DTensor) else value
@@ -73,7 +73,7 @@ def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def is_facts(fqn: str) -> bool:
-    """Whether this is the FQN of the facts of a subclass, unless a user has called something else so."""
+    """True if this is the FQN of the facts of a subclass, unless a user has called something else so."""
     return fqn.endswith(FACTS) and fqn.rpartition(".")[2] == FACTS
 
 
@@ -82,7 +82,7 @@ def outer_fqn(facts_fqn: str) -> str:
     return facts_fqn[: -len(FACTS) - 1]
 
 
-def around(fqn: str, outer: Collection[str]) -> list[str]:
+def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
     """Those of the FQNs of subclasses that something is inside of, the innermost one first."""
     found, name = [], fqn.rpartition(".")[0]
     while name:
@@ -103,10 +103,10 @@ def tied_subclasses(
         return {}
     owners: dict[str, set[str]] = {}
     for alias, fqn in aliases.items():
-        for name in around(alias, outer):
+        for name in enclosing(alias, outer):
             path = alias.removeprefix(name)
             owners.setdefault(name, set()).add(fqn.removesuffix(path) if fqn.endswith(path) else "")
-    has_own = {name for fqn in fqns_of_own for name in around(fqn, outer)}
+    has_own = {name for fqn in fqns_of_own for name in enclosing(fqn, outer)}
     single = {name: next(iter(found)) for name, found in owners.items() if len(found) == 1 and name not in has_own}
     return {name: owner for name, owner in single.items() if owner in outer}
 
@@ -260,7 +260,7 @@ def spread_like(
 
 
 def names_table(fqn: str) -> bool:
-    """Whether the inner tensor of this FQN is the same for all parts of the tensor around it."""
+    """True if the inner tensor of this FQN is the same for all parts of the tensor around it."""
     return fqn.rpartition(".")[2] in _TABLES
 
 
@@ -294,12 +294,12 @@ def _sharded_dims(outer: DTensor) -> set[int] | None:
 
 
 def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
-    """Whether a tensor of so many dimensions has those along which the outer one is cut."""
+    """True if a tensor of so many dimensions has those along which the outer one is cut."""
     return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
 
 
 def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
-    """Whether parts of the outer tensor end where blocks do, of which an inner tensor of this length has one element
+    """True if parts of the outer tensor end where blocks do, of which an inner tensor of this length has one element
     each, or several: 6 rows with 4 scales are blocks of two rows and a short one, twice.
     """
     if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
 from bytecheckpoint.adapters.native.subclass_flatten import (
-    around,
+    enclosing,
     flat_parts,
     is_facts,
     is_subclass,
@@ -42,7 +42,7 @@ class Refusals(NamedTuple):
 
 def refusals(
     own: Mapping[str, Any],
-    stored: CheckpointView,
+    checkpoint: CheckpointView,
     aliases: Mapping[str, str] = MappingProxyType({}),
     other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Refusals:
@@ -55,11 +55,11 @@ def refusals(
     if not facts:
         return Refusals([], ())
     outer = {outer_fqn(fqn) for fqn in facts}
-    problems = _facts_problems(facts, stored, tied_subclasses(facts, aliases, own.keys() - facts.keys()))
+    problems = _facts_problems(facts, checkpoint, tied_subclasses(facts, aliases, own.keys() - facts.keys()))
     refused = {problem.fqn for problem in problems}
     for fqn, value in own.items():
-        if isinstance(value, torch.Tensor) and around(fqn, outer):
-            problem = _part_problem(fqn, value, stored, other_names.get(fqn, ()))
+        if isinstance(value, torch.Tensor) and enclosing(fqn, outer):
+            problem = _part_problem(fqn, value, checkpoint, other_names.get(fqn, ()))
             if problem is not None:
                 problems.append(problem)
                 refused.add(fqn)
@@ -68,8 +68,8 @@ def refusals(
 
 def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
     """The prefixes of the outermost subclasses around these FQNs, and of those that share a tensor with one of them."""
-    refused = {around(fqn, outer)[-1] for fqn in fqns}
-    pairs = [(around(alias, outer), around(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
+    refused = {enclosing(fqn, outer)[-1] for fqn in fqns}
+    pairs = [(enclosing(alias, outer), enclosing(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
     links = [{of_alias[-1], of_own[-1]} for of_alias, of_own in pairs if of_alias and of_own]
     while True:
         more = {name for link in links if link & refused for name in link} - refused
@@ -78,19 +78,19 @@ def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[st
         refused |= more
 
 
-def _part_problem(fqn: str, own: Any, stored: CheckpointView, other_names: Sequence[str]) -> Problem | None:
+def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: Sequence[str]) -> Problem | None:
     """Why an inner tensor cannot be filled. It is never cast: the same number means something else as another type."""
-    missing = stored.missing_at(fqn)
+    missing = checkpoint.missing_at(fqn)
     if missing is not None:
         return rank_missing(fqn, missing[1].num_saved)
-    name = next((name for name in (fqn, *other_names) if name in stored.tensors), fqn)
-    found = stored.tensors.get(name)
+    name = next((name for name in (fqn, *other_names) if name in checkpoint.tensors), fqn)
+    found = checkpoint.tensors.get(name)
     if found is None:
-        inline = stored.plain.get(fqn)
+        inline = checkpoint.plain.get(fqn)
         if isinstance(inline, torch.Tensor):
             found = StoredTensor(fqn, dtype_name(inline.dtype), tuple(inline.shape))
     if found is None:
-        return None if stored.skips(fqn) else not_stored(fqn)
+        return None if checkpoint.skips(fqn) else not_stored(fqn)
     why = why_no_part(own, found)
     return None if why is None else Problem(why[0], name, f"{name}: {why[1]}")
 
@@ -111,7 +111,7 @@ def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | Non
     return None
 
 
-def _facts_problems(own: Mapping[str, Any], stored: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
+def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
     """What is different, or missing, of facts by FQN; `tied` subclasses have those of any of their names."""
     names: dict[str, list[str]] = {}
     for fqn in own:
@@ -119,9 +119,9 @@ def _facts_problems(own: Mapping[str, Any], stored: CheckpointView, tied: Mappin
         names.setdefault(f"{owner}.{FACTS}", []).append(fqn)
     problems: list[Problem] = []
     for group in names.values():
-        found = [fqn for fqn in group if fqn in stored.plain]
-        problems += [_problem(fqn, own[fqn], stored) for fqn in found if _differs(own[fqn], stored.plain[fqn])]
-        if not found and not any(map(stored.skips, group)):
+        found = [fqn for fqn in group if fqn in checkpoint.plain]
+        problems += [_problem(fqn, own[fqn], checkpoint) for fqn in found if _differs(own[fqn], checkpoint.plain[fqn])]
+        if not found and not any(map(checkpoint.skips, group)):
             problems.append(not_stored(group[0]))
     return problems
 
@@ -130,37 +130,37 @@ def _differs(own: Any, found: Any) -> bool:
     return difference(own, found) is not None
 
 
-def _problem(fqn: str, own: Any, stored: CheckpointView) -> Problem:
-    text = f"{outer_fqn(fqn)}: tensor subclasses that differ: {difference(own, stored.plain[fqn])}"
+def _problem(fqn: str, own: Any, checkpoint: CheckpointView) -> Problem:
+    text = f"{outer_fqn(fqn)}: tensor subclasses that differ: {difference(own, checkpoint.plain[fqn])}"
     return Problem("conflict", fqn, text)
 
 
-def unbuildable(values: Mapping[str, Any], stored: CheckpointView) -> dict[str, Problem]:
+def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
     """Of subclasses that are about to be built of these leaves, by checkpoint FQN: which cannot be, by theirs."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
-    parts = {fqn: _on_meta(fqn, value, stored) for fqn, value in values.items()}
+    parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}
     found: dict[str, Problem] = {}
     for facts_fqn, reason in why_not_built(parts).items():
-        fqn = stored.rename(facts_fqn)
+        fqn = checkpoint.rename(facts_fqn)
         text = f"{outer_fqn(fqn)}: a tensor subclass that cannot be built: {reason}"
         found[outer_fqn(facts_fqn)] = Problem("conflict", fqn, text)
     return found
 
 
-def _on_meta(fqn: str, value: Any, stored: CheckpointView) -> Any:
+def _on_meta(fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
     """What stands for a leaf where no memory is wanted yet."""
     if isinstance(value, TensorRef):
-        tensor = stored.tensors.get(stored.rename(fqn))
+        tensor = checkpoint.tensors.get(checkpoint.rename(fqn))
         return None if tensor is None else placeholder(tensor)
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def partly_taken(values: Mapping[str, Any], stored: CheckpointView) -> set[str]:
+def partly_taken(values: Mapping[str, Any], checkpoint: CheckpointView) -> set[str]:
     """The outermost subclasses among leaves by checkpoint FQN of which include or exclude leave something out."""
     outer = {outer_fqn(fqn) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
-    names = [fqn for fqn in values if not stored.takes(fqn)] if outer else []
-    return {found[-1] for found in (around(fqn, outer) for fqn in names) if found}
+    names = [fqn for fqn in values if not checkpoint.takes(fqn)] if outer else []
+    return {found[-1] for found in (enclosing(fqn, outer) for fqn in names) if found}
 
 
 def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,7 +174,7 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _holds_any(value: Any) -> bool:
-    """Whether a state holds elements here: of one that lies elsewhere nobody can tell what it is."""
+    """True if a state holds elements here: of one that lies elsewhere nobody can tell what it is."""
     if not isinstance(value, torch.Tensor):
         return False
     return not isinstance(value, DTensor) or value._local_tensor.numel() > 0
@@ -222,7 +222,7 @@ class SubclassState:
 
     def _why_no_part(self, key: str, own: Any) -> str | None:
         """Why a live inner tensor is not filled; what include and exclude leave out is no reason."""
-        if is_facts(key) or not around(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
+        if is_facts(key) or not enclosing(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
             return None
         if key not in self._tensors:
             return "an inner tensor of the state's subclass that is not in the checkpoint"
@@ -241,15 +241,15 @@ class SubclassState:
         return None
 
     def takes(self, key: str) -> bool:
-        """Whether what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
+        """True if what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
         return key.partition(".")[0] not in self._refused
 
     def lacks(self, key: str) -> bool:
-        """Whether the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
+        """True if the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
         return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
 
     def is_elsewhere(self, key: str) -> bool:
-        """Whether the state of this key holds nothing here of what is a subclass on other ranks."""
+        """True if the state of this key holds nothing here of what is a subclass on other ranks."""
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
@@ -267,9 +267,9 @@ class SubclassState:
         return [self._facts[of_key] for of_key in keys]
 
     def _is_spread(self, key: str) -> bool:
-        """Whether a tensor is a part of something that lies like the parameter, which is spread over ranks."""
-        around = self._around(key)
-        is_like = bool(around) and around[0][0]["shape"] == list(self._parameter.shape)
+        """True if a tensor is a part of something that lies like the parameter, which is spread over ranks."""
+        enclosing = self._around(key)
+        is_like = bool(enclosing) and enclosing[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)
 
     def _spread(self, key: str, stored: StoredTensor, device: torch.device) -> DTensor | None:

@@ -128,7 +128,7 @@ def _shown(value: Any) -> str:
 
 
 def are_facts(found: Any) -> bool:
-    """Whether plain data describes a tensor subclass."""
+    """True if plain data describes a tensor subclass."""
     if type(found) is not list or len(found) != 1 or type(found[0]) is not dict:
         return False
     told = found[0]
@@ -206,7 +206,7 @@ def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs_code(cls: type[Any], names: Collection[str]) -> bool:
-    """Whether to set these fields, or to let go of what has them, is more than to keep values."""
+    """True if to set these fields, or to let go of what has them, is more than to keep values."""
     found = [inspect.getattr_static(cls, name, None) for name in names]
     is_set_by_code = any(hasattr(type(it), "__set__") and not isinstance(it, MemberDescriptorType) for it in found)
     return is_set_by_code or hasattr(cls, "__del__")

@@ -47,7 +47,7 @@ def by_first_parameter(
 
 
 def agreed(
-    parameters: Iterable[ParameterNames], found: StoredOptimizer, stored: CheckpointView
+    parameters: Iterable[ParameterNames], found: StoredOptimizer, checkpoint: CheckpointView
 ) -> tuple[dict[str, Any], list[Problem]]:
     """The stored values for a group of these parameters, and those on which they do not agree."""
     by_parameter = map(found.group, parameters)
@@ -62,7 +62,7 @@ def agreed(
         if key in first.values and all(_has_same(first, other, key) for other in taken):
             values[key] = first.values[key]
             continue
-        fqn = stored.rename(join_fqn(first.fqn, key))
+        fqn = checkpoint.rename(join_fqn(first.fqn, key))
         text = f"{fqn}: the parameters of this group were saved in groups with different values of {key!r}"
         problems.append(Problem("conflict", fqn, text))
     return values, problems
@@ -86,7 +86,7 @@ def _has_same(group: StoredGroup, other: StoredGroup, key: str) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
+    """True if two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
     # As bytes, so that NaN is NaN and arrays are compared whole.

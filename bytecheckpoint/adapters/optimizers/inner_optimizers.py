@@ -60,13 +60,13 @@ def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer gives out `.state` as torch's base class does, and `.state` is an attribute of its own."""
+    """True if an optimizer gives out `.state` as torch's base class does, and `.state` is an attribute of its own."""
     has_usual_dict = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
     return has_usual_dict and "state_dict" not in vars(optimizer) and keeps_state(optimizer)
 
 
 def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether what is put into `.state` stays there: a property may give a new dict each time."""
+    """True if what is put into `.state` stays there: a property may give a new dict each time."""
     return _STATE in vars(optimizer) or optimizer.state is optimizer.state
 
 
@@ -76,7 +76,7 @@ class ShownState(NamedTuple):
     shapes: Shapes
     """Of its tensors, without hyperparameters."""
     has_own_data: bool
-    """Whether there is plain data in it that is neither state of a parameter nor a hyperparameter."""
+    """True if there is plain data in it that is neither state of a parameter nor a hyperparameter."""
 
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:

@@ -1,4 +1,4 @@
-"""Whether state that was saved is state of an optimizer's own kind, told by what it consists of: names of classes say
+"""True if state that was saved is state of an optimizer's own kind, told by what it consists of: names of classes say
 little, because a fused, a wrapped and a derived optimizer go on from one another's state.
 """
 
@@ -12,6 +12,7 @@ import torch
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
+from bytecheckpoint.errors import and_more
 
 _NUM_SHOWN = 3
 
@@ -105,7 +106,7 @@ def clashes(
 
 
 def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool) -> bool:
-    """Whether state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
+    """True if state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
     was saved with the same hyperparameters, or was not to be loaded whole.
     """
     is_lacking = not may_lack and bool(keys) and not kind.needed.issubset(keys)
@@ -115,10 +116,9 @@ def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool
 def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:
     """One for all parameters of an optimizer entry; `kinds` are the names of its classes."""
     first = found[0]
-    shown = ", ".join(clash.name for clash in found[:_NUM_SHOWN])
-    more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
+    shown = and_more([clash.name for clash in found], _NUM_SHOWN)
     text = (
-        f"{fqn}: saved by another kind of optimizer: for {shown}{more} the checkpoint has "
+        f"{fqn}: saved by another kind of optimizer: for {shown} the checkpoint has "
         f"{', '.join(sorted(first.stored))}, and {', '.join(sorted(kinds))} has {', '.join(sorted(first.own))}. To "
         "start the optimizer anew leave it out of the state; strict=False leaves it as it is and loads the rest"
     )

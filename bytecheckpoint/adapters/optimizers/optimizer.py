@@ -8,7 +8,7 @@ neither (LBFGS's lists) is a tree. A fresh optimizer gets its state on load, wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from bytecheckpoint.adapters.frameworks.flat_optimizer_state import FlatState, d
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.fsdp1 import shows_parameter
 from bytecheckpoint.adapters.native.parameter_names import (
-    MODEL,
+    MODEL_FQN,
     NamesParameters,
     OptimizedParameters,
     ParameterNames,
@@ -35,6 +35,7 @@ from bytecheckpoint.adapters.optimizers.param_state import (
     collect_state,
     refuse_zero_redundancy,
 )
+from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, unsupported
@@ -43,15 +44,26 @@ from bytecheckpoint.adapters.shards import LocalShard, LocalShards, unsupported
 class OptimizerEntry:
     """One optimizer, or several that share a name in the state."""
 
-    def __init__(self, fqn: str, optimizers: Sequence[torch.optim.Optimizer | FlatOptimizer]) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        optimizers: Sequence[torch.optim.Optimizer | FlatOptimizer],
+        *,
+        framework: str = "",
+        link: Callable[[Sequence[NamesParameters]], None] = lambda _: None,
+    ) -> None:
+        """`link` is called with the modules of the state before they name the parameters."""
         self.fqn = fqn
         self.wrapped = [each for each in optimizers if isinstance(each, FlatOptimizer)]
-        """Those that frameworks have wrapped."""
+        """The optimizers that frameworks have wrapped."""
+        self.framework = framework or ("deepspeed" if self.wrapped else "")
+        """Name of the framework whose adapter has read the optimizers; empty for torch's own."""
+        self._link = link
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
         self._optimized = OptimizedParameters({}, {})
         """What lies in each tensor of the param_groups."""
         self._has_model = False
-        """Whether there is a `model`, which may have the names of other modules in it."""
+        """True if there is a `model`, which may have the names of other modules in it."""
         self._created: CreatedTensors = {}
         self._one_values: dict[str, Any] = {}
         """What flat memory has one of, by FQN."""
@@ -68,11 +80,16 @@ class OptimizerEntry:
         """
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)
+        self._link(modules)
         self._optimized = name_parameters(self.fqn, self._parameters(), modules)
-        self._has_model = any(module.fqn == MODEL for module in modules)
+        self._has_model = any(module.fqn == MODEL_FQN for module in modules)
+
+    def check_can_be_lazy(self) -> None:
+        """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
+        check_steps_wait(self.fqn, self.optimizers, self.wrapped if self.framework == "deepspeed" else ())
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Its own, by parameter."""
+        """Returns the library's own form, by parameter."""
         return {self.fqn: OWN}
 
     def collect(self) -> EntryContents:
@@ -124,18 +141,18 @@ class OptimizerEntry:
                 raise unsupported(fqn, what, "give each optimizer a name of its own in the state")
         return facts
 
-    def expect(self, stored: CheckpointView) -> Expectation:
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
         padding: list[LocalShard] = []
         expectation = Expectation([], set(), [], padding=padding)
-        found = self._find(stored)
+        found = self._find(checkpoint)
         if found is None:
-            why = stored.why_left_out(self.fqn)
+            why = checkpoint.why_left_out(self.fqn)
             if why is not None:  # its tensors are there, and no use without its groups
-                claims = {name for name in stored.all_names() if is_at_or_below(name, {self.fqn})}
+                claims = {name for name in checkpoint.all_names() if is_at_or_below(name, {self.fqn})}
                 problem = Problem("conflict", self.fqn, f"{self.fqn}: {why}")
                 return expectation._replace(claims=claims, problems=[problem])
             text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
-            if stored.entry_tree(f"{self.fqn}.1") is not None:
+            if checkpoint.entry_tree(f"{self.fqn}.1") is not None:
                 text += ", but several with numbers: give each a name, as in "
                 text += f'{{"{self.fqn}": {{"0": first, "1": second}}}}'
             return expectation._replace(problems=[Problem("missing_key", self.fqn, text)])
@@ -158,12 +175,12 @@ class OptimizerEntry:
                 expectation.problems.extend(of_flat.problems)
                 padding += of_flat.padding
             for _, parameters in self._param_groups(optimizer):
-                expectation.problems.extend(self._hyperparameters(parameters, found, stored)[1])
+                expectation.problems.extend(self._hyperparameters(parameters, found, checkpoint)[1])
         return expectation
 
-    def prepare(self, stored: CheckpointView, _refused: Collection[str]) -> None:
+    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         self._is_prepared = True
-        found = self._find(stored)
+        found = self._find(checkpoint)
         if found is None:
             return
         for state in self._loadable(found):
@@ -172,24 +189,24 @@ class OptimizerEntry:
             for flat in self._flat_states(optimizer, found):
                 flat.prepare(found)
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         """Raises CheckpointMismatchError (conflict) at the end, where flat memory has one value for parameters that do
         not agree on it.
         """
-        found = self._find(stored)
+        found = self._find(checkpoint)
         if found is None:
             return
         if found.has_subclasses and not self._is_prepared:  # a rank that holds nothing has nothing to read for them
-            self.prepare(stored, ())
+            self.prepare(checkpoint, ())
         for state in self._loadable(found):
-            state.finish(stored)
+            state.finish(checkpoint)
         differing: list[str] = []
         for optimizer in self.optimizers:
             for flat in self._flat_states(optimizer, found):
                 differing += flat.finish(found)
             for group, parameters in self._param_groups(optimizer):
                 if id(group) not in self._clashing(found):
-                    set_hyperparameters(group, self._hyperparameters(parameters, found, stored)[0])
+                    set_hyperparameters(group, self._hyperparameters(parameters, found, checkpoint)[0])
         for each in self.wrapped:
             each.take_facts(found.facts())
         if differing:
@@ -219,24 +236,24 @@ class OptimizerEntry:
         for optimizer in self.optimizers:
             yield from (state for state in self._whole_states(optimizer, found) if state.fits)
 
-    def _find(self, stored: CheckpointView) -> StoredOptimizer | None:
+    def _find(self, checkpoint: CheckpointView) -> StoredOptimizer | None:
         if self._found is None:
-            tree = stored.object_tree(self.fqn)
+            tree = checkpoint.object_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
                 held = [group for optimizer in self.optimizers for group in self._param_groups(optimizer)]
                 names = [self._optimized.names(parameters) for _, parameters in held]
                 has_order = all(self._has_order(memory) for _, parameters in held for memory in parameters)
-                self._found = StoredOptimizer(self.fqn, tree, stored, names, has_order=has_order)
+                self._found = StoredOptimizer(self.fqn, tree, checkpoint, names, has_order=has_order)
         return self._found
 
     def _has_order(self, memory: torch.Tensor) -> bool:
-        """Whether it stands where its parameter would stand in an optimizer of the unwrapped model."""
+        """True if it stands where its parameter would stand in an optimizer of the unwrapped model."""
         return id(memory) not in self._optimized.flat or shows_parameter(memory)
 
     def _hyperparameters(
-        self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, stored: CheckpointView
+        self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, checkpoint: CheckpointView
     ) -> tuple[dict[str, Any], list[Problem]]:
-        return agreed(self._optimized.names(parameters), found, stored)
+        return agreed(self._optimized.names(parameters), found, checkpoint)
 
     def _param_groups(
         self, optimizer: torch.optim.Optimizer

@@ -13,7 +13,7 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
-from bytecheckpoint.adapters.materialize import home_of
+from bytecheckpoint.adapters.materialize import target_device
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames, check_state_key
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
@@ -21,8 +21,8 @@ from bytecheckpoint.adapters.optimizers.scalar_state import (
     HOST_SCALARS,
     can_take,
     is_number,
-    is_one,
-    put_one_value,
+    is_scalar,
+    put_scalar,
     scalar_device,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
@@ -99,7 +99,7 @@ class WholeState:
 
     @property
     def fits(self) -> bool:
-        """Whether the parameter had its shape when its state was saved, as far as the checkpoint tells."""
+        """True if the parameter had its shape when its state was saved, as far as the checkpoint tells."""
         return self._found.fits(self._names, tuple(self._parameter.shape))
 
     def expect(self) -> Expectation:
@@ -132,7 +132,7 @@ class WholeState:
                 target = self._new(key, tensor, torch.device("meta"))
             shards.add(fqn, target)
         for key, value in subclasses.own.items():
-            is_plain = key in plain and is_number(plain[key][1]) and is_one(value)
+            is_plain = key in plain and is_number(plain[key][1]) and is_scalar(value)
             is_own = isinstance(value, torch.Tensor) and key not in self._tensors and not is_plain
             if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
                 shards.add(self._state_fqn(key), value)
@@ -157,32 +157,32 @@ class WholeState:
             else:
                 optimizer.state[parameter][key] = self._new(key, tensor, None)
 
-    def finish(self, stored: CheckpointView) -> None:
+    def finish(self, checkpoint: CheckpointView) -> None:
         """Puts in place what is no tensor, or made of several."""
         optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
         for key, (fqn, value) in self._found.plain(self._names).items():
             if not subclasses.lacks(key):
                 continue
             refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
-            new = {leaf: self._created[id(parameter), stored.rename(ref.fqn)] for leaf, ref in refs.items()}
+            new = {leaf: self._created[id(parameter), checkpoint.rename(ref.fqn)] for leaf, ref in refs.items()}
             if not can_take(subclasses.own.get(key), value):
                 continue
             if is_number(value):
-                put_one_value(optimizer, parameter, key, value, group=self._group)
+                put_scalar(optimizer, parameter, key, value, group=self._group)
                 continue
             filled = with_leaves(copy.deepcopy(value), fqn, new)  # another parameter may have been tied to this one
             optimizer.state[parameter][key] = restored(filled, fqn, like=parameter)
         for key, (fqn, tensor) in self._tensors.items():
             if becomes_number(subclasses.own.get(key), tensor):
                 value = self._created[id(parameter), fqn]
-                put_one_value(optimizer, parameter, key, value, group=self._group)
+                put_scalar(optimizer, parameter, key, value, group=self._group)
 
     def _state_fqn(self, key: str) -> str:
         return f"{self._fqn}.state.{self._names.name}.{key}"
 
 
 def becomes_number(own: Any, stored: StoredTensor) -> bool:
-    """Whether a stored tensor goes to where the optimizer has a number."""
+    """True if a stored tensor goes to where the optimizer has a number."""
     return is_number(own) and prod(stored.shape) == 1
 
 
@@ -204,7 +204,7 @@ def new_state(
     if device is None and is_scalar:
         device = scalar_device(group, parameter)
     elif device is None and parameter.is_meta:
-        device = home_of(parameter)
+        device = target_device(parameter)
     if stored.shape == tuple(parameter.shape) and not is_scalar:
         return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
     return torch.empty(stored.shape, dtype=dtype, device=parameter.device if device is None else device)

@@ -20,21 +20,21 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def is_one(value: Any) -> bool:
-    """Whether a piece of state is a number, or a tensor of one element."""
+def is_scalar(value: Any) -> bool:
+    """True if a piece of state is a number, or a tensor of one element."""
     return value.numel() == 1 if isinstance(value, torch.Tensor) else is_number(value)
 
 
 def holds_more(own: Any) -> bool:
-    """Whether what the optimizer has is a tensor of several elements, where no single value can go."""
+    """True if what the optimizer has is a tensor of several elements, where no single value can go."""
     return isinstance(own, torch.Tensor) and own.numel() != 1
 
 
 def can_take(own: Any, value: Any) -> bool:
-    """Whether a loaded value has a place where the optimizer has this: one value in a tensor of one, anything in what
+    """True if a loaded value has a place where the optimizer has this: one value in a tensor of one, anything in what
     is no tensor. The rest was refused, and strict=False leaves it out.
     """
-    return not isinstance(own, torch.Tensor) or (is_one(value) and own.numel() == 1)
+    return not isinstance(own, torch.Tensor) or (is_scalar(value) and own.numel() == 1)
 
 
 def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
@@ -43,7 +43,7 @@ def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.de
     return parameter.device if is_on_device else torch.device("cpu")
 
 
-def put_one_value(
+def put_scalar(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, *, group: Mapping[str, Any]
 ) -> None:
     """Puts a loaded value in place: what is a tensor stays that tensor, and what is a number stays one. A state that
@@ -72,6 +72,6 @@ def _number(value: torch.Tensor, *, like: float) -> int | float:
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer without state would make its scalars as tensors: torch's own and what is derived of them."""
+    """True if an optimizer without state would make its scalars as tensors: torch's own and what is derived of them."""
     bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
     return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

@@ -33,7 +33,7 @@ def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrap
 
 
 def _waits(optimizer: torch.optim.Optimizer, outer: Sequence[object]) -> bool:
-    """Whether a step of this optimizer waits: by its own hooks, or because all of its parameters are stepped by
+    """True if a step of this optimizer waits: by its own hooks, or because all of its parameters are stepped by
     optimizers inside it that wait.
     """
     # Not by the class alone: schedulers and trainers replace `step` on the instance.

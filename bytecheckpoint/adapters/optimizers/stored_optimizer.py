@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree
 from bytecheckpoint.adapters.expectation import Problem
-from bytecheckpoint.adapters.native.parameter_names import MODEL, ParameterNames
+from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN, ParameterNames
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts
 from bytecheckpoint.adapters.plain.plain_data import join_fqn, leaves
 
@@ -34,7 +34,7 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def are_groups(tree: Any) -> bool:
-    """Whether a tree is surely an optimizer's: data of other objects may have the same keys."""
+    """True if a tree is surely an optimizer's: data of other objects may have the same keys."""
     if not is_optimizer_tree(tree) or not isinstance(tree["groups"], dict) or not tree["groups"]:
         return False
     return all(isinstance(each, dict) and each.keys() == {"params", "values"} for each in tree["groups"].values())
@@ -47,7 +47,7 @@ class StoredOptimizer:
         self,
         fqn: str,
         found: StoredTree,
-        stored: CheckpointView,
+        checkpoint: CheckpointView,
         groups: Sequence[Sequence[ParameterNames]],
         *,
         has_order: bool,
@@ -57,7 +57,7 @@ class StoredOptimizer:
         """
         names = [of_parameter for of_group in groups for of_parameter in of_group]
         self._fqn = fqn
-        self._stored = stored
+        self._checkpoint = checkpoint
         self._tree: Mapping[str, Any] = found.tree
         self._tree_fqn = found.fqn
         self._groups = {
@@ -83,24 +83,24 @@ class StoredOptimizer:
         else:
             self._find_by_name()
         # Where two come to one name, exclude has left one of them out.
-        self._sources = {stored.rename(source): source for source in sorted(stored.saved, key=stored.takes)}
+        self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
 
     def _find_by_name(self) -> None:
         for name in self._groups:
             for state_fqn in self._state_fqns(name):
                 self._by_state_fqn.setdefault(state_fqn, name)
-            if self._source(name) in self._stored.saved:
-                self._by_tensor.setdefault(self._stored.saved[self._source(name)].fqn, name)
+            if self._source(name) in self._checkpoint.saved:
+                self._by_tensor.setdefault(self._checkpoint.saved[self._source(name)].fqn, name)
 
     @cached_property
     def has_subclasses(self) -> bool:
-        """Whether any state in it is a tensor subclass."""
+        """True if any state in it is a tensor subclass."""
         return any(map(is_facts, leaves(self._tree["state"], "")))
 
     def _tensors_by_name(self) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
         prefix = f"{join_fqn(self._tree_fqn, 'state')}."
         tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-        for fqn, tensor in self._stored.tensors.items():
+        for fqn, tensor in self._checkpoint.tensors.items():
             if not tensor.fqn.startswith(prefix):
                 continue
             name, _, key = tensor.fqn[len(prefix) :].rpartition(".")
@@ -113,8 +113,8 @@ class StoredOptimizer:
 
     def _source(self, name: str) -> str:
         """The checkpoint FQN of the parameter that was saved under this name."""
-        in_model = join_fqn(MODEL, name)
-        is_in_model = in_model in self._stored.saved and name not in self._tree.get("outside_model", ())
+        in_model = join_fqn(MODEL_FQN, name)
+        is_in_model = in_model in self._checkpoint.saved and name not in self._tree.get("outside_model", ())
         return in_model if is_in_model else name
 
     def _state_fqns(self, name: str) -> list[str]:
@@ -122,12 +122,14 @@ class StoredOptimizer:
         module, or else as it renames its state in the optimizer.
         """
         source = self._source(name)
-        sources = [source] if source in self._stored.saved else [join_fqn(MODEL, name), name]
-        renamed = [new for new in map(self._stored.rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources]
+        sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
+        renamed = [
+            new for new in map(self._checkpoint.rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources
+        ]
         if renamed:
             return renamed
         in_optimizer = self._renamed_in_optimizer(name)
-        return sources if in_optimizer is None else [join_fqn(MODEL, in_optimizer), in_optimizer]
+        return sources if in_optimizer is None else [join_fqn(MODEL_FQN, in_optimizer), in_optimizer]
 
     def _renamed_in_optimizer(self, name: str) -> str | None:
         prefix = f"{self._fqn}.state."
@@ -151,7 +153,7 @@ class StoredOptimizer:
         elsewhere = self._tree.get("elsewhere", {})
         for fqn in names.fqns:
             source = self._sources.get(fqn, fqn)
-            tensor = self._stored.saved.get(source)
+            tensor = self._checkpoint.saved.get(source)
             found += [elsewhere.get(source), None if tensor is None else self._by_tensor.get(tensor.fqn)]
         return list(dict.fromkeys(name for name in found if name is not None))
 
@@ -160,27 +162,27 @@ class StoredOptimizer:
         for name in self._names(names):
             yield from (fqn for fqn, _ in self._tensors.get(name, {}).values())
             plain = leaves(self._tree["state"].get(name, {}), join_fqn(self._tree_fqn, f"state.{name}"))
-            yield from map(self._stored.rename, plain)
+            yield from map(self._checkpoint.rename, plain)
 
     def shared_claims(self) -> Iterator[str]:
         """State FQNs of what belongs to no single parameter."""
         for key in self._tree.keys() - {"state"}:
-            yield from map(self._stored.rename, leaves(self._tree[key], join_fqn(self._tree_fqn, key)))
+            yield from map(self._checkpoint.rename, leaves(self._tree[key], join_fqn(self._tree_fqn, key)))
         if not self._tree["state"]:
-            yield self._stored.rename(join_fqn(self._tree_fqn, "state"))
+            yield self._checkpoint.rename(join_fqn(self._tree_fqn, "state"))
 
     def is_excluded(self, names: ParameterNames) -> bool:
-        """Whether exclude leaves out the parameter itself, under every name that it has."""
+        """True if exclude leaves out the parameter itself, under every name that it has."""
         sources = [self._sources[fqn] for fqn in names.fqns if fqn in self._sources]
-        return all(map(self._stored.excludes, sources or map(self._stored.globbed_name, names.fqns)))
+        return all(map(self._checkpoint.excludes, sources or map(self._checkpoint.globbed_name, names.fqns)))
 
     def parameter_shape(self, names: ParameterNames) -> tuple[int, ...] | None:
         """What the shape of the parameter was, where a module with it is in the checkpoint."""
-        tensors = (self._stored.saved.get(self._source(name)) for name in self._names(names))
+        tensors = (self._checkpoint.saved.get(self._source(name)) for name in self._names(names))
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
+        """True if a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
         if self._is_by_position:  # of the parameters themselves nothing is known
             shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
             return all(found == shape or len(found) != len(shape) for found in shapes)
@@ -223,11 +225,11 @@ class StoredOptimizer:
         return next((self._groups[name] for name in self._names(names)), None)
 
     def takes(self, group: StoredGroup, key: str) -> bool:
-        """Whether include and exclude leave this hyperparameter of the group."""
+        """True if include and exclude leave this hyperparameter of the group."""
         return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
 
     def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:
-        """State key -> its FQN in `Stored.tensors`, and the stored tensor."""
+        """State key -> its FQN in `CheckpointView.tensors`, and the stored tensor."""
         return next((self._tensors[name] for name in self._names(names) if name in self._tensors), {})
 
     def plain(self, names: ParameterNames) -> dict[str, tuple[str, Any]]:
@@ -245,8 +247,8 @@ class StoredOptimizer:
 
     @property
     def takes_all(self) -> bool:
-        """Whether include and exclude leave out nothing of the checkpoint."""
-        return self._stored.takes_all
+        """True if include and exclude leave out nothing of the checkpoint."""
+        return self._checkpoint.takes_all
 
     def facts(self) -> dict[str, Any]:
         """What else the framework of the optimizer saved with it, where include and exclude leave it."""
@@ -255,7 +257,7 @@ class StoredOptimizer:
         return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}
 
     def _takes_all(self, value: Any, fqn: str) -> bool:
-        return all(map(self._stored.takes, leaves(value, fqn)))
+        return all(map(self._checkpoint.takes, leaves(value, fqn)))
 
 
 def _lengths(groups: Sequence[Sized]) -> list[int]:

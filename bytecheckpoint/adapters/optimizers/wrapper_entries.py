@@ -30,6 +30,7 @@ from bytecheckpoint.adapters.optimizers.inner_optimizers import (
 from bytecheckpoint.adapters.optimizers.kinds import kind_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
+from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.shards import unsupported
 from bytecheckpoint.adapters.stateful import StatefulEntry
@@ -48,7 +49,7 @@ class _StateCheck(NamedTuple):
     """Those that it and the optimizers inside hold."""
 
 
-class Wrapper(NamedTuple):
+class OptimizerWrapper(NamedTuple):
     """An optimizer whose state need not be in its `.state`."""
 
     optimizer: torch.optim.Optimizer
@@ -84,12 +85,13 @@ class Wrapper(NamedTuple):
 class OptimizerWrapperEntry:
     """One optimizer whose state need not be in its `.state`, or a list of optimizers with such among them."""
 
-    def __init__(self, fqn: str, wrappers: Sequence[Wrapper]) -> None:
+    def __init__(self, fqn: str, wrappers: Sequence[OptimizerWrapper]) -> None:
         self.fqn = fqn
         self._wrappers = wrappers
         self._by_parameter = OptimizerEntry(fqn, [each for one in wrappers for each in one.inner or [one.optimizer]])
         self._by_state_dict = StatefulEntry(fqn, wrappers[0].optimizer) if len(wrappers) == 1 else None
         self.wrapped = self._by_parameter.wrapped
+        self.framework = self._by_parameter.framework
         outer = [
             one.optimizer for one in wrappers if one.inner and all(each is not one.optimizer for each in one.inner)
         ]
@@ -108,6 +110,10 @@ class OptimizerWrapperEntry:
             self._by_parameter.name_parameters(modules)
         except CheckpointSaveError as error:
             self._unnamed = error  # its state_dict() may need none
+
+    def check_can_be_lazy(self) -> None:
+        """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
+        check_steps_wait(self.fqn, self.optimizers, self.wrapped)
 
     def optimizer_forms(self) -> Mapping[str, Form]:
         """By parameter, unless only its state_dict() can take what was saved."""
@@ -137,25 +143,25 @@ class OptimizerWrapperEntry:
             raise self._unnamed
         return self._by_parameter
 
-    def expect(self, stored: CheckpointView) -> Expectation:
-        return self._as_saved(stored).expect(stored)
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
+        return self._as_saved(checkpoint).expect(checkpoint)
 
-    def _as_saved(self, stored: CheckpointView) -> OptimizerEntry | StatefulEntry:
+    def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
         """The way in which the checkpoint has it."""
-        found = stored.entry_tree(self.fqn)
+        found = checkpoint.entry_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict
 
-    def prepare(self, stored: CheckpointView, refused: Collection[str]) -> None:
-        self._as_saved(stored).prepare(stored, refused)
+    def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
+        self._as_saved(checkpoint).prepare(checkpoint, refused)
 
-    def finish(self, stored: CheckpointView) -> None:
-        self._as_saved(stored).finish(stored)
+    def finish(self, checkpoint: CheckpointView) -> None:
+        self._as_saved(checkpoint).finish(checkpoint)
 
 
-def wrapper_of(optimizer: Any) -> Wrapper | None:
+def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
     """An optimizer that holds others, or may keep its state elsewhere than in its `.state`; None for all others."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
     inner = inner_optimizers(optimizer)
-    return Wrapper(optimizer, inner) if inner or not is_usual(optimizer) else None
+    return OptimizerWrapper(optimizer, inner) if inner or not is_usual(optimizer) else None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.expectation import Scope
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, join_fqn, keep_in_tree
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, and_more
 
 _NUM_SHOWN = 10
 
@@ -52,13 +52,11 @@ def merge_plain(
 def _conflict_error(conflicts: Sequence[_Conflict], names: Sequence[int]) -> CheckpointMismatchError:
     lines = [
         f"{fqn}: {_shown(a)} on rank {names[first]}, {_shown(b)} on rank {names[second]}"
-        for fqn, (a, b), (first, second) in conflicts[:_NUM_SHOWN]
+        for fqn, (a, b), (first, second) in conflicts
     ]
-    if len(conflicts) > _NUM_SHOWN:
-        lines.append(f"and {len(conflicts) - _NUM_SHOWN} more")
     return CheckpointMismatchError(
         f"{len(conflicts)} values of plain data differ between ranks; nothing was written. Wrap what is meant to "
-        "differ in bcp.RankLocal(value), or give every rank the same:\n  " + "\n  ".join(lines),
+        "differ in bcp.RankLocal(value), or give every rank the same:\n  " + and_more(lines, _NUM_SHOWN, "\n  "),
         kind="conflict",
         ranks=tuple(sorted({names[rank] for conflict in conflicts for rank in conflict.ranks})),
     )

@@ -11,7 +11,7 @@ _TEXT_KINDS = "SU"
 
 
 def is_plain_array(value: Any) -> bool:
-    """Whether a value is numpy's own array or scalar. A subclass is more than its elements, as masks are."""
+    """True if a value is numpy's own array or scalar. A subclass is more than its elements, as masks are."""
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _KINDS:
         return False
     return type(value) in (np.ndarray, value.dtype.type)

@@ -161,7 +161,7 @@ def too_deep(fqn: str) -> CheckpointSaveError:
 
 
 def fits_inline(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is small and whole, and may travel with the plain data around it."""
+    """True if a tensor is small and whole, and may travel with the plain data around it."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
     return is_plain and tensor.layout is torch.strided and tensor.nbytes <= SMALL_TENSOR_BYTES
 
@@ -231,7 +231,7 @@ def content_fqn(fqn: str, tensor: torch.Tensor) -> str:
 
 
 def is_content_fqn(fqn: str) -> bool:
-    """Whether an FQN has the form of those that `content_fqn` gives; one that a user chose may have it as well."""
+    """True if an FQN has the form of those that `content_fqn` gives; one that a user chose may have it as well."""
     return "@" in fqn and _CONTENT_FQN.search(fqn) is not None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def has_attributes(value: object, *names: str) -> bool:
-    """Whether an object or its class has all of these. Dicts, lists and tuples are data, whatever their class adds."""
+    """True if an object or its class has all of these. Dicts, lists and tuples are data, whatever their class adds."""
     if isinstance(value, dict | list | tuple):
         return False
     try:

@@ -53,7 +53,7 @@ def tag_value(value: Any) -> Tagged | None:
 
 
 def is_tagged(pairs: Any) -> bool:
-    """Whether the pairs of a dict are those of a tagged value. What was read may be no pairs at all."""
+    """True if the pairs of a dict are those of a tagged value. What was read may be no pairs at all."""
     if type(pairs) is not list or len(pairs) != 1 or type(pairs[0]) is not list or len(pairs[0]) != 2:
         return False
     return type(pairs[0][0]) is str and pairs[0][0] in _FROM_TAG
