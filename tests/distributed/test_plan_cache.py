@@ -371,7 +371,7 @@ def test_all_plan_anew_where_any_has_lost_its_plans(workers: WorkerPool, tmp_pat
 def copy_of(plans: PlanCache) -> PlanCache:
     copy = PlanCache()
     for fingerprint, plan in plans._plans.items():
-        copy.keep(fingerprint, plan)
+        copy.add(fingerprint, plan)
     return copy
 
 
