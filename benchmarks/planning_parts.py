@@ -59,11 +59,10 @@ def coordinate(connection: Connection, setting: Setting) -> None:
         ranks = member(store, COORDINATOR, setting.num_ranks)
 
         connection.recv()
-        plans = PlanCache()
         started = time.process_time()
         contents = collect_all(entries_of(state, "auto"))
-        local_plan = make_local_plan(ranks, setting.described, contents, SaveOptions(), plans=plans)
-        agreed = exchange_plans(ranks, local_plan, plans)
+        local_plan = make_local_plan(ranks, setting.described, contents, SaveOptions(), plans=PlanCache())
+        agreed = exchange_plans(ranks, local_plan)
         plan_s = time.process_time() - started
         _check_is_played_so(setting, COORDINATOR, local_plan)
 

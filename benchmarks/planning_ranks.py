@@ -23,7 +23,7 @@ from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import Offer, pack_offers
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
-from bytecheckpoint.saving.plan_cache import RankPlan
+from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
 from bytecheckpoint.saving.report import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
@@ -124,7 +124,7 @@ def local_plan_of_rank(setting: Setting, offers: list[Offer]) -> LocalSavePlan:
         LocalShard(offer.fqn, offer.dtype, offer.shape, offer.region, torch.empty(offer.lengths, device="meta"))
         for offer in offers
     ]
-    return LocalSavePlan(setting.described, shards, {}, {}, {}, options.max_file_bytes, options.codec)
+    return LocalSavePlan(setting.described, shards, {}, {}, {}, options.max_file_bytes, options.codec, PlanCache())
 
 
 def rows_of(tensors: Sequence[Tensor], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:

@@ -32,7 +32,7 @@ from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.commit import write_and_commit
 from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
-from bytecheckpoint.saving.handle import SaveHandle, SaveProgress
+from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import process_state, reentry_refused, wait_until_numbered, wait_until_staged
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.target import SaveCall, check_metadata, open_target
@@ -92,8 +92,7 @@ def save(
         StorageError: The store refused or could not be reached.
         With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
     """
-    options, timer = options or SaveOptions(), PhaseTimer()
-    process = process_state()
+    options, timer, process = options or SaveOptions(), PhaseTimer(), process_state()
     wait_until_numbered()
     kind = kind_of_snapshot(options.snapshot, async_save=async_save)
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
@@ -102,47 +101,29 @@ def save(
     call = SaveCall(ranks, about, timer)
     with ExitStack() as slot:
         with call.phase("wait"):
-            awaits_upload = not (async_save and options.local_stage)
-            staging_slot = slot.enter_context(process.saves.slot(awaits_upload=awaits_upload))
+            waiting = process.saves.slot(awaits_upload=not (async_save and options.local_stage))
+            staging_slot = slot.enter_context(waiting)
             if not async_save:
                 slot.close()  # only what is staged needs the staging memory
         with call.phase("plan"):
             step, metadata = check_step(step), check_metadata(metadata)
             target = open_target(path, step=step, role=role, storage_options=storage_options, options=options)
-            if ranks.rank == COORDINATOR:
-                process.check_writable(target.store)
+            process.check_writable(target.store, ranks)
             entries = entries_of(state, framework)
             local_plan = make_local_plan(ranks, target, collect_all(entries), options, plans=process.plans)
 
-        progress = SaveProgress(target.path, is_staged=target.stage is not None)
         call = call._replace(about=about._replace(step=step))
-        prepared = PreparedSave(
-            call,
-            target,
-            local_plan,
-            kind=kind,
-            options=options,
-            plans=process.plans,
-            buffers=process.buffers,
-            on_numbered=progress.is_numbered.set,
-        )
+        prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, buffers=process.buffers)
         slot.callback(prepared.close)
         prepared.take_snapshot(entries)
 
-        if target.stage is None:
-            finish = partial(write_and_commit, prepared, metadata)
-        else:
-            finish = partial(
-                write_upload_and_commit,
-                prepared,
-                metadata,
-                target.stage,
-                on_local=progress.reach_local,
-                uploading=process.saves.uploading(staging_slot, prepared.close),
-            )
-        if not (async_save and process.saves.run_in_background(progress, prepared, finish, slot)):
-            process.saves.run_now(progress, finish, slot, raises=not async_save)
-    return SaveHandle(progress)
+        finish = partial(write_and_commit, prepared, metadata)
+        if target.stage is not None:
+            uploading = process.saves.uploading(staging_slot, prepared.close)
+            finish = partial(write_upload_and_commit, prepared, metadata, target.stage, uploading)
+        if not (async_save and process.saves.run_in_background(prepared, finish, slot)):
+            process.saves.run_now(prepared.progress, finish, slot, raises=not async_save)
+    return SaveHandle(prepared.progress)
 
 
 def warm_up(
@@ -167,7 +148,7 @@ def warm_up(
     with together(ranks, "warming up", about=about), gc_paused(), process.saves.slot(awaits_upload=False):
         contents = collect_all(entries_of(state, framework))
         local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans)
-        agreed = exchange_plans(ranks, local_plan, process.plans)
+        agreed = exchange_plans(ranks, local_plan)
         allocate(agreed.rank_plan.files, process.buffers, staging_bytes=options.staging_bytes)
     ranks.close()
 

@@ -49,6 +49,8 @@ class LocalSavePlan(NamedTuple):
     """Pipeline stage by FQN, of modules that know theirs."""
     max_file_bytes: int
     codec: CodecOption
+    plans: PlanCache
+    """Cache to which a new plan is added."""
     is_empty: bool = False
     """True if the state has no entry."""
     fingerprint: bytes = b""
@@ -136,6 +138,7 @@ def make_local_plan(
         stages={fqn: stage for entry in contents for fqn, stage in entry.stages.items()},
         max_file_bytes=options.max_file_bytes,
         codec=options.codec,
+        plans=plans,
         is_empty=not contents,
     )
     fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
@@ -145,7 +148,7 @@ def make_local_plan(
     return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
 
 
-def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan, plans: PlanCache) -> AgreedPlan:
+def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache.
 
     Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another.
@@ -163,7 +166,7 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan, plans: PlanCache) ->
     if is_new or cached is None:
         rank_plan = _rank_plan(reply, local_plan, in_stages, ranks.num_ranks)
         rank_plan.global_plan = planner.plan
-        plans.add(local_plan.fingerprint, rank_plan)
+        local_plan.plans.add(local_plan.fingerprint, rank_plan)
         _warn_of_differing(ranks, rank_plan.differing_replicas)
     else:
         rank_plan = cached

@@ -19,8 +19,8 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from bytecheckpoint.distributed.ranks import COORDINATOR
-from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.runtime.reentrancy import AWAITED
 from bytecheckpoint.runtime.thread_priority import lower_priority
@@ -29,7 +29,7 @@ from bytecheckpoint.saving.handle import SaveProgress
 from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.staging.host_buffers import HostBuffers
-from bytecheckpoint.staging.snapshots import ProposedState, Snapshot, StagedState
+from bytecheckpoint.staging.snapshots import ProposedState, StagedState
 from bytecheckpoint.storage.store import RemoteStore, Store, place_of
 
 logger = logging.getLogger("bytecheckpoint")
@@ -169,13 +169,7 @@ class SavesInFlight:
         give_up()
         return False
 
-    def run_in_background(
-        self,
-        progress: SaveProgress,
-        prepared: PreparedSave,
-        finish: Callable[[], CheckpointInfo],
-        slot: ExitStack,
-    ) -> bool:
+    def run_in_background(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo], slot: ExitStack) -> bool:
         """Stages a save, and finishes it on a thread that takes over the slot. Returns when the state may change; for a
         lazy snapshot at once, because steps of optimizers wait for it.
 
@@ -185,33 +179,29 @@ class SavesInFlight:
         if prepared.is_lazy:
             shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
             if isinstance(shared, StagedState):  # waves come one after the other: no thread can help with them
-                progress.share(shared)
+                prepared.progress.share(shared)
             self.hold_steps()
-            finish = partial(self._stage_and_finish, progress, prepared, finish)
+            finish = partial(self._stage_and_finish, prepared, finish)
         try:
-            if not self._start(progress, finish, slot, give_up=snapshot.close):
+            if not self._start(prepared.progress, finish, slot, give_up=snapshot.close):
                 prepared.write_live()
                 return False
             if not prepared.is_lazy:
-                _stage(progress, prepared)
+                prepared.stage()
             prepared.call.timer.end_stall()
         except BaseException as error:
-            _interrupt(snapshot, error)  # the writer may be under way
+            prepared.interrupt(error)  # the writer may be under way
             raise
         return True
 
-    def _stage_and_finish(
-        self, progress: SaveProgress, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]
-    ) -> CheckpointInfo:
+    def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
         """Stages on another thread, begun here because each thread that the caller begins may block it."""
         try:
-            has_begun = self.begin_thread("bcp-stage", partial(_stage, progress, prepared))
-        except MemoryError as error:
-            _interrupt(prepared.snapshot, error)
-        else:
-            if not has_begun:
+            if not self.begin_thread("bcp-stage", prepared.stage):
                 prepared.agree()
-                _stage(progress, prepared)
+                prepared.stage()
+        except MemoryError as error:
+            prepared.interrupt(error)
         return finish()
 
     def run_now(
@@ -302,20 +292,6 @@ class SavesInFlight:
         os._exit(1)  # an exit function cannot change the exit code in any other way
 
 
-def _stage(progress: SaveProgress, prepared: PreparedSave) -> None:
-    ranks, _, timer = prepared.call
-    with timer.phase("stage"):
-        progress.stage(prepared.snapshot)
-    if ranks.rank == COORDINATOR:
-        logger.info("staged %s in %.2f s", progress.path, timer.total)
-
-
-def _interrupt(snapshot: Snapshot, error: BaseException) -> None:
-    """Ends the wait of the writer for a snapshot that will not be staged."""
-    message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
-    snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
-
-
 def _print(text: str) -> None:
     print(f"bytecheckpoint: {text}", file=sys.stderr)  # noqa: T201
 
@@ -333,11 +309,15 @@ class ProcessState:
         """Stores that were found to be writable."""
         self._of_parent: list[HostBuffers] = []
 
-    def check_writable(self, store: Store) -> None:
-        """Raises what a write to the store would raise, so that a save fails before anything is staged. Asks once."""
-        if isinstance(store, RemoteStore) and place_of(store, "") not in self._writable:
+    def check_writable(self, store: Store, ranks: Ranks) -> None:
+        """Raises what a write to the store would raise, so that a save fails before anything is staged.
+
+        One rank asks for all, once in its process.
+        """
+        place = place_of(store, "")
+        if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:
             store.check_writable()
-            self._writable.add(place_of(store, ""))
+            self._writable.add(place)
 
     def reset_in_child(self) -> None:
         """Forgets in a forked child the saves of the parent, whose threads it lacks, and the memory."""

@@ -4,18 +4,24 @@ again if they agree on another plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 
 from bytecheckpoint.adapters.collect import Entry
+from bytecheckpoint.distributed.ranks import COORDINATOR
+from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, exchange_plans
-from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
+from bytecheckpoint.saving.handle import SaveProgress
+from bytecheckpoint.saving.plan_cache import RankPlan
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.choose import SnapshotKind, hold_shards, take_snapshot
 from bytecheckpoint.staging.file_image import LiveFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.snapshots import ProposedState, Snapshot, StagedState
+
+logger = logging.getLogger("bytecheckpoint")
 
 
 class PreparedSave:
@@ -29,11 +35,9 @@ class PreparedSave:
         *,
         kind: SnapshotKind,
         options: SaveOptions,
-        plans: PlanCache,
         buffers: HostBuffers,
-        on_numbered: Callable[[], object],
     ) -> None:
-        """Calls `on_numbered` when all ranks know which call this is."""
+        self.progress = SaveProgress(target.path, is_staged=target.stage is not None)
         self.call = call
         self.target = target
         self.buffers = buffers
@@ -41,8 +45,6 @@ class PreparedSave:
         self.is_lazy = kind == "lazy"
         self._kind = kind
         self._local_plan = local_plan
-        self._plans = plans
-        self._on_numbered = on_numbered
         self._snapshot: Snapshot | None = None
         """Snapshot of the cached plan, until the ranks have agreed; then of the agreed one."""
         self._agreed: AgreedPlan | None = None
@@ -90,9 +92,9 @@ class PreparedSave:
         ranks = self.call.ranks
         with self.call.phase("plan"):
             ranks.enter()
-            self._on_numbered()
+            self.progress.is_numbered.set()
             self.target.refuse_existing(ranks)
-            agreed = exchange_plans(ranks, self._local_plan, self._plans)
+            agreed = exchange_plans(ranks, self._local_plan)
         with self.call.phase("stage"):
             if isinstance(self._snapshot, ProposedState):
                 self._snapshot.settle(self._snapshot_of(agreed.rank_plan) if agreed.is_new else None)
@@ -100,6 +102,18 @@ class PreparedSave:
                 self._snapshot = None  # its memory is freed before new memory is allocated
                 self._snapshot = self._snapshot_of(agreed.rank_plan)
         return agreed
+
+    def stage(self) -> None:
+        """Stages the snapshot. From then on the training state may change."""
+        with self.call.timer.phase("stage"):
+            self.progress.stage(self.snapshot)
+        if self.call.ranks.rank == COORDINATOR:
+            logger.info("staged %s in %.2f s", self.target.path, self.call.timer.total)
+
+    def interrupt(self, error: BaseException) -> None:
+        """Fails the snapshot, so that the writer does not wait for one that will not be staged."""
+        message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
+        self.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
 
     def write_live(self) -> None:
         """Makes the save write the state itself, because there is no thread to write a snapshot later."""

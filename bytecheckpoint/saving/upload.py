@@ -7,7 +7,7 @@ Once every rank's data is durable, a save that fails or dies leaves it there for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from typing import Any
 
@@ -51,14 +51,12 @@ def write_upload_and_commit(
     prepared: PreparedSave,
     metadata: Mapping[str, Any],
     stage: LocalStage,
-    *,
-    on_local: Callable[[LocalInfo], None],
     uploading: AbstractContextManager[None],
 ) -> CheckpointInfo:
     """Makes a save durable in the local stage, then at the path. Raises on every rank what `save` documents.
 
-    Calls `on_local` when only the loss of a disk can lose the save. Enters `uploading` for the rest, which needs no
-    staging memory.
+    `SaveHandle.local` returns when only the loss of a disk can lose the save. The rest runs within `uploading` and
+    needs no staging memory.
     """
     agreed, target = prepared.agree(), prepared.target
     prepared.snapshot.wait()
@@ -75,14 +73,14 @@ def write_upload_and_commit(
             direct_ranks=staged.direct_ranks,
         )
         if staged.is_recoverable:
-            on_local(local)
+            prepared.progress.reach_local(local)
         with uploading:
             after = call.about._replace(aftermath=_IS_RECOVERABLE if staged.is_recoverable else "")
             call = call._replace(about=after)
             _upload(call, files, stage, plan)
             info = commit_together(call, files, content, staged.info)
         if not staged.is_recoverable:
-            on_local(local)
+            prepared.progress.reach_local(local)
         stage.remove()
         stage.remove_superseded()
     return info

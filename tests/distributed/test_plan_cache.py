@@ -71,8 +71,8 @@ def watched_planning() -> Iterator[Watched]:
     watched = Watched()
     exchange_plans = prepare.exchange_plans
 
-    def watched_exchange(ranks: Ranks, local_plan: LocalSavePlan, plans: PlanCache) -> AgreedPlan:
-        return exchange_plans(WatchedRanks(ranks, watched), local_plan, plans)
+    def watched_exchange(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
+        return exchange_plans(WatchedRanks(ranks, watched), local_plan)
 
     with ExitStack() as stack:
         for name in ("plan_save", "plan_files"):

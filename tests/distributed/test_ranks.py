@@ -128,9 +128,8 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
 
     def plan(rank: int) -> AgreedPlan:
         ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2, call="save")
-        plans = PlanCache()
         contents = [EntryContents(shards_of(rank), set())]
-        return exchange_plans(ranks, make_local_plan(ranks, "/ckpt", contents, SaveOptions(), plans=plans), plans)
+        return exchange_plans(ranks, make_local_plan(ranks, "/ckpt", contents, SaveOptions(), plans=PlanCache()))
 
     with ThreadPoolExecutor(6) as pool:
         agreed = list(pool.map(plan, range(6)))
