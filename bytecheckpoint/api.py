@@ -40,7 +40,7 @@ from bytecheckpoint.saving.upload import write_upload_and_commit
 from bytecheckpoint.staging.choose import allocate, kind_of_snapshot
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.location import check_step, root_of
+from bytecheckpoint.storage.layout import check_step, root_of
 from bytecheckpoint.storage.open_store import open_store
 
 logger = logging.getLogger("bytecheckpoint")

@@ -24,13 +24,13 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.runtime.reentrancy import AWAITED
 from bytecheckpoint.runtime.thread_priority import lower_priority
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import background_threads
 from bytecheckpoint.saving.handle import SaveProgress
 from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
-from bytecheckpoint.storage.store import RemoteStore, Store, place_of
+from bytecheckpoint.storage.store import RemoteStore, Store, full_location
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -60,7 +60,6 @@ class SavesInFlight:
 
     def __init__(self) -> None:
         self.is_exiting = False
-        self._threads = SpareThreads(is_awaited=True)
         self._step_hook: RemovableHandle | None = None
         """Torch's handle of the hook that holds optimizer steps until staging has ended."""
         self.reset()
@@ -227,7 +226,7 @@ class SavesInFlight:
             do()
 
         try:
-            self._threads.begin(name, run)
+            background_threads().begin(name, run)
         except CheckpointError:  # raised by a signal handler
             raise
         except RuntimeError:
@@ -314,7 +313,7 @@ class ProcessState:
 
         One rank asks for all, once in its process.
         """
-        place = place_of(store, "")
+        place = full_location(store, "")
         if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:
             store.check_writable()
             self._writable.add(place)

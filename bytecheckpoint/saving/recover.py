@@ -33,7 +33,7 @@ from bytecheckpoint.storage.inventory import checkpoint_in_the_way
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.stage_folder import FoundStage, Journal, StagedFolder
-from bytecheckpoint.storage.store import Block, Store, endpoint_of, place_of
+from bytecheckpoint.storage.store import Block, Store, endpoint_of, full_location
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -127,7 +127,7 @@ def _exchange_plans(ranks: Ranks, store: Store, stage: str) -> _RecoveryAssignme
         replies = [_RecoveryAssignment(list(tasks), list(plan.verdicts)) for tasks in plan.tasks]
         return [msgspec.msgpack.encode(reply) for reply in replies]
 
-    reply = ranks.reduce_scatter(msgspec.msgpack.encode((place_of(store, ""), parts)), plan_all)
+    reply = ranks.reduce_scatter(msgspec.msgpack.encode((full_location(store, ""), parts)), plan_all)
     return msgspec.msgpack.decode(reply, type=_RecoveryAssignment)
 
 

@@ -16,10 +16,10 @@ from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.inventory import refuse_occupied
-from bytecheckpoint.storage.location import save_location
+from bytecheckpoint.storage.layout import save_location
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import BlindStore, Store, place_of
+from bytecheckpoint.storage.store import Store, UnconditionalStore, full_location
 
 _DOING = {"wait": "waiting for the slot of the save", "plan": "planning the save", "stage": "staging the save"}
 
@@ -57,7 +57,7 @@ class SaveTarget(NamedTuple):
     def __str__(self) -> str:
         overwriting = ", overwriting what is there" if self.overwrite else ""
         staged = ", through a local stage" if self.stage is not None else ""
-        return f"{place_of(self.store, self.folder)} (step={self.step}{overwriting}{staged})"
+        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged})"
 
     def refuse_existing(self, ranks: Ranks) -> None:
         """Raises CheckpointExistsError, before anything is written, if a committed checkpoint must not be replaced or
@@ -66,7 +66,7 @@ class SaveTarget(NamedTuple):
         if ranks.rank == COORDINATOR:
             store, folder = self.store, self.folder
             refuse_occupied(store, folder, overwrite=self.overwrite)
-            if self.overwrite and isinstance(store, BlindStore) and layout.has_manifest(store.list(folder)):
+            if self.overwrite and isinstance(store, UnconditionalStore) and layout.has_manifest(store.list(folder)):
                 store.check_replaceable()
 
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.buffers import BufferPool
-from bytecheckpoint.runtime.jobs import do_side_by_side
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.compress import CompressedFile, allocate_for, compress_file
 from bytecheckpoint.staging.file_image import PlannedFile
 from bytecheckpoint.staging.snapshots import Snapshot
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.object_io import Image, write_image
+from bytecheckpoint.storage.object_io import FileImage, write_image
 from bytecheckpoint.storage.paths import join_name
 
 
@@ -65,17 +65,17 @@ def write_files(
     for steps in zip_longest(
         [None, *(partial(write, number) for number in numbers)], [partial(compress, number) for number in numbers]
     ):
-        do_side_by_side(lambda step: step(), [step for step in steps if step is not None], num_threads=2)
+        run_jobs(lambda step: step(), [step for step in steps if step is not None], num_threads=2)
     return written
 
 
 def _write_raw(files: SaveFiles, number: int, snapshot: Snapshot, timer: PhaseTimer) -> WrittenFile:
     planned = files.planned[number]
-    image = Image(files.name(number), planned.extent_lengths, planned.blocks, partial(snapshot.content, number))
+    image = FileImage(files.name(number), planned.extent_lengths, planned.blocks, partial(snapshot.content, number))
     return WrittenFile(_write_image(files.target, image, timer), None)
 
 
-def _write_image(target: SaveTarget, image: Image, timer: PhaseTimer) -> DataFile:
+def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer) -> DataFile:
     path = join_name(target.folder, image.name)
     on_checksum = partial(timer.add, "checksum")
     if target.stage is not None:

@@ -92,7 +92,7 @@ def test_a_save_that_fails_at_the_end_is_not_silent(launcher: Launcher, tmp_path
 
 
 def test_a_failure_that_was_seen_is_not_reported_again(launcher: Launcher, tmp_path: Path) -> None:
-    ended = launcher.run(FAILING_SAVE + START + "assert in_flight.exception() is not None", tmp_path / "ckpt")
+    ended = launcher.run(FAILING_SAVE + START + "assert handle.exception() is not None", tmp_path / "ckpt")
     assert ended == (0, "")
 
 
