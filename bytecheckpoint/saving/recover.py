@@ -285,11 +285,12 @@ def _clean_up(store: Store, verdicts: Sequence[RecoveryVerdict]) -> None:
         if verdict.outcome != "under_way":
             deletion.discard(store, folder, [layout.recovery_name(save_id)])
         # Hazard: the request for a manifest may have had no answer and still arrive, after its data was deleted.
-        if verdict.outcome == "removed" and not verdict.may_arrive:
-            with suppress(CheckpointError):
-                if layout.committed_save_id(store, folder) != save_id:
-                    data = layout.data_files_of(store, folder, save_id)
-                    deletion.discard(store, folder, data + layout.telemetry_of(store, folder, save_id))
+        if verdict.outcome != "removed" or verdict.may_arrive:
+            continue
+        with suppress(CheckpointError):
+            is_committed = layout.committed_save_id(store, folder) == save_id
+            data = layout.data_files_of(store, folder, save_id) + layout.telemetry_of(store, folder, save_id)
+            deletion.discard(store, folder, [] if is_committed else data)
 
 
 def _describe(store: Store, verdict: RecoveryVerdict) -> RecoveredSave:
