@@ -91,8 +91,8 @@ def copy_file(source: Store, target: Store, folder: str, file: DataFile, scratch
                     path, end = join_name(str(source), file.name), start + part.nbytes
                     raise CheckpointCorruptError(
                         f"{path}, bytes {start} to {end}: checksum {found:016x} found, {expected:016x} expected; it "
-                        "was not uploaded, and nothing was committed: the disk has changed what was written to it; save "
-                        "again, elsewhere",
+                        "was not uploaded, and nothing was committed: the disk has changed what was written to it; "
+                        "save again, elsewhere",
                         kind="checksum",
                         path=path,
                     )
