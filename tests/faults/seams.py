@@ -20,16 +20,16 @@ import torch
 import bytecheckpoint as bcp
 
 SAVE_PHASES = {
-    "opening": "bytecheckpoint.api.open_store",
-    "planning": "bytecheckpoint.saving.prepare.agree",
+    "opening": "bytecheckpoint.saving.target.open_store",
+    "planning": "bytecheckpoint.saving.prepare.exchange_plans",
     "staging": "bytecheckpoint.saving.prepare.take_snapshot",
     "writing": "bytecheckpoint.saving.write.write_image",
-    "reporting": "bytecheckpoint.saving.write.encode_report",
+    "reporting": "bytecheckpoint.saving.commit.encode_report",
 }
 COORDINATOR_PHASES = {
-    "looking": "bytecheckpoint.api.refuse_existing",
+    "looking": "bytecheckpoint.saving.target.refuse_occupied",
     "merging": "bytecheckpoint.saving.global_plan.merge_plain",
-    "building": "bytecheckpoint.saving.write.build_manifest",
+    "building": "bytecheckpoint.saving.report.build_manifest",
     "committing": "bytecheckpoint.storage.layout.commit",
 }
 LOAD_PHASES = {
@@ -44,18 +44,18 @@ EXCHANGE_PHASES = {
     "finding": "bytecheckpoint.loading.open_checkpoint.open_above",
     "matching": "bytecheckpoint.loading.name_scope.match_state",
     "planning what to exchange": "bytecheckpoint.loading.exchange.wanted_runs",
-    "dividing the work": "bytecheckpoint.loading.exchange.divide_work",
+    "dividing the work": "bytecheckpoint.loading.exchange.divide_plan",
     "connecting": "bytecheckpoint.loading.exchange.connect",
-    "letting in": "bytecheckpoint.distributed.rendezvous._Hall.arrivals",
+    "letting in": "bytecheckpoint.distributed.rendezvous.Listener.accept",
     "reading": "bytecheckpoint.loading.read.Source.run",
-    "passing on": "bytecheckpoint.loading.exchange.sealed",
+    "passing on": "bytecheckpoint.loading.exchange.seal",
     "taking in": "bytecheckpoint.loading.receive.check_digest",
     "finishing": "bytecheckpoint.adapters.containers.PlainEntry.finish",
 }
 """Of a load whose ranks exchange what they read."""
 STAGED_PHASES = {
-    "opening": "bytecheckpoint.api.open_store",
-    "planning": "bytecheckpoint.saving.prepare.agree",
+    "opening": "bytecheckpoint.saving.target.open_store",
+    "planning": "bytecheckpoint.saving.prepare.exchange_plans",
     "staging": "bytecheckpoint.saving.prepare.take_snapshot",
     "writing to the disk": "bytecheckpoint.saving.local_stage.write_image",
     "reporting": "bytecheckpoint.saving.upload.encode_report",
