@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, get, put
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Block, one_block
+from bytecheckpoint.storage.store import block_of, one_block
 
 _MiB = 1 << 20
 WRITE_PART_BYTES = (4 * _MiB, 16 * _MiB, 32 * _MiB)
@@ -74,7 +74,7 @@ def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, m
             num_parts = max(1, min(wanted, max_bytes) // part_bytes)
             view = content[:part_bytes]
             starts = range(0, num_parts * part_bytes, part_bytes)
-            blocks = [Block(start, part_bytes, partial(nullcontext[memoryview], view)) for start in starts]
+            blocks = [block_of(view, start) for start in starts]
             store = open_store(threads)
             took = _seconds(partial(store.write, "written", blocks, replace=False))
             store.delete("written")
