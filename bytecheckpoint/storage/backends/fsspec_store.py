@@ -8,6 +8,7 @@ import errno
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import fsspec.core
@@ -25,6 +26,7 @@ from bytecheckpoint.storage.backends.posix_errors import (
     write_error,
 )
 from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
+from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
 from bytecheckpoint.storage.store import Access, Block, FillHook, one_block
@@ -35,6 +37,9 @@ _MAX_READS = 10
 """Attempts to read an object that others replace meanwhile."""
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of an object store in the same region."""
+
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
+"""Names that backends give the time of an object, the best first."""
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "bytecheckpoint"),
@@ -206,6 +211,20 @@ class FsspecStore:
         self.write(name, one_block(b""), replace=True)
         self.delete(name)
 
+    def inventory(self, folder: str) -> Iterator[StoredObject]:
+        """Implements `HasInventory`, by one listing of everything if the backend can."""
+        root = self._root.strip("/")
+        try:
+            with self._translated(self._shown, read_error):
+                self._fs.invalidate_cache()
+                found = self._fs.find(join_name(self._root, folder), detail=True)
+        except CheckpointNotFoundError:
+            return
+        for path, entry in found.items():
+            name = str(path).strip("/").removeprefix(root).strip("/")
+            if name:
+                yield StoredObject(name, int(entry.get("size") or 0), _time_of(entry))
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
 
@@ -305,6 +324,18 @@ def _endpoint_of(fs: AbstractFileSystem, options: Mapping[str, object]) -> str:
     # adlfs finds it in connection strings and in the environment.
     given = {"account_name": getattr(fs, "account_name", None), **given}
     return ", ".join(showable_url(str(given[name])).rstrip("/") for name in _ENDPOINT_OPTIONS if given.get(name))
+
+
+def _time_of(entry: Mapping[str, Any]) -> float | None:
+    value = next((entry[key] for key in _TIMES if entry.get(key)), None)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _list_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:

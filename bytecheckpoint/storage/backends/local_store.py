@@ -32,6 +32,7 @@ from bytecheckpoint.storage.backends.posix_files import (
     remove_quietly,
     sync_folder,
 )
+from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes, take_blocks
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
 from bytecheckpoint.storage.store import Access, Block, FillHook
@@ -139,6 +140,24 @@ class LocalStore:
             while folder != self._root:
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
+
+    def inventory(self, folder: str) -> Iterator[StoredObject]:
+        """Implements `HasInventory`."""
+
+        def on_error(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise read_error(error, self._root, reason=describe(error), doing="list") from error
+
+        for path, _, names in os.walk(os.path.join(self._root, folder), onerror=on_error):
+            inside = os.path.relpath(path, self._root)
+            for name in names:
+                try:
+                    status = os.lstat(os.path.join(path, name))
+                except OSError as error:
+                    on_error(error)
+                    continue  # finished or deleted since it was listed
+                relative = name if inside == os.curdir else f"{inside}/{name}"
+                yield StoredObject(relative, status.st_size, status.st_mtime)
 
     def _path_of_name(self, name: str) -> str:
         """Returns the path of the name itself: folders before it may be links inside the root; the last part is not
