@@ -14,8 +14,7 @@ from typing import NamedTuple
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.link_samples import sample_faults
 from bytecheckpoint.loading.replaced import refuse_replaced
-from bytecheckpoint.manifest import Chunk, ColumnTensors, DataFile, Manifest
-from bytecheckpoint.region import find_tiling_fault
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults
 from bytecheckpoint.storage.layout import DATA_FOLDER
@@ -273,13 +272,12 @@ def _compare(
 
 def _tiling_damage(manifest: Manifest) -> Iterator[Damage]:
     for fqn in manifest.tensors:
-        if isinstance(manifest.tensors, ColumnTensors) and not manifest.tensors.may_overlap(fqn):
-            continue  # a regular grid of as many elements: that was checked with the manifest
-        record = manifest.tensors[fqn]
-        fault = find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks])
+        fault = manifest.table.find_fault(fqn)
         if fault is None:
             continue
         region, state = (fault.hole, "no chunk holds") if fault.hole else (fault.overlap, "two chunks hold")
         spans = zip(region.offsets, region.ends, strict=True) if region else ()
         where = ",".join(f"{start}:{end}" for start, end in spans)
-        yield Damage("coverage", None, 0, 0, [fqn], f"{state} {fqn}[{where}] of shape {list(record.shape)}")
+        yield Damage(
+            "coverage", None, 0, 0, [fqn], f"{state} {fqn}[{where}] of shape {list(manifest.describe(fqn)[1])}"
+        )

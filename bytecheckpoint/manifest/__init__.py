@@ -1,29 +1,23 @@
-"""The manifest: what a checkpoint is made of, and how it is encoded, decoded and validated."""
+"""The manifest: the list of what a checkpoint consists of, its encoding and its validation.
 
-from bytecheckpoint.manifest.encoding import (
-    Chunk,
-    DataFile,
-    Manifest,
-    MapNotes,
-    Sample,
-    SoleChunks,
-    TensorRecord,
-    decode_manifest,
-    encode_manifest,
-    open_manifest,
-    tensor_record,
-)
-from bytecheckpoint.manifest.table import ColumnTensors
+Modules from the bottom up: frames, records, validation, chunk_validation, table, manifest, envelope, encoding.
+"""
+
+from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest, open_manifest
+from bytecheckpoint.manifest.manifest import Manifest, MapNotes
+from bytecheckpoint.manifest.records import Chunk, Columns, DataFile, Sample, TensorRecord, tensor_record
+from bytecheckpoint.manifest.table import SoleChunks, TensorTable
 
 __all__ = [
     "Chunk",
-    "ColumnTensors",
+    "Columns",
     "DataFile",
     "Manifest",
     "MapNotes",
     "Sample",
     "SoleChunks",
     "TensorRecord",
+    "TensorTable",
     "decode_manifest",
     "encode_manifest",
     "open_manifest",

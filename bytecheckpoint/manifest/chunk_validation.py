@@ -1,5 +1,5 @@
-"""What must hold of the chunks of a manifest, whoever wrote it: each lies in its tensor and in its file, and no two
-share a byte. Checked as numpy columns, all at once, because there may be millions; a load checks those that it uses.
+"""Checks of the chunks of a manifest, because anyone may have written it: each lies in its tensor and in its file, and
+no two share a byte. They work on numpy columns, because there may be millions; a load checks the chunks that it uses.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytecheckpoint.manifest.frames import CODECS, FRAME_BYTES, MAX_ENCODED_BYTES
+from bytecheckpoint.manifest.records import Columns, DataFile
 from bytecheckpoint.manifest.validation import (
     MAX_BYTES,
-    Columns,
     bad_manifest,
     first_true,
     itemsizes_of,
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from bytecheckpoint.errors import CheckpointCorruptError
-    from bytecheckpoint.manifest.encoding import DataFile
 
     Int64s = NDArray[np.int64]
 
 
 class FileBounds:
-    """Where the files of a manifest begin and end when they are laid on one long line of bytes, and their extents."""
+    """The files of a manifest laid on one long line of bytes: the bounds of each, and of its extents."""
 
     def __init__(self, files: Sequence[DataFile]) -> None:
         self.files = files
@@ -48,7 +47,7 @@ class FileBounds:
 
     @cached_property
     def extent_lengths(self) -> Int64s:
-        """A file without extents counts as one."""
+        """Lengths of the extents of all files. A file without extents counts as one."""
         cuts = [file.extent_lengths or [file.byte_length] * (file.byte_length > 0) for file in self.files]
         return np.array([length for of_file in cuts for length in of_file], dtype=np.int64)
 
@@ -62,7 +61,7 @@ class FileBounds:
 
 
 class Spans(NamedTuple):
-    """Where chunks lie when all files are laid on one long line: one sort shows what overlaps in any of them."""
+    """Chunks on the line of `FileBounds`: one sort shows all that overlap in any file."""
 
     starts: Int64s
     byte_lengths: Int64s
@@ -70,7 +69,7 @@ class Spans(NamedTuple):
 
 def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> Spans:
     """Checks the chunks of these tensors, of a manifest that `check_manifest` has passed: each lies in its tensor and
-    in its file, and together they are as large as they must be. Whether they share bytes is for `check_disjoint`.
+    in its file, and together they are as large as they must be. `find_shared_bytes` looks for shared bytes.
 
     Raises CheckpointCorruptError (bad_manifest).
     """
@@ -94,7 +93,7 @@ def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> S
 
 
 def all_coordinates(columns: Columns) -> np.ndarray:
-    """The coordinates of every chunk of these tensors, those of grids among them."""
+    """Returns the coordinates of every chunk of these tensors, chunks of grids included."""
     if not columns.is_grid.any():
         return columns.coordinates
     counts = 2 * columns.num_dims * columns.num_chunks
@@ -106,7 +105,6 @@ def all_coordinates(columns: Columns) -> np.ndarray:
 
 
 def _grid_coordinates(columns: Columns) -> Int64s:
-    """Those of the chunks of all grids."""
     num_dims, num_chunks = columns.num_dims[columns.is_grid], columns.num_chunks[columns.is_grid]
     shapes = columns.shapes[np.repeat(columns.is_grid, columns.num_dims)].astype(np.int64)
     parts = columns.grid_parts.astype(np.int64)
@@ -127,7 +125,7 @@ def _grid_coordinates(columns: Columns) -> Int64s:
 
 
 def numels_of_chunks(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int64s:
-    """Elements of each chunk; raises where one reaches out of its tensor's shape."""
+    """Returns the elements of each chunk; raises if one reaches out of its tensor's shape."""
     num_dims = columns.num_dims[tensors]
     first_coordinates = run_starts(2 * num_dims)
     first_dims = run_starts(columns.num_dims)[tensors]
@@ -197,7 +195,7 @@ def _check_byte_ranges(columns: Columns, tensors: Int64s, bounds: FileBounds, fq
 
 
 def outside_file(fqn: str, file: DataFile, byte_offset: int, byte_length: int) -> CheckpointCorruptError:
-    """The error for a chunk that its file is too short for."""
+    """Returns the error for a chunk that reaches beyond the end of its file."""
     return bad_manifest(
         f"a chunk of {shown(fqn)} has {byte_length} bytes from byte {byte_offset} on "
         f"of file {shown(file.name)}, which has {file.byte_length}"
@@ -205,7 +203,7 @@ def outside_file(fqn: str, file: DataFile, byte_offset: int, byte_length: int) -
 
 
 def find_shared_bytes(spans: Spans) -> tuple[int, int] | None:
-    """Two chunks, by number, that have a byte in common; None where there are none."""
+    """Returns the numbers of two chunks that have a byte in common; None where there are none."""
     order = np.argsort(spans.starts, kind="stable")
     order = order[spans.byte_lengths[order] > 0]
     starts = spans.starts[order]
@@ -217,7 +215,7 @@ def find_shared_bytes(spans: Spans) -> tuple[int, int] | None:
 
 
 def shared_bytes(fqns: tuple[str, str], file: DataFile, byte_offset: int) -> CheckpointCorruptError:
-    """The error for chunks of these tensors that have a byte in common."""
+    """Returns the error for chunks of two tensors that have a byte in common."""
     return bad_manifest(
         f"a chunk of {shown(fqns[0])} and one of {shown(fqns[1])} share bytes of file {shown(file.name)}, at "
         f"{byte_offset}"
@@ -227,7 +225,7 @@ def shared_bytes(fqns: tuple[str, str], file: DataFile, byte_offset: int) -> Che
 def _check_frames(
     columns: Columns, tensors: Int64s, raw_bytes: Int64s, bounds: FileBounds, fqns: Sequence[str]
 ) -> None:
-    """Each compressed chunk is a run of whole extents of its file, one for each frame and none longer than a frame."""
+    """Refuses a compressed chunk that is not a run of whole extents, one a frame and none longer than a frame."""
     chunks = np.flatnonzero(_is_stored_by(columns, CODECS[1:]))
     if not len(chunks):
         return

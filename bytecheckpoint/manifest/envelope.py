@@ -1,5 +1,5 @@
-"""The outside of a manifest file: magic, version, compressed body, checksum. It turns bytes into a body that arrived
-whole, and never unpacks more than it said it would; it does not know what a body means.
+"""The envelope of a manifest file: magic, version, compressed body, checksum. Opening it gives a body that is whole,
+and never decompresses more than the header says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZSTD_LEVEL = 3
 
 
 def seal(body: bytes) -> bytes:
-    """The file with this body. Raises UnsafeCheckpointError (limits_exceeded) for one that no reader would accept."""
+    """Returns the file with this body. Raises UnsafeCheckpointError (limits_exceeded) if no reader would accept it."""
     refuse_more_than(MAX_DECODED_BYTES, len(body), "bytes")
     compressed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(body)
     content = _HEADER.pack(MAGIC, *FORMAT_VERSION, 0, len(body)) + compressed
@@ -30,7 +30,7 @@ def seal(body: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> bytes:
-    """The body in this file.
+    """Returns the body in this file.
 
     Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (limits_exceeded).
     """

@@ -1,5 +1,4 @@
-"""How the bytes of a compressed chunk are divided, so that a part of them can be read: what the manifest, the planner
-and the codecs must agree on. It compresses nothing and knows no file.
+"""Frames of compressed chunks, each of which can be read alone: manifest, planner and codecs agree on them here.
 
 Raw bytes are those of a chunk before it is compressed: its elements, row-major. Frame i holds FRAME_BYTES of them from
 `i * FRAME_BYTES` on, the last frame the rest. The frames of a chunk follow one another in its file, and each is one
@@ -11,27 +10,27 @@ from __future__ import annotations
 from bytecheckpoint.errors import CheckpointCorruptError
 
 CODECS = ("none", "zstd")
-"""How the bytes of a chunk can be stored. A chunk of codec `none` has no frames."""
+"""Names of the known codecs. A chunk of codec `none` has no frames."""
 FRAME_BYTES = 1 << 20
 """Raw bytes of a frame. A multiple of every item size."""
 MAX_ENCODED_BYTES = FRAME_BYTES + FRAME_BYTES // 256
-"""Of a frame: zstd never makes a MiB longer than that, whatever is in it."""
+"""Limit of a compressed frame: zstd never makes a MiB longer than that."""
 MIN_CHUNK_BYTES = 4096
 """A smaller chunk is stored as it is: it would save little, and take an extent and a checksum of its own."""
 
 
 def count_frames(raw_bytes: int) -> int:
-    """How many frames a chunk of so many raw bytes has."""
+    """Returns the number of frames of a chunk of so many raw bytes."""
     return -(-raw_bytes // FRAME_BYTES)
 
 
 def frame_bytes(raw_bytes: int, number: int) -> int:
-    """The raw bytes of frame `number` of a chunk of `raw_bytes`."""
+    """Returns the raw bytes of frame `number` of a chunk of `raw_bytes`."""
     return min(FRAME_BYTES, raw_bytes - number * FRAME_BYTES)
 
 
 def unknown_codec(codec: str, what: str) -> CheckpointCorruptError:
-    """The error for something that is stored as only a later release can read it."""
+    """Returns the error for something that only a later release can decode."""
     return CheckpointCorruptError(
         f"{what} is stored with the codec {codec!r:.80}, and this release knows {', '.join(CODECS)}; nothing is wrong "
         "with the checkpoint: use a newer release of bytecheckpoint, or leave out what is stored so with exclude",
@@ -40,10 +39,10 @@ def unknown_codec(codec: str, what: str) -> CheckpointCorruptError:
 
 
 def is_compressible(raw_bytes: int) -> bool:
-    """Whether a chunk of so many raw bytes is worth the try."""
+    """Returns True if compressing a chunk of so many raw bytes may pay."""
     return raw_bytes >= MIN_CHUNK_BYTES
 
 
 def is_worth_it(raw_bytes: int, encoded_bytes: int) -> bool:
-    """Whether a chunk is stored compressed, now that the length of all its frames together is known."""
+    """Returns True if a chunk is stored compressed, given the length of all its frames together."""
     return is_compressible(raw_bytes) and encoded_bytes < raw_bytes

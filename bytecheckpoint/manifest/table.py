@@ -1,5 +1,5 @@
-"""The tensors of a manifest while they are columns. A record is made, and its chunks are checked, when it is asked for,
-because most ranks want few chunks of a checkpoint's millions.
+"""The tensors of a manifest as columns. A record is made, and its chunks are checked, when it is asked for, because
+most ranks want few chunks of a checkpoint's millions.
 """
 
 from __future__ import annotations
@@ -22,62 +22,87 @@ from bytecheckpoint.manifest.chunk_validation import (
     outside_file,
     shared_bytes,
 )
-from bytecheckpoint.manifest.records import Chunk, TensorRecord
-from bytecheckpoint.manifest.validation import Columns, bad_manifest, first_true, itemsizes_of, numels_of, shown
-from bytecheckpoint.region import Region, count_parts_meeting, grid_regions, parts_meeting, whole
+from bytecheckpoint.manifest.records import Chunk, Columns, DataFile, TensorRecord
+from bytecheckpoint.manifest.validation import bad_manifest, first_true, itemsizes_of, numels_of, shown
+from bytecheckpoint.region import (
+    Region,
+    TilingFault,
+    count_parts_meeting,
+    find_tiling_fault,
+    grid_regions,
+    parts_meeting,
+    whole,
+)
 
 _CHUNKS_AT_ONCE = 1 << 20
-"""What is checked at once, so that millions of chunks take the memory of few."""
+"""Chunks that are checked at once, so that millions take the memory of few."""
 
 _CHUNKS_ONE_BY_ONE = 4096
-"""Of one tensor. Where more are asked for, all of them are checked before a record of any is made."""
+"""Limit for chunks of one tensor that are checked as they are found. If more are asked for, all are checked first."""
 
 
 class SoleChunks(NamedTuple):
     """The chunks of tensors that consist of one each, as columns with an entry a tensor."""
 
     is_sole: np.ndarray
-    """Whether the tensor consists of one chunk, which is not compressed. Where it does not, the rest says nothing."""
+    """True where the tensor consists of one chunk, which is not compressed. Elsewhere the other columns mean
+    nothing."""
     files: np.ndarray
     byte_offsets: np.ndarray
     byte_lengths: np.ndarray
 
 
-class ColumnTensors(Mapping[str, TensorRecord]):
-    """The tensors in these columns, by FQN, whose chunks lie in the files that `bounds` is about, and may share bytes
-    there or not.
+class _Sizes(NamedTuple):
+    """Facts about all tensors, for `TensorTable.sole_chunks`."""
 
-    What is asked for raises CheckpointCorruptError (bad_manifest) where the chunks in question cannot be right.
+    is_sole: np.ndarray
+    first_chunks: np.ndarray
+    byte_lengths: np.ndarray
+    """Bytes of all elements."""
+
+
+class TensorTable(Mapping[str, TensorRecord]):
+    """The tensors of a manifest by FQN, as columns, and the files in which their chunks lie.
+
+    Methods raise CheckpointCorruptError (bad_manifest) if the chunks that they look at cannot be right; the chunks of a
+    table that `is_checked` are right.
     """
 
     def __init__(
-        self, fqns: Sequence[str], columns: Columns, bounds: FileBounds, *, may_share_bytes: bool = False
+        self,
+        fqns: Sequence[str],
+        columns: Columns,
+        files: Sequence[DataFile],
+        *,
+        may_share_bytes: bool = False,
+        is_checked: bool = False,
     ) -> None:
         self._indices = dict(zip(fqns, range(len(fqns)), strict=True))
         if len(self._indices) != len(fqns):
             raise bad_manifest("it lists a tensor twice")
         self.columns = columns
-        self._bounds = bounds
+        self._bounds = FileBounds(files)
         self._may_share_bytes = may_share_bytes
         self._first_dims = _starts(columns.num_dims)
         self._first_chunks = _starts(columns.num_chunks)
         self._first_parts = _starts(columns.num_dims * columns.is_grid)
         self._first_coordinates = _starts(2 * columns.num_dims * columns.num_chunks * ~columns.is_grid)
-        self._checked: set[int] = set()
+        self._checked = set(range(len(fqns))) if is_checked else set()
         self._described: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def check_all(self) -> None:
-        """Checks every chunk. Raises CheckpointCorruptError (bad_manifest)."""
+        """Checks every chunk that was not checked. Raises CheckpointCorruptError (bad_manifest)."""
+        if len(self._checked) == len(self):
+            return
         fqns = list(self._indices)
-        all_spans = [
+        spans = [
             check_chunks(self._slice(first, last), self._bounds, fqns[first:last]) for first, last in self._batches()
         ]
-        if all_spans:
-            self._refuse_shared_bytes(Spans(*map(np.concatenate, zip(*all_spans, strict=True))))
+        self._refuse_shared_bytes(Spans(*map(np.concatenate, zip(*spans, strict=True))))
         self._checked.update(range(len(fqns)))
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        """Ranges of tensors that have few enough chunks together."""
+        """Yields ranges of tensors that have few enough chunks together."""
         bounds = [0]
         while bounds[-1] < len(self):
             limit = self._first_chunks[bounds[-1]] + _CHUNKS_AT_ONCE
@@ -89,12 +114,26 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         if found is not None:
             chunks = [first_chunk + chunk for chunk in found]
             fqns = list(self._indices)
-            of_chunks = [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
+            owners = [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
             file = self._bounds.files[self.columns.files[chunks[0]]]
-            raise shared_bytes((of_chunks[0], of_chunks[1]), file, int(self.columns.byte_offsets[chunks[1]]))
+            raise shared_bytes((owners[0], owners[1]), file, int(self.columns.byte_offsets[chunks[1]]))
+
+    def refuse_shared_bytes(
+        self, fqns: Sequence[str], files: np.ndarray, byte_offsets: np.ndarray, byte_lengths: np.ndarray
+    ) -> None:
+        """Raises CheckpointCorruptError (bad_manifest) if two of these chunks share a byte and may not. They are given
+        as columns, with the FQN of each, and none twice.
+        """
+        if self._may_share_bytes:
+            return
+        found = find_shared_bytes(Spans(self._bounds.starts[files] + byte_offsets, byte_lengths))
+        if found is not None:
+            first, second = found
+            file = self._bounds.files[files[second]]
+            raise shared_bytes((fqns[first], fqns[second]), file, int(byte_offsets[second]))
 
     def _slice(self, first: int, last: int) -> Columns:
-        """The columns of tensors `first` to `last`."""
+        """Returns the columns of tensors `first` to `last`."""
         columns = self.columns
         chunks = slice(self._first_chunks[first], self._first_chunks[last])
         return columns._replace(
@@ -127,26 +166,24 @@ class ColumnTensors(Mapping[str, TensorRecord]):
             coordinates = [number for region in regions for number in (*region.offsets, *region.lengths)]
         else:
             coordinates = columns.coordinates.tolist()
-        record = TensorRecord(
-            dtype,
-            shape,
-            coordinates,
-            columns.files.tolist(),
-            columns.byte_offsets.tolist(),
-            columns.byte_lengths.tolist(),
-            _codecs(columns),
+        files, byte_lengths = columns.files.tolist(), columns.byte_lengths.tolist()
+        if not byte_lengths:
+            width, item_bytes = len(shape), itemsize(dtype)
+            starts = range(width, width + 2 * width * len(files), 2 * width) if width else [0] * len(files)
+            byte_lengths = [item_bytes * prod(coordinates[start : start + width]) for start in starts]
+        return TensorRecord(
+            dtype, shape, coordinates, files, columns.byte_offsets.tolist(), byte_lengths, _codecs(columns)
         )
-        return record if record.byte_lengths else _with_byte_lengths(record)
 
     def chunks_meeting(self, fqn: str, region: Region) -> list[Chunk]:
-        """The chunks that hold elements of the region. Where they are a grid, the others cost nothing."""
+        """Returns the chunks that hold elements of the region. The other chunks of a grid cost nothing."""
         index = self._indices[fqn]
         columns = self.columns
         if not columns.is_grid[index] or len(columns.byte_lengths):
             return self._select(self._checked_slice(fqn), fqn, region)
         dtype, shape = self.describe(fqn)
         if self._first_chunks[index + 1] - self._first_chunks[index] == 1:
-            # Of many small tensors nearly all are like this, and mostly all of it is asked for.
+            # Nearly all of many small tensors are like this, and mostly the whole tensor is asked for.
             found = region if region.lengths == shape else whole(shape)
             num_bytes = found.numel * itemsize(dtype)
             return [self._checked_chunk(fqn, self._first_chunks[index], found, num_bytes)] if region.numel else []
@@ -159,7 +196,7 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         ]
 
     def _checked_chunk(self, fqn: str, chunk: int, region: Region, byte_length: int) -> Chunk:
-        """A chunk of a grid that is not compressed: that it lies in its file is all that is left to check."""
+        """Returns a chunk of a grid that is not compressed, of which only its place in the file is left to check."""
         columns, files = self.columns, self._bounds.files
         number, byte_offset = int(columns.files[chunk]), int(columns.byte_offsets[chunk])
         if number >= len(files):
@@ -167,46 +204,6 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         if byte_offset + byte_length > files[number].byte_length:
             raise outside_file(fqn, files[number], byte_offset, byte_length)
         return Chunk(region, number, byte_offset, byte_length)
-
-    def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
-        """What `chunks_meeting` gives for all of these tensors that consist of one chunk: of many small ones nearly all
-        do, and are looked at together.
-        """
-        columns, bounds = self.columns, self._bounds
-        tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
-        is_sole, byte_lengths = self._is_sole[tensors], self._byte_lengths[tensors]
-        chunks = self._chunk_numbers[tensors[is_sole]]
-        files, byte_offsets = np.zeros(len(fqns), np.int64), np.zeros(len(fqns), np.int64)
-        files[is_sole], byte_offsets[is_sole] = columns.files[chunks], columns.byte_offsets[chunks]
-        # A number that an int64 does not hold has become negative.
-        known_files = np.where(files < 0, len(bounds.files), np.minimum(files, len(bounds.files)))
-        lengths_of_files = np.append(bounds.byte_lengths, -1)[known_files]
-        wrong = is_sole & ((byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths))
-        if wrong.any():
-            first = first_true(wrong)
-            fqn, chunk = fqns[first], self._first_chunks[tensors[first]]
-            self._checked_chunk(fqn, chunk, whole(self.describe(fqn)[1]), int(byte_lengths[first]))
-        return SoleChunks(is_sole, files, byte_offsets, byte_lengths)
-
-    @cached_property
-    def _is_sole(self) -> np.ndarray:
-        """Of each tensor: whether it is a grid of one chunk, none of whose bytes are compressed."""
-        has_raw_bytes = not len(self.columns.byte_lengths)
-        is_sole: np.ndarray = self.columns.is_grid & (self.columns.num_chunks == 1) & has_raw_bytes
-        return is_sole
-
-    @cached_property
-    def _chunk_numbers(self) -> np.ndarray:
-        """Of each tensor: its first chunk."""
-        return np.array(self._first_chunks, np.int64)
-
-    @cached_property
-    def _byte_lengths(self) -> np.ndarray:
-        """Of each tensor, not compressed."""
-        fqns = list(self._indices)
-        itemsizes = itemsizes_of(self.columns, fqns)
-        byte_lengths: np.ndarray = itemsizes * numels_of(self.columns, itemsizes, fqns)
-        return byte_lengths
 
     def _select(self, columns: Columns, fqn: str, region: Region) -> list[Chunk]:
         dtype, shape = self.describe(fqn)
@@ -228,13 +225,50 @@ class ColumnTensors(Mapping[str, TensorRecord]):
             )
         return chunks
 
+    def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
+        """Returns the chunks of those of these tensors that consist of one: nearly all of many small tensors do, and
+        are looked at together.
+        """
+        columns, bounds, sizes = self.columns, self._bounds, self._sizes
+        tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
+        is_sole, byte_lengths = sizes.is_sole[tensors], sizes.byte_lengths[tensors]
+        chunks = sizes.first_chunks[tensors[is_sole]]
+        files, byte_offsets = np.zeros(len(fqns), np.int64), np.zeros(len(fqns), np.int64)
+        files[is_sole], byte_offsets[is_sole] = columns.files[chunks], columns.byte_offsets[chunks]
+        # A number that an int64 does not hold has become negative.
+        known_files = np.where(files < 0, len(bounds.files), np.minimum(files, len(bounds.files)))
+        lengths_of_files = np.append(bounds.byte_lengths, -1)[known_files]
+        wrong = is_sole & ((byte_offsets < 0) | (byte_offsets > lengths_of_files - byte_lengths))
+        if wrong.any():
+            first = first_true(wrong)
+            fqn, chunk = fqns[first], self._first_chunks[tensors[first]]
+            self._checked_chunk(fqn, chunk, whole(self.describe(fqn)[1]), int(byte_lengths[first]))
+        return SoleChunks(is_sole, files, byte_offsets, byte_lengths)
+
+    @cached_property
+    def _sizes(self) -> _Sizes:
+        columns, fqns = self.columns, list(self._indices)
+        itemsizes = itemsizes_of(columns, fqns)
+        has_raw_bytes = not len(columns.byte_lengths)
+        return _Sizes(
+            is_sole=columns.is_grid & (columns.num_chunks == 1) & has_raw_bytes,
+            first_chunks=np.array(self._first_chunks, np.int64),
+            byte_lengths=itemsizes * numels_of(columns, itemsizes, fqns),
+        )
+
     def may_overlap(self, fqn: str) -> bool:
-        """Whether two chunks of a tensor could hold the same element; those of a grid cannot."""
-        index = self._indices[fqn]
-        return not self.columns.is_grid[index]
+        """Returns True if two chunks of a tensor could hold the same element; those of a grid cannot."""
+        return not self.columns.is_grid[self._indices[fqn]]
+
+    def find_fault(self, fqn: str) -> TilingFault | None:
+        """Returns a part of a tensor that no chunk holds, or that two hold; None where there is neither."""
+        if not self.may_overlap(fqn):
+            return None
+        record = self[fqn]
+        return find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks])
 
     def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype and global shape, without looking at any chunk."""
+        """Returns the dtype and the global shape of a tensor without looking at its chunks."""
         described = self._described.get(fqn)
         if described is None:
             index, columns = self._indices[fqn], self.columns
@@ -244,7 +278,7 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         return described
 
     def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """The same of every tensor, by FQN."""
+        """Describes every tensor, by FQN."""
         if len(self._described) < len(self):
             columns, shapes = self.columns, self.columns.shapes.tolist()
             dtypes = map(columns.dtype_names.__getitem__, columns.dtypes.tolist())
@@ -253,7 +287,7 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         return self._described
 
     def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-        """The same of these tensors."""
+        """Describes these tensors."""
         if len(self._described) == len(self):
             return list(map(self._described.__getitem__, fqns))
         return list(map(self.describe, fqns))
@@ -268,23 +302,8 @@ class ColumnTensors(Mapping[str, TensorRecord]):
         return fqn in self._indices
 
 
-def _with_byte_lengths(record: TensorRecord) -> TensorRecord:
-    """Of a record without any: each chunk has the bytes that its elements take."""
-    item_bytes = itemsize(record.dtype)
-    num_dims = len(record.shape)
-    lengths = (
-        (
-            prod(record.coordinates[start + num_dims : start + 2 * num_dims])
-            for start in range(0, len(record.coordinates), 2 * num_dims)
-        )
-        if num_dims
-        else (1,) * record.num_chunks
-    )
-    return record._replace(byte_lengths=[item_bytes * numel for numel in lengths])
-
-
 def _codecs(columns: Columns) -> Sequence[str]:
-    """Of one tensor's chunks; nothing where none is compressed."""
+    """Returns the codecs of one tensor's chunks; nothing where none is compressed."""
     codecs = [columns.codec_names[index] for index in columns.codecs.tolist()]
     return codecs if codecs.count("none") < len(codecs) else ()
 

@@ -1,23 +1,22 @@
-"""Checks of a decoded manifest, whoever wrote it: every number is in its range, every name inside the checkpoint's
-folder. It looks at the manifest alone: chunk_validation.py checks chunks, the reader whether files exist, the planner
-whether chunks tile a tensor exactly.
+"""Limits of a manifest, and checks of what it lists, because anyone may have written it: every number is in its range,
+every name inside the checkpoint's folder. chunk_validation.py checks chunks, the reader that files exist, the planner
+that chunks tile a tensor exactly.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
+from bytecheckpoint.manifest.records import Columns, DataFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from bytecheckpoint.manifest.encoding import DataFile, Manifest
 
     Int64s = NDArray[np.int64]
 
@@ -26,57 +25,28 @@ MAX_CHUNKS = 1 << 25
 MAX_FILES = 1 << 20
 MAX_EXTENTS = 1 << 25
 MAX_SAMPLES = 1 << 22
-"""Of all files that a link points to."""
+"""Samples of all files that a link points to."""
 MAX_SAMPLE_BYTES = 1 << 24
-"""Of one, because it is read at once."""
+"""Length of one sample, which is read at once."""
 MAX_OBJECTS = 1 << 22
-"""Plain objects, those of single ranks and aliases: of each so many."""
+"""Limit of each: plain objects, objects of single ranks, aliases."""
 MAX_METADATA_BYTES = 1 << 22
-"""Of the user's metadata, and of the provenance, encoded."""
+"""Limit of each, encoded: the user's metadata, the provenance."""
 MAX_DIMS = 64
 MAX_DEPTH = 64
-"""Of lists and dicts inside one another in metadata."""
+"""Levels of nested lists and dicts in metadata."""
 MAX_BYTES = 1 << 62
-"""Of one tensor, and of all files together. Half of what fits an int64, so that rounding cannot reach its end."""
+"""Limit of one tensor, and of all files together: half of what fits an int64, so that rounding cannot exceed it."""
 
 _FOLDER = re.compile(r"\A(?:/(?!.*(?:\A|/)\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0,4096}\Z", re.DOTALL)
 """An absolute path or a URL."""
 _CONTAINERS = (dict, list, tuple)
-"""What msgpack gives, and takes, as containers."""
+"""The types of containers that msgpack decodes to and encodes."""
 _UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
 
 
-class Columns(NamedTuple):
-    """Everything about all tensors and chunks of a manifest, as arrays: one entry each, if nothing else is said."""
-
-    dtype_names: Sequence[str]
-    """Those in use."""
-    dtypes: np.ndarray
-    """Of each tensor, an index into `dtype_names`."""
-    num_dims: np.ndarray
-    """Of each tensor."""
-    num_chunks: np.ndarray
-    """Of each tensor."""
-    shapes: np.ndarray
-    """`num_dims` entries a tensor."""
-    is_grid: NDArray[np.bool_]
-    """Of each tensor: whether its chunks are a regular grid, in row-major order; see region.py."""
-    grid_parts: np.ndarray
-    """`num_dims` entries for each tensor that is a grid: the lengths of a part."""
-    coordinates: np.ndarray
-    """`2 * num_dims` entries for each chunk of the other tensors: its offsets, then its lengths."""
-    files: np.ndarray
-    byte_offsets: np.ndarray
-    byte_lengths: np.ndarray
-    """Empty where every chunk has the bytes that its elements take."""
-    codec_names: Sequence[str]
-    """Those in use; empty where no chunk is compressed, and so is `codecs`."""
-    codecs: np.ndarray
-    """An index into `codec_names`."""
-
-
 def bad_manifest(what: str) -> CheckpointCorruptError:
-    """The error for a manifest that cannot be right."""
+    """Returns the error for a manifest that cannot be right."""
     return CheckpointCorruptError(
         f"the manifest is damaged: {what}; nothing was loaded: take another step, or another copy of this checkpoint",
         kind="bad_manifest",
@@ -84,7 +54,7 @@ def bad_manifest(what: str) -> CheckpointCorruptError:
 
 
 def refuse_more_than(limit: int, found: int, what: str) -> None:
-    """Raises UnsafeCheckpointError (limits_exceeded) where there are more than `limit` of something."""
+    """Raises UnsafeCheckpointError (limits_exceeded) if there are more than `limit` of something."""
     if found > limit:
         raise UnsafeCheckpointError(
             f"the manifest has {found} {what}, more than the {limit} that are accepted; nothing was loaded or "
@@ -94,8 +64,8 @@ def refuse_more_than(limit: int, found: int, what: str) -> None:
 
 
 def refuse_deep_nesting(value: object, what: str) -> None:
-    """Raises UnsafeCheckpointError (limits_exceeded) where containers lie more than MAX_DEPTH deep in one another."""
-    # Of millions of items each is looked at: exact classes, where `Mapping` would cost ten times as much.
+    """Raises UnsafeCheckpointError (limits_exceeded) if containers are nested more than MAX_DEPTH deep."""
+    # There may be millions of items: a check for exact classes takes a tenth of one for `Mapping`.
     layer: list[Any] = [dict(value) if isinstance(value, Mapping) else value]
     for _ in range(MAX_DEPTH):
         containers = [item for item in layer if isinstance(item, _CONTAINERS)]
@@ -106,48 +76,26 @@ def refuse_deep_nesting(value: object, what: str) -> None:
         refuse_more_than(MAX_DEPTH, MAX_DEPTH + 1, f"levels of nesting in its {what}")
 
 
-def check_manifest(manifest: Manifest, columns: Columns) -> None:
-    """Checks all that can be said about a decoded manifest without looking at any chunk or any other file.
+def check_save_id(save_id: str) -> None:
+    """Raises UnsafeCheckpointError (path_escape) if a save id cannot be a part of a file name."""
+    if "/" in save_id or _UNSAFE_NAME.search(save_id):
+        raise _path_escape("save id", save_id)
 
-    Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (path_escape, limits_exceeded).
-    """
-    _check_identity(manifest)
-    refuse_deep_nesting(manifest.metadata, "metadata")
-    refuse_deep_nesting(manifest.provenance, "provenance")
-    _check_aliases(manifest)
-    for file in manifest.files:
+
+def check_link(folder: str) -> None:
+    """Raises UnsafeCheckpointError (path_escape) if a link points to what is no folder or URL."""
+    if "\0" in folder or not _FOLDER.match(folder):
+        raise _path_escape("link to another folder", folder)
+
+
+def check_files(files: Sequence[DataFile]) -> None:
+    """Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (path_escape)."""
+    for file in files:
         _check_file(file)
-    if len({file.name for file in manifest.files}) != len(manifest.files):
+    if len({file.name for file in files}) != len(files):
         raise bad_manifest("it lists a file twice")
-    if sum(file.byte_length for file in manifest.files) > MAX_BYTES:
+    if sum(file.byte_length for file in files) > MAX_BYTES:
         raise bad_manifest(f"its files have more than {MAX_BYTES} bytes together")
-    fqns = list(manifest.tensors)
-    numels = numels_of(columns, itemsizes_of(columns, fqns), fqns)
-    _check_grids(columns, numels, fqns)
-    if columns.codecs.max(initial=0) >= max(1, len(columns.codec_names)):
-        raise bad_manifest(f"it has {len(columns.codec_names)} codecs and a chunk of codec {columns.codecs.max()}")
-
-
-def _check_identity(manifest: Manifest) -> None:
-    if not manifest.save_id and not manifest.foreign_format:
-        raise bad_manifest("its save id is empty")
-    if manifest.save_id and ("/" in manifest.save_id or _UNSAFE_NAME.search(manifest.save_id)):
-        raise _path_escape("save id", manifest.save_id)
-    if manifest.linked_to and ("\0" in manifest.linked_to or not _FOLDER.match(manifest.linked_to)):
-        raise _path_escape("link to another folder", manifest.linked_to)
-    if manifest.step is not None and not 0 <= manifest.step < MAX_BYTES:
-        raise bad_manifest(f"its step is {manifest.step}, not a number from 0 on")
-    for fqn, by_rank in manifest.rank_objects.items():
-        if any(rank < 0 for rank in by_rank):
-            raise bad_manifest(f"it holds {shown(fqn)} for rank {min(by_rank)}")
-
-
-def _check_aliases(manifest: Manifest) -> None:
-    for alias, target in manifest.aliases.items():
-        if target not in manifest.tensors:
-            raise bad_manifest(f"{shown(alias)} is said to be tied to {shown(target)}, which is no tensor in it")
-        if alias in manifest.tensors:
-            raise bad_manifest(f"{shown(alias)} is both a tensor of its own and tied to {shown(target)}")
 
 
 def _check_file(file: DataFile) -> None:
@@ -179,7 +127,7 @@ def _path_escape(what: str, name: str) -> UnsafeCheckpointError:
 
 
 def itemsizes_of(columns: Columns, fqns: Sequence[str]) -> Int64s:
-    """Bytes of an element of each tensor. Raises CheckpointCorruptError (bad_manifest) for a dtype that is unknown."""
+    """Returns the item size of each tensor. Raises CheckpointCorruptError (bad_manifest) for an unknown dtype."""
     if len(fqns) and columns.dtypes.max() >= len(columns.dtype_names):
         raise bad_manifest(f"it has {len(columns.dtype_names)} dtypes and a tensor of dtype {columns.dtypes.max()}")
     known = np.array([DTYPE_ITEMSIZES.get(name, 0) for name in columns.dtype_names], dtype=np.int64)
@@ -192,7 +140,7 @@ def itemsizes_of(columns: Columns, fqns: Sequence[str]) -> Int64s:
 
 
 def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64s:
-    """Elements of each tensor. Raises CheckpointCorruptError (bad_manifest) for a shape that cannot be."""
+    """Returns the elements of each tensor. Raises CheckpointCorruptError (bad_manifest) for an impossible shape."""
     if columns.num_dims.max(initial=0) > MAX_DIMS:
         tensor = first_true(columns.num_dims > MAX_DIMS)
         raise bad_manifest(f"{shown(fqns[tensor])} has {columns.num_dims[tensor]} dimensions; at most {MAX_DIMS}")
@@ -210,7 +158,11 @@ def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64
     return np.where(is_empty, 0, reduce_runs(np.multiply, shapes, columns.num_dims, empty=1))
 
 
-def _check_grids(columns: Columns, numels: Int64s, fqns: Sequence[str]) -> None:
+def check_tensors(columns: Columns, fqns: Sequence[str]) -> None:
+    """Checks dtypes, shapes and grids, and no other chunk. Raises CheckpointCorruptError (bad_manifest)."""
+    numels = numels_of(columns, itemsizes_of(columns, fqns), fqns)
+    if columns.codecs.max(initial=0) >= max(1, len(columns.codec_names)):
+        raise bad_manifest(f"it has {len(columns.codec_names)} codecs and a chunk of codec {columns.codecs.max()}")
     grids = np.flatnonzero(columns.is_grid)
     parts = columns.grid_parts
     shapes = columns.shapes[np.repeat(columns.is_grid, columns.num_dims)]
@@ -229,12 +181,12 @@ def _check_grids(columns: Columns, numels: Int64s, fqns: Sequence[str]) -> None:
 
 
 def run_starts(counts: Int64s) -> Int64s:
-    """Where each run begins when runs of these lengths follow one another."""
+    """Returns the start of each run when runs of these lengths follow one another."""
     return np.cumsum(counts) - counts
 
 
 def reduce_runs(function: np.ufunc, values: NDArray[Any], counts: Int64s, *, empty: int) -> NDArray[Any]:
-    """The function over each of the runs of these lengths that `values` consists of; `empty` for an empty run."""
+    """Applies the function to each of the runs of these lengths that `values` consists of; `empty` for an empty run."""
     results = np.full(len(counts), empty, dtype=values.dtype)
     filled = counts > 0
     if filled.any():

@@ -67,7 +67,7 @@ def _chunks(manifest: Manifest, tensor: WantedTensor, piece: CopySource) -> Iter
     if dtype != tensor.dtype:
         raise _not_in_place(tensor.fqn, f"it is stored as {dtype} and wanted as {tensor.dtype}")
     item_bytes = itemsize(dtype)
-    for chunk in manifest.chunks_meeting(piece.fqn, piece.source_region):
+    for chunk in manifest.table.chunks_meeting(piece.fqn, piece.source_region):
         common = intersect(chunk.region, piece.source_region)
         if common is None:
             continue

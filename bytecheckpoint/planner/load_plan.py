@@ -95,7 +95,7 @@ def plan_load(
         want = wants[index]
         item_bytes = itemsize(manifest.describe(want.fqn)[0])
         num_wanted, num_covered = want.region.numel, 0
-        for chunk in manifest.chunks_meeting(want.fqn, want.region):
+        for chunk in manifest.table.chunks_meeting(want.fqn, want.region):
             used.append((want.fqn, chunk))
             # Mostly a load has the layout of the save: nothing has to be cut then.
             common = want.region if chunk.region == want.region else intersect(chunk.region, want.region)
@@ -130,7 +130,7 @@ def plan_load(
 def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
     """The parts of a region of a tensor that are zeros and lie in no file."""
     file = manifest.map_notes.zeros_file
-    chunks = manifest.chunks_meeting(fqn, region) if file is not None else ()
+    chunks = manifest.table.chunks_meeting(fqn, region) if file is not None else ()
     found = (intersect(chunk.region, region) for chunk in chunks if chunk.file == file)
     return [common for common in found if common is not None]
 
@@ -140,7 +140,7 @@ def _sole_chunks(manifest: Manifest, wants: Sequence[Want]) -> SoleChunks:
     tensors nearly all are like this: they are planned together, in operations on arrays.
     """
     fqns = [want.fqn for want in wants]
-    sole, described = manifest.sole_chunks(fqns), manifest.describe_each(fqns)
+    sole, described = manifest.table.sole_chunks(fqns), manifest.describe_each(fqns)
     is_whole = [
         is_flat and region.lengths == shape for (_, region, is_flat), (_, shape) in zip(wants, described, strict=True)
     ]
@@ -182,7 +182,7 @@ def _refuse_shared_bytes(
     files, starts, lengths = (
         np.concatenate([column[of_sole], rows[:, number]]) for number, column in enumerate(columns)
     )
-    manifest.refuse_shared_bytes([*first_wants, *(place[0] for place in others)], files, starts, lengths)
+    manifest.table.refuse_shared_bytes([*first_wants, *(place[0] for place in others)], files, starts, lengths)
 
 
 def _mean_extent(file: DataFile) -> int:
@@ -200,7 +200,8 @@ def _not_covered(lines: Sequence[str]) -> CheckpointMismatchError:
 
 def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:
     """Overlaps between chunks of one tensor, of which nobody could say which one is right."""
-    overlaps = {fqn: manifest.find_overlap(fqn) for fqn in dict.fromkeys(want.fqn for want in wants)}
+    faults = {fqn: manifest.table.find_fault(fqn) for fqn in dict.fromkeys(want.fqn for want in wants)}
+    overlaps = {fqn: fault.overlap if fault else None for fqn, fault in faults.items()}
     return [
         f"{fqn}{list(manifest.describe(fqn)[1])}: two chunks hold {describe(overlap)}"
         for fqn, overlap in overlaps.items()
@@ -209,7 +210,7 @@ def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:
 
 
 def _describe_hole(want: Want, manifest: Manifest) -> str:
-    hole = find_hole(want.region, [chunk.region for chunk in manifest.chunks_meeting(want.fqn, want.region)])
+    hole = find_hole(want.region, [chunk.region for chunk in manifest.table.chunks_meeting(want.fqn, want.region)])
     return f"{want.fqn}: {describe(hole) if hole else 'a part'} of {describe(want.region)} lies in no chunk"
 
 

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from bytecheckpoint.manifest.validation import Columns
+from bytecheckpoint.manifest import Columns
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import PlannedTensor
 from bytecheckpoint.planner.write_items import Write

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.manifest import ColumnTensors, DataFile, Manifest
-from bytecheckpoint.manifest.chunk_validation import FileBounds
+from bytecheckpoint.manifest import DataFile, Manifest, TensorTable
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.saving.chunk_locations import PlaceTable, pack_places
@@ -110,7 +109,7 @@ def _written(agreed: Agreed, reports: Sequence[_Report], names: Sequence[int]) -
     files = [file for report in reports for file in report.files]
     columns = table.columns(plan.tensors, [report.starts for report in reports])
     return Written(
-        tensors=ColumnTensors([tensor.fqn for tensor in plan.tensors], columns, FileBounds(files)),
+        tensors=TensorTable([tensor.fqn for tensor in plan.tensors], columns, files),
         file_lengths=[_lengths(report) for report in reports],
     )
 

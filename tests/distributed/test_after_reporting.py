@@ -65,7 +65,7 @@ def test_telemetry_that_one_rank_cannot_write_is_no_failure_of_the_save(
 def checks_of_chunks(rank: int, world_size: int, path: str) -> int:
     """How often a save has this rank check all chunks of a manifest."""
     checks: list[str] = []
-    with before("bytecheckpoint.manifest.table.ColumnTensors.check_all", lambda: checks.append("all")):
+    with before("bytecheckpoint.manifest.table.TensorTable.check_all", lambda: checks.append("all")):
         bcp.save(path, state_of(rank, 1.0), options=OVERWRITE)
     return len(checks)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manifest import ColumnTensors, table
+from bytecheckpoint.manifest import TensorTable, table
 
 OTHERS = [f"b{number}" for number in range(5)]
 
@@ -32,18 +32,18 @@ READ: dict[str, Callable[[Path], torch.Tensor]] = {
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tensors whose chunks are checked one by one, and "all" where they are checked together."""
     names: list[str] = []
-    check_chunks, check_all = table.check_chunks, ColumnTensors.check_all
+    check_chunks, check_all = table.check_chunks, TensorTable.check_all
 
     def noting(columns: Any, bounds: Any, fqns: Sequence[str]) -> Any:
         names.extend(fqns)
         return check_chunks(columns, bounds, fqns)
 
-    def noting_all(self: ColumnTensors) -> None:
+    def noting_all(self: TensorTable) -> None:
         names.append("all")
         check_all(self)
 
     monkeypatch.setattr(table, "check_chunks", noting)
-    monkeypatch.setattr(ColumnTensors, "check_all", noting_all)
+    monkeypatch.setattr(TensorTable, "check_all", noting_all)
     return names
 
 

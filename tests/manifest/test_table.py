@@ -71,10 +71,10 @@ def test_the_chunks_that_meet_a_region_are_those_of_the_record(
     manifest = manifest_of({"before": ((3,), [Region((0,), (1,)), Region((1,), (2,))]), "t": layout})
     region = data.draw(boxes(layout[0]))
     opened = open_manifest(encode_manifest(manifest))
-    assert opened.chunks_meeting("t", region) == manifest.chunks_meeting("t", region)
-    assert opened.chunks_meeting("t", whole(layout[0])) == manifest.tensors["t"].chunks
+    assert opened.table.chunks_meeting("t", region) == manifest.table.chunks_meeting("t", region)
+    assert opened.table.chunks_meeting("t", whole(layout[0])) == manifest.tensors["t"].chunks
     assert opened.tensors["t"].chunks == manifest.tensors["t"].chunks
-    assert opened.find_overlap("t") is None
+    assert opened.table.find_fault("t") is None
 
 
 @given(st.lists(st.integers(1, 9), max_size=3).map(tuple), st.data())
@@ -115,10 +115,10 @@ def test_a_chunk_that_cannot_be_right_is_found_when_it_is_used(*, turned: bool, 
         decode_manifest(data)
     opened = open_manifest(data)
     assert len(opened.tensors["a"].chunks) == 2
-    assert len(opened.chunks_meeting("a", whole((8,)))) == 2
+    assert len(opened.table.chunks_meeting("a", whole((8,)))) == 2
     for use in (
         lambda: opened.tensors["b"],
-        lambda: opened.chunks_meeting("b", whole((8,))),
+        lambda: opened.table.chunks_meeting("b", whole((8,))),
         lambda: plan(opened, "ab"),
     ):
         with pytest.raises(CheckpointCorruptError) as caught:
@@ -145,7 +145,7 @@ def wholes(fqns: str) -> Manifest:
 def test_a_sole_chunk_that_cannot_be_right_is_found_when_it_is_used(change: dict[str, bytes]) -> None:
     opened = open_manifest(tampered(wholes("ab"), **change))
     plan(opened, "a")
-    for use in (lambda: opened.chunks_meeting("b", whole((8,))), lambda: plan(opened, "ab")):
+    for use in (lambda: opened.table.chunks_meeting("b", whole((8,))), lambda: plan(opened, "ab")):
         with pytest.raises(CheckpointCorruptError, match="a chunk of 'b'"):
             use()
 
@@ -201,6 +201,6 @@ def test_many_chunks_are_checked_in_batches(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_tensor_without_elements_has_no_chunk_to_offer() -> None:
     manifest = manifest_of({"t": ((0, 3), [Region((0, 0), (0, 3))]), "u": ((2,), [whole((2,))])})
     opened = open_manifest(encode_manifest(manifest))
-    assert opened.chunks_meeting("t", whole((0, 3))) == []
+    assert opened.table.chunks_meeting("t", whole((0, 3))) == []
     assert prod(opened.tensors["t"].shape) == 0
     assert replace(opened, tensors={}).tensors == {}

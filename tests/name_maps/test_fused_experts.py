@@ -106,7 +106,7 @@ def test_there_and_back_are_the_same_bytes(names, shapes):
     check_wanted(separate, fused)
     for tensor in separate:
         (piece,) = tensor.pieces
-        (chunk,) = fused.chunks_meeting(piece.fqn, piece.source_region)
+        (chunk,) = fused.table.chunks_meeting(piece.fqn, piece.source_region)
         assert chunk.byte_offset == stored.tensors[tensor.fqn].chunks[0].byte_offset
 
 

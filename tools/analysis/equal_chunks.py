@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bytecheckpoint.manifest import ColumnTensors, DataFile, Manifest
+from bytecheckpoint.manifest import DataFile, Manifest
 from bytecheckpoint.manifest.chunk_validation import all_coordinates, numels_of_chunks
-from bytecheckpoint.manifest.records import columns_of
 from bytecheckpoint.manifest.validation import itemsizes_of
 from bytecheckpoint.region import Region
 
@@ -19,8 +18,7 @@ class ChunkColumns:
     """All chunks of a checkpoint, tensor by tensor, as columns."""
 
     def __init__(self, manifest: Manifest) -> None:
-        tensors, fqns = manifest.tensors, list(manifest.tensors)
-        columns = tensors.columns if isinstance(tensors, ColumnTensors) else columns_of(tensors)
+        columns, fqns = manifest.table.columns, list(manifest.tensors)
         columns = columns._replace(coordinates=all_coordinates(columns), is_grid=np.zeros(len(fqns), bool))
         of_tensors = np.repeat(np.arange(len(fqns)), columns.num_chunks)
         raw_bytes = numels_of_chunks(columns, of_tensors, fqns) * itemsizes_of(columns, fqns)[of_tensors]

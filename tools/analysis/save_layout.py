@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.manifest import ColumnTensors, Manifest, TensorRecord
-from bytecheckpoint.region import find_tiling_fault, grid_counts, part_of_grid
+from bytecheckpoint.manifest import Manifest, TensorRecord
+from bytecheckpoint.region import grid_counts
 
 _WHOLE = "whole"
 _RANK = re.compile(r"-([0-9]{1,9})-[0-9]+\.safetensors\Z")
@@ -55,20 +55,14 @@ class Compressed(NamedTuple):
 
 def chunk_counts(manifest: Manifest) -> dict[str, int]:
     """How many chunks each tensor has."""
-    tensors = manifest.tensors
-    if isinstance(tensors, ColumnTensors):
-        return dict(zip(tensors, tensors.columns.num_chunks.tolist(), strict=True))
-    return {fqn: record.num_chunks for fqn, record in tensors.items()}
+    return dict(zip(manifest.tensors, manifest.table.columns.num_chunks.tolist(), strict=True))
 
 
 def chunks_by_file(manifest: Manifest) -> list[int]:
     """How many chunks each file has."""
-    tensors, num_files = manifest.tensors, len(manifest.files)
-    if isinstance(tensors, ColumnTensors):
-        counts: list[int] = np.bincount(tensors.columns.files.astype(np.int64), minlength=num_files).tolist()
-        return counts
-    counted = Counter(file for record in tensors.values() for file in record.files)
-    return [counted[index] for index in range(num_files)]
+    files = manifest.table.columns.files.astype(np.int64)
+    counts: list[int] = np.bincount(files, minlength=len(manifest.files)).tolist()
+    return counts
 
 
 def cuts_of(manifest: Manifest) -> list[Cut]:
@@ -86,16 +80,11 @@ def cuts_of(manifest: Manifest) -> list[Cut]:
 
 def _parts(manifest: Manifest) -> Iterator[tuple[str, Sequence[int] | None]]:
     """Each tensor with the lengths of a part where its chunks are a regular grid, else None."""
-    tensors = manifest.tensors
-    if isinstance(tensors, ColumnTensors):
-        columns = tensors.columns
-        lengths = columns.grid_parts.tolist()
-        bounds = pairwise([0, *np.cumsum(columns.num_dims * columns.is_grid).tolist()])
-        for fqn, is_grid, (start, stop) in zip(tensors, columns.is_grid.tolist(), bounds, strict=True):
-            yield fqn, lengths[start:stop] if is_grid else None
-        return
-    for fqn, record in tensors.items():
-        yield fqn, part_of_grid(record.shape, record.coordinates, record.num_chunks)
+    columns = manifest.table.columns
+    lengths = columns.grid_parts.tolist()
+    bounds = pairwise([0, *np.cumsum(columns.num_dims * columns.is_grid).tolist()])
+    for fqn, is_grid, (start, stop) in zip(manifest.tensors, columns.is_grid.tolist(), bounds, strict=True):
+        yield fqn, lengths[start:stop] if is_grid else None
 
 
 def _name_of(shape: Sequence[int], part: Sequence[int] | None, num_chunks: int) -> str:
@@ -120,15 +109,10 @@ def writers_of(manifest: Manifest) -> Writers | None:
 
 def compressed(manifest: Manifest) -> Compressed | None:
     """None where no chunk is compressed."""
-    tensors = manifest.tensors
-    if isinstance(tensors, ColumnTensors):
-        columns = tensors.columns
-        packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
-        num_chunks = int(np.isin(columns.codecs, packed).sum())
-        num_bytes = int(columns.byte_lengths.sum())
-    else:
-        num_chunks = sum(codec != "none" for record in tensors.values() for codec in record.codecs)
-        num_bytes = sum(sum(record.byte_lengths) for record in tensors.values())
+    columns = manifest.table.columns
+    packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
+    num_chunks = int(np.isin(columns.codecs, packed).sum())
+    num_bytes = int(columns.byte_lengths.sum())
     described = manifest.describe_all().values()
     raw_num_bytes = sum(prod(shape) * itemsize(dtype) for dtype, shape in described)
     return Compressed(num_chunks, num_bytes, raw_num_bytes) if num_chunks else None
@@ -136,11 +120,7 @@ def compressed(manifest: Manifest) -> Compressed | None:
 
 def is_covered_once(manifest: Manifest, fqn: str) -> bool:
     """Whether the chunks of a tensor cover it exactly once. Of a regular grid that is known."""
-    tensors = manifest.tensors
-    if isinstance(tensors, ColumnTensors) and not tensors.may_overlap(fqn):
-        return True
-    record = tensors[fqn]
-    return find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks]) is None
+    return manifest.table.find_fault(fqn) is None
 
 
 def first_chunks(record: TensorRecord, count: int) -> TensorRecord:

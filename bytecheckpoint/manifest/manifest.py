@@ -1,0 +1,112 @@
+"""The manifest: a whole checkpoint but for the bytes of its tensors. It knows no rank, mesh or framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from bytecheckpoint.manifest.records import DataFile, TensorRecord, columns_of
+from bytecheckpoint.manifest.table import TensorTable
+from bytecheckpoint.manifest.validation import (
+    MAX_BYTES,
+    bad_manifest,
+    check_files,
+    check_link,
+    check_save_id,
+    check_tensors,
+    refuse_deep_nesting,
+    shown,
+)
+
+
+class MapNotes(NamedTuple):
+    """Notes of a name map about a checkpoint that is seen through it. No manifest on a disk holds them."""
+
+    zeros_file: int | None = None
+    """The number of a file that does not exist: chunks in it are zeros, as rows that pad a vocabulary."""
+    left_out: Mapping[str, str] = {}
+    """FQN of plain data that is not seen -> the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A whole checkpoint but for its data."""
+
+    save_id: str
+    """Empty where the files are of another format, which has none."""
+    step: int | None = None
+    foreign_format: str = ""
+    """The format of files that another program wrote: a name of formats/. Chunks may share bytes then, because tensors
+    there may be views of one memory."""
+    linked_to: str = ""
+    """The folder, as absolute path or URL, below which the files are; empty where that is the checkpoint's own. A
+    reader follows it only if its caller asks for that."""
+    files: Sequence[DataFile] = ()
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    """By FQN. A `TensorTable` where the manifest was decoded or planned, which makes a record when it is asked for."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """FQN of a tied tensor -> the FQN in `tensors` under which it is stored."""
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    """Plain data by FQN, each encoded on its own: see adapters/plain and docs/format.md."""
+    rank_objects: Mapping[str, Mapping[int, bytes]] = field(default_factory=dict)
+    """Plain data that differs from rank to rank: FQN -> rank -> encoded value."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The user's metadata, given to `save`."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Versions, world size and time of the save. Loading never reads it."""
+    map_notes: MapNotes = field(default_factory=MapNotes)
+    """Empty where the checkpoint is seen as it is."""
+
+    @cached_property
+    def table(self) -> TensorTable:
+        """The tensors as columns. Records are put into columns once, when these are first asked for."""
+        if isinstance(self.tensors, TensorTable):
+            return self.tensors
+        return TensorTable(
+            list(self.tensors),
+            columns_of(self.tensors),
+            self.files,
+            may_share_bytes=bool(self.foreign_format),
+            is_checked=True,  # this process made the records
+        )
+
+    def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
+        """Returns the dtype and the global shape of a tensor without looking at its chunks."""
+        return self.table.describe(fqn)
+
+    def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Describes every tensor, by FQN."""
+        return self.table.describe_all()
+
+    def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+        """Describes these tensors."""
+        return self.table.describe_each(fqns)
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Checks all of a decoded manifest but its chunks.
+
+    Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (path_escape, limits_exceeded).
+    """
+    if manifest.save_id:
+        check_save_id(manifest.save_id)
+    elif not manifest.foreign_format:
+        raise bad_manifest("its save id is empty")
+    if manifest.linked_to:
+        check_link(manifest.linked_to)
+    if manifest.step is not None and not 0 <= manifest.step < MAX_BYTES:
+        raise bad_manifest(f"its step is {manifest.step}, not a number from 0 on")
+    for fqn, by_rank in manifest.rank_objects.items():
+        if any(rank < 0 for rank in by_rank):
+            raise bad_manifest(f"it holds {shown(fqn)} for rank {min(by_rank)}")
+    refuse_deep_nesting(manifest.metadata, "metadata")
+    refuse_deep_nesting(manifest.provenance, "provenance")
+    for alias, target in manifest.aliases.items():
+        if target not in manifest.tensors:
+            raise bad_manifest(f"{shown(alias)} is said to be tied to {shown(target)}, which is no tensor in it")
+        if alias in manifest.tensors:
+            raise bad_manifest(f"{shown(alias)} is both a tensor of its own and tied to {shown(target)}")
+    check_files(manifest.files)
+    check_tensors(manifest.table.columns, list(manifest.tensors))
