@@ -2,7 +2,7 @@
 durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
-# ruff: noqa: PTH100, PTH106, PTH108, PTH112, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
+# ruff: noqa: PTH100, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class LocalStore:
             inside = os.path.relpath(path, self._root)
             for name in names:
                 try:
-                    status = os.lstat(os.path.join(path, name))
+                    status = os.stat(os.path.join(path, name), follow_symlinks=False)
                 except OSError as error:
                     on_error(error)
                     continue  # finished or deleted since it was listed
