@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, decode_plain, leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves, with_leaves
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
@@ -20,6 +20,7 @@ from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import SelectionRequest, select
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.region import Region, whole
 
 _MAX_ROWS = 50

@@ -23,7 +23,6 @@ IN_NO_TABLE = {
 """Limits that bound nothing of a checkpoint."""
 PACKAGE = ROOT / "bytecheckpoint"
 READERS = (
-    "adapters.plain.plain_data",
     "storage.safetensors_header",
     "storage.layout",
     *(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.compression import FrameEncoder
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
@@ -56,8 +56,7 @@ def measure_compression(threads: int) -> Compression:
 
     compress(0)  # the first one makes memory and tables
     started = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        num_compressed = sum(pool.map(compress, range(threads)))
+    num_compressed = sum(map_jobs(compress, range(threads), num_threads=threads))
     seconds = time.perf_counter() - started
     num_raw = threads * _SAMPLE_FRAMES * frame.nbytes
     return Compression(num_raw / max(seconds, 1e-9), num_compressed / num_raw, threads)

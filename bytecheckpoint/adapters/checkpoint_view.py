@@ -12,16 +12,10 @@ import torch
 
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, renamed_alike, renamer
-from bytecheckpoint.adapters.plain.plain_data import (
-    TensorRef,
-    decode_plain,
-    encode_plain,
-    is_content_fqn,
-    keep_in_tree,
-    leaves,
-)
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree, leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef
 
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""

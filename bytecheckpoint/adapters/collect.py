@@ -24,10 +24,11 @@ from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.native.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
-from bytecheckpoint.adapters.plain.plain_data import ATOMS, MAX_DEPTH, check_key, join_fqn, leaves, too_deep
-from bytecheckpoint.adapters.shards import LocalShards, check_has_memory, unsupported
+from bytecheckpoint.adapters.plain.plain_data import ATOMS, leaves
+from bytecheckpoint.adapters.shards import LocalShards, check_has_memory
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, RngState, StatefulEntry, is_stateful
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, check_key, join_fqn, too_deep, unsupported
 
 _MODULES = ModuleEntry | MegatronEntry
 _OPTIMIZERS = OptimizerEntry | OptimizerWrapperEntry

@@ -23,9 +23,10 @@ from bytecheckpoint.adapters.native.subclass_flatten import is_facts, is_subclas
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.native.subclass_metadata import are_facts
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, encode_plain, encode_refs, join_fqn, leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs, leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
 from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 
 class PlainEntry:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, whole
 
 _STRIDED = torch.strided
@@ -234,13 +235,6 @@ def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
         advice = "give it values first: load a checkpoint into it, or call to_empty() and initialise it"
         raise unsupported(fqn, "a tensor on the meta device, which has no values", advice)
     check_has_all_memory(fqn, tensor)
-
-
-def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:
-    return CheckpointSaveError(
-        f"{fqn or repr(fqn)} is {what}, which is not supported; nothing was written or changed. Do this: {advice}",
-        kind="unsupported_value",
-    )
 
 
 class _Layout(NamedTuple):

@@ -30,9 +30,10 @@ from bytecheckpoint.adapters.native.subclass_flatten import enclosing, subclasse
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, encode_plain, leaves
-from bytecheckpoint.adapters.shards import LocalShards, unsupported
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, leaves
+from bytecheckpoint.adapters.shards import LocalShards
 from bytecheckpoint.adapters.tree_loader import TreeTarget, is_sharded, keep_for_rank
+from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
 
 
 class Stateful(Protocol):

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 def split_tied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -14,8 +14,9 @@ from bytecheckpoint.adapters.expectation import Problem, RankMissing
 from bytecheckpoint.adapters.native.subclass_flatten import enclosing, is_facts, outer_fqn, restored
 from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuildable
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, content_fqn, fits_inline, leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_data import content_fqn, fits_inline, leaves, with_leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
+from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.select import Selection, SelectionRequest, select
 from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros
-from bytecheckpoint.runtime.jobs import do_side_by_side
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.report import provenance_of
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
@@ -72,7 +72,7 @@ def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int)
 
     unsampled = [number for number, file in enumerate(files) if not file.samples and not file.extent_lengths]
     if unsampled:
-        do_side_by_side(take, unsampled, num_threads=threads)
+        run_jobs(take, unsampled, num_threads=threads)
     return replace(manifest, files=files)
 
 

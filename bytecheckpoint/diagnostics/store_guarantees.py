@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
@@ -14,9 +13,10 @@ from bytecheckpoint.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
 )
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.inventory import HasPendingUploads
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Access, Block, OnFilled, Store
+from bytecheckpoint.storage.store import Access, Block, FillHook, Store
 
 _MiB = 1 << 20
 _LARGE_BLOCKS = 3
@@ -57,7 +57,7 @@ class ProbeStore:
         self._names.add(name)
         self.store.write(join_name(self.folder, name), blocks, replace=replace)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         self.store.read_into(join_name(self.folder, name), byte_offset, buffer, on_filled=on_filled)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
@@ -153,8 +153,8 @@ def _check_race(store: ProbeStore) -> _Found:
                 return writer
             return None
 
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            winners = [winner for winner in pool.map(create, range(_WRITERS)) if winner is not None]
+        created = map_jobs(create, range(_WRITERS), num_threads=_WRITERS)
+        winners = [winner for winner in created if winner is not None]
         if len(winners) != 1:
             return False, (
                 f"{len(winners)} of {_WRITERS} writers of one name at the same time were told that they had created "

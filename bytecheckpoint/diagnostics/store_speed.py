@@ -9,12 +9,12 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
 from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, get, put
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block
@@ -109,8 +109,7 @@ def _measure_reads(store: ProbeStore, num_parts: int, part_bytes: int, threads: 
             count += 1
         return count * part_bytes
 
-    with ThreadPoolExecutor(threads) as pool:
-        num_bytes = sum(pool.map(read, range(threads)))
+    num_bytes = sum(map_jobs(read, range(threads), num_threads=threads))
     return Speed(part_bytes, threads, num_bytes, time.perf_counter() - started)
 
 

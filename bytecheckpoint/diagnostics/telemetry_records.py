@@ -5,12 +5,12 @@ describes it is said and left out: a checkpoint is as good without it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -80,9 +80,11 @@ def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> Sav
     except CheckpointNotFoundError:  # a file stands where the folder should be
         sizes = {}
     names = sorted(name for name, size in sizes.items() if size is not None and name.startswith(f"{save_id}-"))
-    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT) as pool:
-        jobs = [pool.submit(_read, store, checkpoint_folder, name, sizes[name] or 0, save_id=save_id) for name in names]
-        found = [job.result() for job in jobs]
+
+    def read(name: str) -> RankRecord | Unreadable:
+        return _read(store, checkpoint_folder, name, sizes[name] or 0, save_id=save_id)
+
+    found = map_jobs(read, names, num_threads=_LOOKS_IN_FLIGHT)
     ranks = [record for record in found if isinstance(record, RankRecord)]
     return SaveRecords(
         sorted(ranks, key=lambda record: record.rank), [item for item in found if isinstance(item, Unreadable)]

@@ -9,7 +9,6 @@ import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.link_samples import sample_faults
 from bytecheckpoint.loading.replaced import refuse_replaced
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, pieces_of, scan, size_faults
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.paths import join_name
@@ -241,8 +241,7 @@ def _header_faults(
     if wanted:
         contents.of_file(wanted[0])  # collects those of all files, once
     # Of a store far away most of it is waiting.
-    with ThreadPoolExecutor(threads, thread_name_prefix="bcp-scan") as pool:
-        yield from filter(None, pool.map(look, wanted))
+    yield from filter(None, map_jobs(look, wanted, num_threads=threads))
 
 
 def _compare(

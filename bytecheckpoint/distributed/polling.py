@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import shared_threads
 
 T = TypeVar("T")
 
@@ -32,16 +32,13 @@ def run_on_thread(do: Callable[[], T]) -> Future[T]:
     once what it raises.
     """
     try:
-        return _THREADS.submit("bcp-ranks", do)
+        return shared_threads().submit("bcp-ranks", do)
     except CheckpointError:  # a signal handler's
         raise
     except RuntimeError:
         done: Future[T] = Future()
         done.set_result(do())
         return done
-
-
-_THREADS = SpareThreads(is_awaited=False)
 
 
 def store_lost(error: Exception) -> CheckpointError:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.formats.file_reader import damaged, too_much
-from bytecheckpoint.formats.plain_values import INT64, MAX_DEPTH, DtypeName, SizeValue, TensorRef, encode_value
+from bytecheckpoint.formats.plain_values import DtypeName, SizeValue, encode_value
 from bytecheckpoint.formats.torch_optimizer import as_saved_here, without_tensors
 from bytecheckpoint.formats.torch_save.unpickler_globals import (
     ByteStream,
@@ -23,6 +23,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import (
     StoredView,
 )
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
+from bytecheckpoint.manifest.plain_wire import INT64, MAX_DEPTH, TensorRef, join_fqn
 
 MAX_PIECES = 1 << 20
 """Of all tensors together, beyond the parts that the files name one by one: a view of few bytes can say tens of
@@ -42,10 +43,6 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DtypeName
 
 OnTensor = Callable[[str, StoredView], None]
 """Takes a tensor of a pickle and the FQN at which it stands."""
-
-
-def join_fqn(fqn: str, key: object) -> str:
-    return f"{fqn}.{key}" if fqn else str(key)
 
 
 @dataclass(slots=True)

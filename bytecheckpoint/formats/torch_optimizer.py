@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytecheckpoint.formats.plain_values import INT64, TensorRef
+from bytecheckpoint.manifest.plain_wire import INT64, TensorRef
 
 BY_POSITION = "by_position"
 """Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups."""

@@ -6,7 +6,6 @@ the samples can escape it; not in a file of torch.save, whose directory has a ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import xxhash
@@ -14,6 +13,7 @@ import xxhash
 from bytecheckpoint.errors import CheckpointCorruptError, and_more
 from bytecheckpoint.manifest import DataFile, Sample
 from bytecheckpoint.manifest.validation import MAX_SAMPLE_BYTES
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -65,10 +65,7 @@ def sample_faults(store: Store, names: Sequence[str], files: Sequence[DataFile],
         return None if found == sample else SampleFault(number, sample, found.digest)
 
     jobs = [(number, sample) for number, file in enumerate(files) for sample in file.samples]
-    if not jobs:
-        return []
-    with ThreadPoolExecutor(min(threads, len(jobs)), thread_name_prefix="bytecheckpoint") as pool:
-        return [fault for fault in pool.map(compare, jobs) if fault is not None]
+    return [fault for fault in map_jobs(compare, jobs, num_threads=threads) if fault is not None]
 
 
 def check_samples(store: Store, folder: str, files: Iterable[DataFile], *, threads: int) -> None:

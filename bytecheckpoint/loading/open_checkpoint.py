@@ -18,10 +18,9 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
 from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
-from bytecheckpoint.storage.layout import parse_manifest, parse_step, step_folder
-from bytecheckpoint.storage.location import check_step
+from bytecheckpoint.storage.layout import check_step, parse_manifest, parse_step, step_folder
 from bytecheckpoint.storage.open_store import is_remote
-from bytecheckpoint.storage.store import place_of
+from bytecheckpoint.storage.store import full_location
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,7 +105,7 @@ def open_together(ranks: Ranks, asked: LoadTarget, options: LoadOptions) -> Sour
 
     store = open_above(asked.root, 0, at_root)
     through = f" through {options.name_map}" if options.name_map else ""
-    payload = msgspec.msgpack.encode((f"{place_of(store, '')} (step={asked.step}){through}", options.verify))
+    payload = msgspec.msgpack.encode((f"{full_location(store, '')} (step={asked.step}){through}", options.verify))
     told = msgspec.msgpack.decode(ranks.reduce_scatter(payload, find), type=_Told)
     manifest = _parsed(told.manifest, told.map_notes, told.manifest_path)
     _refuse_other_step(told.folder, manifest, path=told.path)

@@ -22,13 +22,11 @@ from bytecheckpoint.planner.byte_ranges import names_in
 from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files, zeros_in
 from bytecheckpoint.region import relative
-from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.range_reader import ALIGNMENT, FrameRead, Read, fetch_bytes, run_reads
-from bytecheckpoint.storage.store import GivesBytes, Store
+from bytecheckpoint.storage.store import Store, SupportsReadBytes
 
-_THREADS = SpareThreads(is_awaited=False)
 _EXTENT_BYTES = 1 << 20
 """The most that an extent of an ordinary file has."""
 
@@ -98,7 +96,7 @@ class Source:
         if any(has_streams(device) for device in {shard.tensor.device for shard in shards if not shard.address}):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
-        elif isinstance(self.store, GivesBytes) and options.verify:
+        elif isinstance(self.store, SupportsReadBytes) and options.verify:
             # Rows are widened to whole extents: the two copies of such a read must leave room for one on each thread.
             scratch_bytes = self._scratch_bytes - min(4 * _EXTENT_BYTES, self._scratch_bytes // 4)
             max_fetch_bytes = fetch_bytes(self.store, scratch_bytes=scratch_bytes, threads=options.reader_threads)
@@ -144,7 +142,6 @@ class Source:
                 verify=self.options.verify,
                 scratch_bytes=self._scratch_bytes,
                 memory=lanes,
-                submit=_THREADS.submit,
             )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:

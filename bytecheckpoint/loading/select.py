@@ -11,10 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 from bytecheckpoint.adapters.key_map import renamer
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, decode_plain, is_content_fqn, join_fqn, without_content
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 from bytecheckpoint.planner.copy_plan import WantedTensor, same_tensor
 from bytecheckpoint.region import whole
 

@@ -7,27 +7,16 @@ recorded for the stream: none is freed while a copy into it is under way.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
 from bytecheckpoint.memory.device_to_host import has_streams
-from bytecheckpoint.storage.range_reader import Buffers, HostMemory
-
-
-class Event(Protocol):
-    """A place in a lane."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-
-    def synchronize(self) -> None:
-        """Returns when it is."""
+from bytecheckpoint.runtime.buffers import BufferPool, CopyEvent
+from bytecheckpoint.storage.range_reader import HostMemory
 
 
 class CopyStream(Protocol):
@@ -47,7 +36,7 @@ class CopyStream(Protocol):
         Memory of `new_block` must stay as it is until the copy is done; any other has been read when this returns.
         """
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         """After everything that has been queued."""
 
     def close(self) -> None:
@@ -77,7 +66,7 @@ class CudaLane:
                 source = shaped(source.to(self._device, non_blocking=is_pinned))
             target.copy_(source, non_blocking=is_pinned)
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         # One that blocks: waiting for others spins, on a core that reading needs.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._stream.record_event(event)
@@ -96,7 +85,7 @@ class CopyStreams:
     def __init__(self, devices: Iterable[torch.device], open_lane: Callable[[torch.device], CopyStream]) -> None:
         """Made on the thread on whose streams the tensors are used."""
         self._lanes = {device: open_lane(device) for device in dict.fromkeys(devices)}
-        self._buffers: list[LaneBuffers] = []
+        self._buffers: list[BufferPool] = []
         """Kept until all copies are done: torch would give their memory to others, whom it does not make wait."""
 
     def __enter__(self) -> Self:
@@ -117,11 +106,11 @@ class CopyStreams:
         # torch rounds pinned memory up to a power of two.
         return 1 << (byte_length - 1).bit_length() if self._lanes and byte_length else byte_length
 
-    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
+    def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
         lanes = list(self._lanes.values())
         if not lanes:
             return HostMemory().new_buffers(num_buffers, byte_length)
-        self._buffers.append(LaneBuffers(lanes, num_buffers, byte_length))
+        self._buffers.append(copied_buffers(lanes, num_buffers, byte_length))
         return self._buffers[-1]
 
 
@@ -131,64 +120,12 @@ def streams_to(tensors: Iterable[torch.Tensor]) -> CopyStreams:
     return CopyStreams(filter(has_streams, devices), CudaLane)
 
 
-class _InFlight(NamedTuple):
-    """A buffer that was given back."""
-
-    buffer: memoryview
-    events: Sequence[Event]
-    """It is free when these are done."""
-
-
-class LaneBuffers:
-    """A few buffers from which lanes copy: each is lent again only when what was queued from it is done."""
-
-    def __init__(self, lanes: Sequence[CopyStream], num_buffers: int, byte_length: int) -> None:
-        self._lanes = lanes
-        self._num_missing = num_buffers
-        self._byte_length = byte_length
-        self._in_flight: deque[_InFlight] = deque()
-        self._changed = threading.Condition()
-
-    def take(self) -> memoryview:
-        """One that is free, else a new one while there may be more, else the one that will be free first."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._in_flight or self._num_missing)
-            oldest = None
-            if self._num_missing and not self._has_free():
-                self._num_missing -= 1
-            else:
-                oldest = self._in_flight.popleft()
-        return self._new_buffer() if oldest is None else self._awaited(oldest)
-
-    def give(self, buffer: memoryview) -> None:
-        events: list[Event] = []
-        try:
-            events.extend(lane.mark() for lane in self._lanes)
-        finally:  # nobody may wait for it in vain, whatever has failed
-            self._put_back(_InFlight(buffer, events))
-
-    def _has_free(self) -> bool:
-        return bool(self._in_flight) and all(event.query() for event in self._in_flight[0].events)
-
-    def _new_buffer(self) -> memoryview:
-        try:
-            return self._lanes[0].new_block(self._byte_length)
-        except BaseException:
-            with self._changed:
-                self._num_missing += 1
-                self._changed.notify()
-            raise
-
-    def _awaited(self, oldest: _InFlight) -> memoryview:
-        try:
-            for event in oldest.events:
-                event.synchronize()
-        except BaseException:
-            self._put_back(oldest)
-            raise
-        return oldest.buffer
-
-    def _put_back(self, returned: _InFlight) -> None:
-        with self._changed:
-            self._in_flight.append(returned)
-            self._changed.notify()
+def copied_buffers(streams: Sequence[CopyStream], num_buffers: int, byte_length: int) -> BufferPool:
+    """Returns a few buffers to copy from: each is lent again only when the copies queued from it are done."""
+    return BufferPool(
+        byte_length,
+        num_buffers,
+        new_block=streams[0].new_block,
+        # Lazily, so that of several the marks made before a failure count.
+        mark=lambda: (stream.mark() for stream in streams),
+    )

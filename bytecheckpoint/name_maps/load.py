@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, join_fqn
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import FileReader, damaged, too_much
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest, MapNotes
+from bytecheckpoint.manifest.plain_wire import join_fqn
 from bytecheckpoint.name_maps.apply import MapInput, Mapped, MapRequest, apply_map, in_a_state
 from bytecheckpoint.name_maps.objects import mapped_objects
 from bytecheckpoint.name_maps.parameters import Facts

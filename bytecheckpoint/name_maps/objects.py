@@ -11,14 +11,9 @@ from typing import Any
 from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import (
-    TensorRef,
-    decode_plain,
-    encode_plain,
-    join_fqn,
-    keep_in_tree,
-)
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 from bytecheckpoint.name_maps.apply import Mapped
 
 LEFT_OUT_BY_MAP = "left out by the name map"

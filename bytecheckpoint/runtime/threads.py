@@ -1,5 +1,5 @@
-"""Threads that wait for their next job. Who starts a thread waits until it has had its turn on a core, which training
-needs as well; one that is there already is only told.
+"""Jobs on several threads, which are kept between uses: the caller of Thread.start() waits until the new thread has had
+a core, which training needs as well, while an idle one only gets a message. Knows nothing of the jobs.
 """
 
 from __future__ import annotations
@@ -7,39 +7,135 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import cache
+from operator import length_hint
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.thread_priority import Priority, priority
 
 T = TypeVar("T")
+Job = TypeVar("Job")
 
-_SPARE_NAME = "bytecheckpoint-spare"
+_IDLE_NAME = "bytecheckpoint-idle"
+_NO_JOB = object()
 
-_Job = Callable[[], object]
-_Jobs = SimpleQueue[tuple[str, _Job]]
+_Jobs = SimpleQueue[tuple[str, Callable[[], object]]]
 """The jobs of one thread, each with the name that the thread has meanwhile."""
 
 
-class SpareThreads:
-    """As many threads as were ever at work at the same time. Daemons, so that a program may join all others."""
+def run_jobs(do: Callable[[Job], object], jobs: Iterable[Job], *, num_threads: int) -> None:
+    """Calls `do` with every job, on up to so many threads, one of which is the caller's.
+
+    Jobs are taken in order, by one thread at a time, when a thread is free for the next one. Once a call of `do` or
+    the iteration has raised, or the caller was interrupted, no further job is taken, and the first error is raised.
+    No job is running when this returns or raises. If the process can have fewer threads, these do all jobs.
+    """
+    run = _JobRun(do, jobs)
+    try:
+        try:
+            for _ in range(min(num_threads, length_hint(jobs, num_threads)) - 1):
+                shared_threads().begin("bytecheckpoint", run.help_out)
+        except RuntimeError as error:  # no more threads, or the interpreter is exiting
+            if isinstance(error, CheckpointError):  # raised by a signal handler
+                raise
+        run.work()
+    finally:
+        errors = run.stop()
+    if errors:
+        try:
+            # An interrupt of the caller must reach it.
+            raise next((error for error in errors if not isinstance(error, Exception)), errors[0])
+        finally:
+            errors.clear()  # a traceback that holds its own error is memory until the next collection
+
+
+def map_jobs(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) -> list[T]:
+    """Returns what `do` returns for every job, in the order of the jobs. Otherwise like `run_jobs`."""
+    jobs = list(jobs)
+    results: dict[int, T] = {}
+
+    def run(number: int) -> None:
+        results[number] = do(jobs[number])
+
+    run_jobs(run, range(len(jobs)), num_threads=num_threads)
+    return [results[number] for number in range(len(jobs))]
+
+
+class _JobRun(Generic[Job]):
+    """One call of `run_jobs`. A thread that begins after it is over does nothing."""
+
+    def __init__(self, do: Callable[[Job], object], jobs: Iterable[Job]) -> None:
+        self._do: Callable[[Job], object] | None = do
+        self._jobs: Iterator[Job] | None = iter(jobs)
+        self._is_over = False
+        self._num_helpers = 0
+        self._changed = threading.Condition()
+        self._errors: list[BaseException] = []
+        """In the order of time."""
+
+    def work(self) -> None:
+        """Does jobs until none is left, or any thread has failed."""
+        try:
+            while self._do_next():
+                pass
+        except BaseException as error:  # noqa: BLE001  raised again by `run_jobs`
+            self._errors.append(error)
+            self._is_over = True
+
+    def help_out(self) -> None:
+        """Does the same on a thread other than the caller's, which a signal might interrupt while it counts itself."""
+        with self._changed:
+            self._num_helpers += 1
+        self.work()
+        with self._changed:
+            self._num_helpers -= 1
+            self._changed.notify_all()
+
+    def _do_next(self) -> bool:
+        with self._changed:
+            if self._is_over or self._jobs is None or self._do is None:
+                return False
+            try:
+                job = next(self._jobs, _NO_JOB)
+            except BaseException:
+                self._is_over = True  # before another thread takes the next one
+                raise
+        if job is _NO_JOB:
+            return False
+        self._do(job)  # type: ignore[arg-type]  # not the sentinel
+        return True
+
+    def stop(self) -> list[BaseException]:
+        """Returns the errors when no job is running any more, and none will."""
+        with self._changed:
+            self._is_over = True
+            self._changed.wait_for(lambda: not self._num_helpers)
+            self._do = self._jobs = None  # a thread that has yet to begin holds this object
+            return self._errors
+
+
+class ThreadPool:
+    """As many threads as were ever at work at the same time. They are daemons, so that a program may join all others.
+
+    A forked child has none of them, and starts its own.
+    """
 
     def __init__(self, *, is_awaited: bool) -> None:
-        """Where they are awaited, the interpreter does not end before their jobs have, and once it is about to no more
-        jobs are taken.
-        """
+        """If they are awaited, the interpreter ends only after their jobs, and accepts no job once it is about to."""
         self._is_awaited = is_awaited
         self._is_over = False
         self._forget()
         os.register_at_fork(after_in_child=self._forget)
 
-    def begin(self, name: str, do: _Job) -> None:
-        """Does it on a spare thread, or on a new one where there is none, with the priority that the caller has now.
-        What it raises goes to threading.excepthook.
+    def begin(self, name: str, do: Callable[[], object]) -> None:
+        """Calls `do` on an idle thread, or on a new one if none is idle, with the priority that the caller has now. An
+        exception goes to threading.excepthook.
 
-        Raises RuntimeError, with nothing done, where there can be no more threads.
+        Raises RuntimeError, with nothing done, if there can be no more threads.
         """
         with self._lock:
             if self._is_over:
@@ -49,7 +145,7 @@ class SpareThreads:
             jobs.put((name, do))
 
     def submit(self, name: str, do: Callable[[], T]) -> Future[T]:
-        """The same, for one who asks for what it returns or raises."""
+        """Like `begin`, and returns a future of what `do` returns or raises."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -65,7 +161,7 @@ class SpareThreads:
         if self._is_awaited and not self._all:
             threading._register_atexit(self._end)  # type: ignore[attr-defined]  # atexit comes when it is too late
         jobs: _Jobs = SimpleQueue()
-        threading.Thread(target=self._work, args=(jobs, idle), name=_SPARE_NAME, daemon=True).start()
+        threading.Thread(target=self._work, args=(jobs, idle), name=_IDLE_NAME, daemon=True).start()
         self._all.append(jobs)
         return jobs
 
@@ -78,8 +174,8 @@ class SpareThreads:
                 do()
             except BaseException:  # noqa: BLE001  reported, and the thread is still good for others
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), this)))
-            del do  # what it holds is not to be held until the next one comes
-            this.name = _SPARE_NAME
+            del do  # an idle thread must not hold what the job held
+            this.name = _IDLE_NAME
             idle.append(jobs)
 
     def _end(self) -> None:
@@ -87,12 +183,24 @@ class SpareThreads:
             self._is_over = True
         for jobs in self._all:
             is_done = threading.Event()
-            jobs.put((_SPARE_NAME, is_done.set))  # after what it has to do now
+            jobs.put((_IDLE_NAME, is_done.set))  # after its job
             is_done.wait()
 
     def _forget(self) -> None:
-        """A forked child has none of them."""
-        self._lock = threading.Lock()
+        # Re-entrant, because the handler of a signal may interrupt `begin` and save.
+        self._lock = threading.RLock()
         self._idle: dict[Priority, list[_Jobs]] = {}
-        """By priority: a thread starts with that of who starts it, and cannot raise it."""
+        """By priority: a thread inherits that of the thread that starts it, and cannot raise it."""
         self._all: list[_Jobs] = []
+
+
+@cache
+def shared_threads() -> ThreadPool:
+    """Returns the threads of the process for work whose caller waits for it."""
+    return ThreadPool(is_awaited=False)
+
+
+@cache
+def background_threads() -> ThreadPool:
+    """Returns the threads of the process for work that has to end before the interpreter does."""
+    return ThreadPool(is_awaited=True)

@@ -25,7 +25,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.runtime.reentrancy import AWAITED
 from bytecheckpoint.runtime.thread_priority import lower_priority
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import background_threads
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.kept import Kept
 from bytecheckpoint.saving.prepare import Draft
@@ -274,15 +274,12 @@ def in_background(name: str, do: Callable[[], None]) -> bool:
         do()
 
     try:
-        _THREADS.begin(name, run)
+        background_threads().begin(name, run)
     except CheckpointError:  # a signal handler's
         raise
     except RuntimeError:
         return False
     return True
-
-
-_THREADS = SpareThreads(is_awaited=True)
 
 
 IN_FLIGHT = InFlight()

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.shards import LocalShard, unsupported
+from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.manifest.frames import count_frames, frame_bytes
+from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.memory.batched_copy import gather_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.tensor_bytes import narrowed, to_host, view_region

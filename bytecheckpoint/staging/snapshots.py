@@ -14,7 +14,7 @@ from typing import Protocol
 
 from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceParts
 from bytecheckpoint.runtime.buffers import BufferPool
-from bytecheckpoint.runtime.jobs import do_side_by_side
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
@@ -106,7 +106,7 @@ class StagedState:
         with self._changed:
             self._raise_error()
             self._on_device.start()
-        do_side_by_side(lambda _: self._gather_all(), range(self._threads), num_threads=self._threads)
+        run_jobs(lambda _: self._gather_all(), range(self._threads), num_threads=self._threads)
         self._on_device.wait()
         with self._changed:
             self._raise_error()

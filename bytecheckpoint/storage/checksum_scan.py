@@ -7,13 +7,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import xxhash
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -123,31 +124,19 @@ def scan(
     store cannot give is read no further: the fault reaches to the end of the piece. Memory is `threads` buffers of
     READ_BYTES.
     """
-    waiting = iter(pieces)
-    lock, stop = threading.Lock(), threading.Event()
+    lock = threading.Lock()
     given_up: set[int] = set()
+    buffers = BufferPool(READ_BYTES, threads)
 
-    def take() -> ScanRange | None:
-        with lock:
-            return next((piece for piece in waiting if piece.file not in given_up), None)
-
-    def work() -> None:
-        buffer = memoryview(bytearray(READ_BYTES))
-        while not stop.is_set() and (piece := take()) is not None:
+    def check(piece: ScanRange) -> None:
+        with buffers.lend() as buffer:
             faults, is_readable = _check(store, names[piece.file], piece, buffer)
-            with lock:
-                if not is_readable:
-                    given_up.add(piece.file)
-                on_done(piece, faults)
+        with lock:
+            if not is_readable:
+                given_up.add(piece.file)
+            on_done(piece, faults)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="bcp-scan") as pool:
-        futures = [pool.submit(work) for _ in range(threads)]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            stop.set()
-        for future in futures:
-            future.result()
+    run_jobs(check, (piece for piece in pieces if piece.file not in given_up), num_threads=threads)
 
 
 def _check(store: Store, name: str, piece: ScanRange, buffer: memoryview) -> tuple[list[ScanFault], bool]:

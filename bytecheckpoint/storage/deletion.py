@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME, read_manifest, telemetry_of
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -54,15 +55,8 @@ def discard(store: Store, folder: str, names: Sequence[str]) -> None:
 
     A store that fails several times in a row is not asked any more: other ranks may wait for this one.
     """
-    deletion = _Deletion(store, folder, names)
-    with ThreadPoolExecutor(_DELETIONS_IN_FLIGHT, thread_name_prefix="bcp-delete") as pool:
-        try:
-            for _ in range(min(len(names), _DELETIONS_IN_FLIGHT) - 1):
-                pool.submit(deletion.work)
-        except RuntimeError as error:  # there are no more threads: those that there are do all of it
-            if isinstance(error, CheckpointError):  # a signal handler's
-                raise
-        deletion.work()
+    deletion = _Deletion(store, folder)
+    run_jobs(deletion.delete, deletion.until_store_fails(names), num_threads=min(len(names), _DELETIONS_IN_FLIGHT))
     if deletion.failure is not None:
         logger.warning(
             "%d of %d files in %s, which no checkpoint needs any more, could not be deleted (%s): `bcp gc` finds them",
@@ -76,10 +70,9 @@ def discard(store: Store, folder: str, names: Sequence[str]) -> None:
 class _Deletion:
     """Files of one folder that are being deleted by several threads."""
 
-    def __init__(self, store: Store, folder: str, names: Sequence[str]) -> None:
+    def __init__(self, store: Store, folder: str) -> None:
         self._store = store
         self._folder = folder
-        self._names = iter(names)
         self._lock = threading.Lock()
         self._num_failures = 0
         """Failures in a row."""
@@ -87,16 +80,11 @@ class _Deletion:
         self.failure: CheckpointError | None = None
         """The first one."""
 
-    def work(self) -> None:
-        """Deletes one file after the other, until none is left or the store fails too often."""
-        while self._num_failures < _MAX_FAILURES:
-            with self._lock:
-                name = next(self._names, None)
-            if name is None:
-                return
-            self._delete(name)
+    def until_store_fails(self, names: Iterable[str]) -> Iterator[str]:
+        """Yields the names, until the store has failed too often."""
+        return takewhile(lambda _: self._num_failures < _MAX_FAILURES, names)
 
-    def _delete(self, name: str) -> None:
+    def delete(self, name: str) -> None:
         try:
             self._store.delete(join_name(self._folder, name))
         except CheckpointError as error:

@@ -10,11 +10,9 @@ has damaged meanwhile is never published.
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
@@ -25,6 +23,7 @@ import xxhash
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block, Store
 
@@ -44,7 +43,7 @@ def count_bytes(blocks: Sequence[Block]) -> int:
 
 
 @contextmanager
-def entered(block: Block) -> Iterator[memoryview]:
+def open_block(block: Block) -> Iterator[memoryview]:
     """The block's bytes, for as long as the context lasts. What its `content` raises passes through.
 
     Raises CheckpointSaveError (storage) where it gives another length than it said, or no flat view of bytes.
@@ -66,68 +65,26 @@ def take_blocks(blocks: Sequence[Block], take: Callable[[memoryview, int], None]
     The first error in time, of a block or of `take`, is raised, and only once no thread is in either any more; blocks
     that were not entered by then never are.
     """
-    line = _Line(blocks, take)
-    num_threads = min(num_threads, len(blocks))
-    if num_threads <= 1:
-        line.work()
-        return
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bytecheckpoint-write")
-    try:
-        try:
-            wait([pool.submit(line.work) for _ in range(num_threads)])
-        except RuntimeError:  # the interpreter is exiting and starts no more threads: a save in flight still ends
-            line.work()
-    finally:
-        line.stop()
-        pool.shutdown(wait=True)
-    if line.errors:
-        raise line.errors[0]
 
+    def enter_all() -> Iterator[tuple[ExitStack, memoryview, int]]:
+        for block in blocks:
+            with ExitStack() as stack:
+                content = stack.enter_context(open_block(block))
+                yield stack.pop_all(), content, block.byte_offset
 
-class _Line:
-    """Blocks that wait for a thread."""
+    def take_entered(job: tuple[ExitStack, memoryview, int]) -> None:
+        stack, content, byte_offset = job
+        with stack:
+            take(content, byte_offset)
 
-    def __init__(self, blocks: Sequence[Block], take: Callable[[memoryview, int], None]) -> None:
-        self._blocks = iter(blocks)
-        self._take = take
-        self._entering = threading.Lock()
-        self._is_stopped = False
-        self.errors: list[BaseException] = []
-        """In the order of time."""
-
-    def stop(self) -> None:
-        self._is_stopped = True
-
-    def work(self) -> None:
-        """Takes blocks until there are no more, or until any thread has failed."""
-        try:
-            while self._take_next():
-                pass
-        except BaseException as error:
-            self.errors.append(error)
-            self.stop()
-            raise
-
-    def _take_next(self) -> bool:
-        with ExitStack() as stack:
-            with self._entering:
-                block = None if self._is_stopped else next(self._blocks, None)
-                if block is None:
-                    return False
-                try:
-                    content = stack.enter_context(entered(block))
-                except BaseException:
-                    self.stop()  # before another thread enters the next one
-                    raise
-            self._take(content, block.byte_offset)
-        return True
+    run_jobs(take_entered, enter_all(), num_threads=min(num_threads, len(blocks)))
 
 
 BLOCK_BYTES = 16 << 20
 """How much one write carries, and no checksummed extent reaches from one block into the next."""
 
 
-class Image(NamedTuple):
+class FileImage(NamedTuple):
     """The exact bytes of one data file, before it is written."""
 
     name: str
@@ -143,7 +100,7 @@ class Image(NamedTuple):
     """Where they are known already; extents may then reach over several blocks."""
 
 
-def write_image(store: Store, name: str, image: Image, on_checksum: Callable[[float], None]) -> DataFile:
+def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable[[float], None]) -> DataFile:
     """Writes the image as the object `name`, durably, and returns what the manifest says about it.
 
     `on_checksum` is told, from any thread, how many seconds a checksum took.
@@ -171,7 +128,7 @@ def write_image(store: Store, name: str, image: Image, on_checksum: Callable[[fl
     return DataFile(image.name, sum(image.extent_lengths), tuple(image.extent_lengths), tuple(digests))
 
 
-def _with_extents(image: Image) -> list[tuple[tuple[int, int], range]]:
+def _with_extents(image: FileImage) -> list[tuple[tuple[int, int], range]]:
     """The blocks, and the numbers of the extents that each is made of."""
     ends = [0, *accumulate(image.extent_lengths)]
     bounds = [*(bisect_left(ends, byte_offset) for byte_offset, _ in image.blocks), len(image.extent_lengths)]

@@ -4,11 +4,8 @@ into tensors is the business of whoever passes `place`.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -17,9 +14,10 @@ import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.runtime.buffers import ByteBudget
+from bytecheckpoint.runtime.buffers import BufferPool, ByteBudget
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.compression import decode_frame
-from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
+from bytecheckpoint.storage.store import FillHook, Store, SupportsReadBytes
 
 ALIGNMENT = 16
 """Of the largest items, in bytes."""
@@ -61,161 +59,85 @@ class Read(NamedTuple):
     frames: Sequence[FrameRead] = ()
 
 
-class Buffers(Protocol):
-    """Scratch memory that reads share."""
-
-    def take(self) -> memoryview:
-        """One of the buffers; waits until there is one."""
-
-    def give(self, buffer: memoryview) -> None:
-        """Takes it back from a read that needs it no longer."""
-
-
 class Memory(Protocol):
     """What scratch memory is made of."""
 
     def block_bytes(self, byte_length: int) -> int:
         """How much of it a buffer of that length takes."""
 
-    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
-        """At most so many buffers of that length."""
-
-
-Submit = Callable[[str, Callable[[], None]], Future[None]]
-"""Does something on another thread, which has this name meanwhile. Raises RuntimeError where there can be none."""
+    def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
+        """Returns a pool of at most so many buffers of that length."""
 
 
 def fetch_bytes(store: Store, *, scratch_bytes: int, threads: int) -> int:
     """How long reads may be, so that all threads can be at one with this much scratch memory."""
     # What a store has in memory of its own counts: one such read a thread, of which one may be there twice while a
     # client library puts together the pieces in which it came, and a buffer where they are copied to in turn.
-    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, GivesBytes) else threads)
+    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, SupportsReadBytes) else threads)
 
 
 def run_reads(
-    store: Store,
-    reads: Sequence[Read],
-    *,
-    threads: int,
-    verify: bool,
-    scratch_bytes: int,
-    memory: Memory,
-    submit: Submit,
+    store: Store, reads: Sequence[Read], *, threads: int, verify: bool, scratch_bytes: int, memory: Memory
 ) -> None:
     """Carries out all reads; when one fails, those not begun are dropped and its error is raised.
 
-    Reads that go through scratch memory wait for one another where `scratch_bytes` do not suffice for one a thread.
+    Reads that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
     More than that is taken only for one read that is longer, with the frame that it decompresses, which is there twice.
-    Where the store has what is read in memory of its own, all reads wait so.
+    If the store reads into memory of its own, all reads wait so.
     """
-    read_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
+    content_bytes = max((read.byte_length + ALIGNMENT for read in reads if read.target is None), default=0)
     raw_bytes = max((_raw_bytes(read) for read in reads), default=0)
-    # Two for each thread: what it gave back may still be on its way to a device.
-    taken_bytes = memory.block_bytes(read_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
-    room_bytes = scratch_bytes + threads * ALIGNMENT  # small change must not cost a buffer
-    own = None
-    if isinstance(store, GivesBytes):
+    scratch_bytes += threads * ALIGNMENT  # small change must not cost a buffer
+    bytes_per_read = memory.block_bytes(content_bytes) + memory.block_bytes(raw_bytes) + _decoding_bytes(reads)
+    store_budget = None
+    if isinstance(store, SupportsReadBytes):
         longest_bytes = max((read.byte_length for read in reads), default=0)
-        own_bytes = max(1, min(threads * longest_bytes, room_bytes - taken_bytes - longest_bytes))
-        own = ByteBudget(own_bytes)
-        room_bytes -= own_bytes + longest_bytes
-    num_buffers = max(1, min(2 * threads, room_bytes // max(1, taken_bytes)))
-    scratch, raw_scratch = memory.new_buffers(num_buffers, read_bytes), memory.new_buffers(num_buffers, raw_bytes)
-    files = {read.file.name: read.file for read in reads}
-    checks = {name: _Checks(file) for name, file in files.items()} if verify else {}
+        budget_bytes = max(1, min(threads * longest_bytes, scratch_bytes - bytes_per_read - longest_bytes))
+        store_budget = ByteBudget(budget_bytes)
+        scratch_bytes -= budget_bytes + longest_bytes
+    # Two for each thread: the one it gave back may still be copied to a device.
+    num_buffers = max(1, min(2 * threads, scratch_bytes // max(1, bytes_per_read)))
+    contents, raws = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
+    checks = {file.name: _Checks(file) for file in {read.file.name: read.file for read in reads}.values() if verify}
+    has_failed = False
 
     def carry_out(read: Read) -> None:
-        fill = _filling(store, read)
+        fill, check = _filling(store, read), checks.get(read.file.name)
         if read.target is not None:
-            _run(fill, read, read.target(), checks.get(read.file.name))
+            _run(fill, read, read.target(), check)
             return
-        buffer = scratch.take()
-        try:
-            # What is aligned in the file is aligned in memory.
+        with contents.lend() as buffer:
+            # Bytes that are aligned in the file are aligned in memory.
             content = buffer[read.byte_offset % ALIGNMENT :][: read.byte_length]
-            _run(fill, read, nullcontext(content), checks.get(read.file.name))
-            _decode_all(read, content, raw_scratch)
-        finally:
-            scratch.give(buffer)
+            _run(fill, read, nullcontext(content), check)
+            _decode_all(read, content, raws)
 
-    def run(read: Read, is_over: threading.Event) -> None:
-        with nullcontext() if own is None else own.taken(read.byte_length):
-            if is_over.is_set():  # another read has failed while this one waited
+    def run(read: Read) -> None:
+        nonlocal has_failed
+        with nullcontext() if store_budget is None else store_budget.taken(read.byte_length):
+            if has_failed:  # another read, while this one waited
                 return
             try:
                 carry_out(read)
             except BaseException:
-                is_over.set()
+                has_failed = True
                 raise
 
-    _run_all(run, reads, threads=threads, submit=submit)
+    run_jobs(run, reads, num_threads=threads)
 
 
-def _run_all(
-    run: Callable[[Read, threading.Event], None], reads: Sequence[Read], *, threads: int, submit: Submit
-) -> None:
-    """On so many threads, of which the caller's is one, because who waits for others to begin waits for a core. When it
-    returns or raises, none is at work. Where there can be fewer threads, those that there are do all of it.
-    """
-    pending = iter(reads)
-    lock, is_over = threading.Lock(), threading.Event()
-
-    def work() -> None:
-        try:
-            while not is_over.is_set():
-                with lock:
-                    read = next(pending, None)
-                if read is None:
-                    return
-                run(read, is_over)
-        except BaseException:
-            is_over.set()
-            raise
-
-    others: list[Future[None]] = []
-    num_at_work = 0
-    nobody_at_work = threading.Condition(lock)
-
-    def help_out() -> None:
-        nonlocal num_at_work
-        with lock:
-            if is_over.is_set():
-                return
-            num_at_work += 1
-        try:
-            work()
-        finally:
-            with lock:
-                num_at_work -= 1
-                nobody_at_work.notify_all()
-
-    try:
-        with suppress(RuntimeError):  # no more threads, or the interpreter is exiting
-            while len(others) < min(threads, len(reads)) - 1:
-                others.append(submit("bcp-read", help_out))
-        work()
-        wait(others)
-    finally:
-        # Where the caller is interrupted, those that are at work still use what it passed; one may not be in the list.
-        with lock:
-            is_over.set()
-            nobody_at_work.wait_for(lambda: num_at_work == 0)
-    for other in others:
-        other.result()
-
-
-_Fill = Callable[[memoryview, OnFilled | None], None]
+_Fill = Callable[[memoryview, FillHook | None], None]
 
 
 def _filling(store: Store, read: Read) -> _Fill:
     """What fills the buffer of a read. Where the store has the bytes in memory of its own, they are there already when
     this returns, and that memory is free when the buffer is full.
     """
-    if not isinstance(store, GivesBytes):
+    if not isinstance(store, SupportsReadBytes):
         return lambda buffer, on_filled: store.read_into(read.name, read.byte_offset, buffer, on_filled=on_filled)
     given = [store.read_bytes(read.name, read.byte_offset, read.byte_length)]
 
-    def fill(buffer: memoryview, _on_filled: OnFilled | None) -> None:
+    def fill(buffer: memoryview, _on_filled: FillHook | None) -> None:
         buffer[:] = given.pop()
 
     return fill
@@ -242,7 +164,7 @@ def _decoding_bytes(reads: Sequence[Read]) -> int:
     return max((frame.raw_bytes for read in reads for frame in read.frames), default=0)
 
 
-def _decode_all(read: Read, content: memoryview, scratch: Buffers) -> None:
+def _decode_all(read: Read, content: memoryview, raws: BufferPool) -> None:
     for frame in read.frames:
         start = frame.byte_offset - read.byte_offset
         encoded = content[start : start + frame.byte_length]
@@ -250,12 +172,9 @@ def _decode_all(read: Read, content: memoryview, scratch: Buffers) -> None:
             _decode(read, frame, encoded, frame.target)
             frame.place(frame.target)
             continue
-        raw = scratch.take()
-        try:
+        with raws.lend() as raw:
             _decode(read, frame, encoded, raw[: frame.raw_bytes])
             frame.place(raw[: frame.raw_bytes])
-        finally:
-            scratch.give(raw)
 
 
 def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview) -> None:
@@ -271,36 +190,14 @@ def _decode(read: Read, frame: FrameRead, content: memoryview, into: memoryview)
 
 
 class HostMemory:
-    """What reads into host memory go through."""
+    """Scratch memory of reads into host memory."""
 
     def block_bytes(self, byte_length: int) -> int:
         return byte_length
 
-    def new_buffers(self, num_buffers: int, byte_length: int) -> Buffers:
-        return _HostBuffers(num_buffers, byte_length)
-
-
-class _HostBuffers:
-    """Buffers that are free when they are given back, made when first needed."""
-
-    def __init__(self, num_buffers: int, byte_length: int) -> None:
-        self._byte_length = byte_length
-        self._free: queue.LifoQueue[memoryview | None] = queue.LifoQueue()
-        for _ in range(num_buffers):
-            self._free.put(None)
-
-    def take(self) -> memoryview:
-        buffer = self._free.get()
-        if buffer is not None:
-            return buffer
-        try:
-            return np.empty(self._byte_length, np.uint8).data  # a bytearray would be zeroed first
-        except BaseException:
-            self._free.put(None)  # or others would wait for it in vain
-            raise
-
-    def give(self, buffer: memoryview) -> None:
-        self._free.put(buffer)
+    def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
+        # A bytearray would be zeroed first.
+        return BufferPool(byte_length, num_buffers, new_block=lambda num_bytes: np.empty(num_bytes, np.uint8).data)
 
 
 class _Checks:

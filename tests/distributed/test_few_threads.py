@@ -13,7 +13,7 @@ import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=20)
-STARTING = "bytecheckpoint.runtime.threads.SpareThreads.begin"
+STARTING = "bytecheckpoint.runtime.threads.ThreadPool.begin"
 WRITING = "bytecheckpoint.saving.write.write_image"
 
 

@@ -63,7 +63,7 @@ def save_trained(
     model, optimizer = trained(world_size, num_replicas=num_replicas, seed=1)
     with pytest.MonkeyPatch.context() as patch:
         if is_spread:  # as earlier versions did
-            for module in ("replicas", "save_plan"):
+            for module in ("deduplicate", "save_plan"):
                 patch.setattr(f"bytecheckpoint.planner.{module}.is_small", lambda _: False)
         bcp.save(path, {"model": model, "optimizer": optimizer}, options=bcp.SaveOptions(codec=codec))
 

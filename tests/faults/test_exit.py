@@ -92,7 +92,7 @@ def test_a_save_that_fails_at_the_end_is_not_silent(launcher: Launcher, tmp_path
 
 
 def test_a_failure_that_was_seen_is_not_reported_again(launcher: Launcher, tmp_path: Path) -> None:
-    ended = launcher.run(FAILING_SAVE + START + "assert in_flight.exception() is not None", tmp_path / "ckpt")
+    ended = launcher.run(FAILING_SAVE + START + "assert handle.exception() is not None", tmp_path / "ckpt")
     assert ended == (0, "")
 
 
@@ -143,8 +143,8 @@ def test_a_save_that_fails_when_the_program_has_ended_is_not_silent(
     launcher: Launcher, tmp_path: Path, where: str, before: str
 ) -> None:
     """Nothing comes later that could tell."""
-    code = NOTHING_SAVED_YET.replace("ASYNC).result()", "True)") + before + "writing.write_image = fail\n" + LATE[where]
-    ended = launcher.run(FAILING_SAVE.replace("writing.write_image = fail", "") + code, tmp_path)
+    code = NOTHING_SAVED_YET.replace("ASYNC).result()", "True)") + before + "write.write_image = fail\n" + LATE[where]
+    ended = launcher.run(FAILING_SAVE.replace("write.write_image = fail", "") + code, tmp_path)
     assert "the disk fell off" in ended.output
     assert bcp.steps(tmp_path) == []
     assert not (tmp_path / "first" / "manifest.bcp").exists()
@@ -178,7 +178,7 @@ def test_two_ranks_end_with_or_without_their_group(launcher: Launcher, tmp_path:
 
 def test_a_rank_that_fails_at_the_end_fails_both(launcher: Launcher, tmp_path: Path) -> None:
     failing_on_one = SLOW_SAVE + FAILING_SAVE[len(SLOW_SAVE) :].replace(
-        "writing.write_image = fail", "if sys.argv[3] == '1':\n    write.write_image = fail"
+        "write.write_image = fail", "if sys.argv[3] == '1':\n    write.write_image = fail"
     )
     for exit_code, output in run_two(launcher, failing_on_one + GROUP, tmp_path / "ckpt"):
         assert exit_code == 1, output

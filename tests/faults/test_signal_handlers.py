@@ -45,7 +45,7 @@ bcp.save(f"{path}/next", state_of(0, 3.0), async_save=True).result(20)
 STAGE, PLAN, HAND_OVER = (
     "GATHER",
     "'bytecheckpoint.api.collect_all'",
-    "'bytecheckpoint.runtime.threads.SpareThreads.begin'",
+    "'bytecheckpoint.runtime.threads.ThreadPool.begin'",
 )
 
 

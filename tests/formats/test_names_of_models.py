@@ -13,6 +13,7 @@ from foreign_files import assert_same, convert
 from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
+from bytecheckpoint.loading import name_scope
 
 
 class Llama(torch.nn.Module):
@@ -114,9 +115,10 @@ def test_a_checkpoint_that_has_the_model_under_its_name_is_compared_once(
     model = Llama()
     bcp.save(tmp_path / "c", {"model": model, "ema": torch.ones(2)})
     calls = []
-    match_state = bcp.naming.match_state  # type: ignore[attr-defined]
+    match_state = name_scope.match_state
     monkeypatch.setattr(
-        "bytecheckpoint.loading.name_scope.match_state",
+        name_scope,
+        "match_state",
         lambda *args, **options: calls.append(1) or match_state(*args, **options),
     )
     bcp.load(tmp_path / "c", {"model": model})

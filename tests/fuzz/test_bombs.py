@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from msgspec.msgpack import Ext, encode
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
-from bytecheckpoint.formats import manifest_builder
+from bytecheckpoint.formats import manifest_builder, strided_views
 from bytecheckpoint.formats.frameworks import dcp_folder
 from bytecheckpoint.formats.torch_save import unpickler
 from fuzz.memory_store import pack
@@ -67,7 +67,7 @@ def test_a_stacked_tensor_of_too_many_pieces_is_refused_before_they_are_made(
     def made(*_: object) -> Any:
         raise AssertionError("pieces are made")
 
-    stored = torch.zeros(dcp_folder.strides.MAX_CHUNKS + 1, 1, 1, dtype=torch.uint8)
+    stored = torch.zeros(strided_views.MAX_CHUNKS + 1, 1, 1, dtype=torch.uint8)
     with pytest.warns(UserWarning, match="disabled"):
         dcp.save({"flat": stored}, checkpoint_id=tmp_path, no_dist=True)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())

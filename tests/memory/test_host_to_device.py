@@ -18,7 +18,7 @@ from sample_tensors import DTYPES, LAYOUTS, SHAPE, random_bits, same_bits
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
-from bytecheckpoint.memory.host_to_device import CopyStreams, LaneBuffers, streams_to
+from bytecheckpoint.memory.host_to_device import CopyStreams, copied_buffers, streams_to
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
@@ -172,7 +172,7 @@ def test_a_read_that_fails_leaves_nothing_in_flight(
 
 def test_a_buffer_comes_back_only_when_all_copies_from_it_are_done() -> None:
     lanes = [LateLane(HOST), LateLane(torch.device("meta"))]
-    buffers = LaneBuffers(lanes, num_buffers=2, byte_length=4)
+    buffers = copied_buffers(lanes, num_buffers=2, byte_length=4)
     target = torch.zeros(4, dtype=torch.uint8)
     first = buffers.take()
     first[:] = b"abcd"
@@ -189,7 +189,7 @@ def test_a_buffer_comes_back_only_when_all_copies_from_it_are_done() -> None:
 
 def test_a_buffer_that_is_free_is_taken_before_a_new_one() -> None:
     lane = LateLane(HOST)
-    buffers = LaneBuffers([lane], num_buffers=3, byte_length=4)
+    buffers = copied_buffers([lane], num_buffers=3, byte_length=4)
     first = buffers.take()
     buffers.give(first)
     assert buffers.take() is first
@@ -198,7 +198,7 @@ def test_a_buffer_that_is_free_is_taken_before_a_new_one() -> None:
 
 def test_whoever_waits_for_a_buffer_gets_one_though_marking_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = LateLane(HOST)
-    buffers = LaneBuffers([lane], num_buffers=1, byte_length=4)
+    buffers = copied_buffers([lane], num_buffers=1, byte_length=4)
     only = buffers.take()
 
     def fail() -> LateEvent:

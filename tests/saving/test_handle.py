@@ -19,7 +19,7 @@ import torch
 from faults.seams import before, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import ThreadPool
 from bytecheckpoint.saving import write
 from bytecheckpoint.saving.in_flight import SaveHandle
 
@@ -178,7 +178,7 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
     def no_more(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(SpareThreads, "begin", no_more)
+    monkeypatch.setattr(ThreadPool, "begin", no_more)
     handle = bcp.save(tmp_path, {"x": torch.ones(3)}, async_save=True)
     assert handle.done()
     handle.result(0)
@@ -296,15 +296,15 @@ def test_a_save_that_ended_well_does_not_keep_its_callbacks(tmp_path: Path) -> N
 def test_a_save_that_is_interrupted_before_its_thread_begins_gives_its_turn_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = SpareThreads.begin
+    begin = ThreadPool.begin
 
-    def interrupted(threads: SpareThreads, name: str, do: Callable[[], object]) -> None:
+    def interrupted(threads: ThreadPool, name: str, do: Callable[[], object]) -> None:
         if name == "bcp-save":
             raise KeyboardInterrupt
         begin(threads, name, do)
 
     state = {"w": torch.ones(10)}
-    monkeypatch.setattr(SpareThreads, "begin", interrupted)
+    monkeypatch.setattr(ThreadPool, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bcp.save(tmp_path / "a", state, async_save=True)
     monkeypatch.undo()
@@ -317,15 +317,15 @@ def test_a_save_that_is_interrupted_before_its_thread_begins_gives_its_turn_back
 def test_a_save_that_is_interrupted_while_its_threads_start_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str
 ) -> None:
-    begin = SpareThreads.begin
+    begin = ThreadPool.begin
 
-    def interrupted(threads: SpareThreads, name: str, do: Callable[[], object]) -> None:
+    def interrupted(threads: ThreadPool, name: str, do: Callable[[], object]) -> None:
         begin(threads, name, do)
         if name == "bcp-save":
             raise KeyboardInterrupt
 
     state = {"w": torch.ones(10)}
-    monkeypatch.setattr(SpareThreads, "begin", interrupted)
+    monkeypatch.setattr(ThreadPool, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         bcp.save(tmp_path / "a", state, async_save=True, options=bcp.SaveOptions(snapshot=snapshot))
     monkeypatch.undo()
@@ -339,9 +339,9 @@ def test_a_save_that_is_interrupted_while_its_threads_start_ends(
 def test_a_lazy_save_whose_staging_cannot_begin_fails_and_the_next_one_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_begun: bool
 ) -> None:
-    begin, lazy = SpareThreads.begin, bcp.SaveOptions(snapshot="lazy")
+    begin, lazy = ThreadPool.begin, bcp.SaveOptions(snapshot="lazy")
 
-    def without_memory(threads: SpareThreads, name: str, do: Callable[[], object]) -> None:
+    def without_memory(threads: ThreadPool, name: str, do: Callable[[], object]) -> None:
         if name != "bcp-stage" or is_begun:
             begin(threads, name, do)
         if name == "bcp-stage":
@@ -349,7 +349,7 @@ def test_a_lazy_save_whose_staging_cannot_begin_fails_and_the_next_one_is_right(
 
     state = {"w": torch.ones(10)}
     bcp.save(tmp_path / "first", state, async_save=True, options=lazy).result(20)  # its plan is known now
-    monkeypatch.setattr(SpareThreads, "begin", without_memory)
+    monkeypatch.setattr(ThreadPool, "begin", without_memory)
     handle = bcp.save(tmp_path / "a", state, async_save=True, options=lazy)
     error = handle.exception(20)
     if error is None:  # staging was through before it was told not to go on

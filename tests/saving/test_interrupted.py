@@ -16,7 +16,6 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.saving.in_flight import IN_FLIGHT
 from bytecheckpoint.staging import compress, snapshots
 from bytecheckpoint.storage import range_reader
@@ -156,10 +155,8 @@ def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch:
     ]
 
     def run() -> None:
-        memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit
-        range_reader.run_reads(
-            NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory, submit=submit
-        )
+        memory = range_reader.HostMemory()
+        range_reader.run_reads(NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory)
 
     assert isinstance(ends(run), MemoryError)
 
@@ -188,7 +185,6 @@ def test_an_interrupted_load_drops_the_reads_that_have_not_begun() -> None:
             verify=False,
             scratch_bytes=1 << 20,
             memory=range_reader.HostMemory(),
-            submit=SpareThreads(is_awaited=False).submit,
         )
     assert len(begun) < 10
     assert len(ended) == len(begun) - 1  # nobody is at work any more

@@ -20,6 +20,7 @@ from faults.seams import before, files_under, loads_as, raising, state_of
 from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import local_stage
 from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.backends.local_store import LocalStore
@@ -155,7 +156,7 @@ def test_a_stage_is_kept_as_text(tmp_path: Path) -> None:
 
 def no_room(monkeypatch: pytest.MonkeyPatch, *, bytes_taken: int) -> None:
     """Of a disk that can hold so many bytes of data files."""
-    monkeypatch.setattr(stage_folder.Tier, "_has_room", lambda _self, num_bytes: num_bytes <= bytes_taken)
+    monkeypatch.setattr(local_stage.Tier, "_has_room", lambda _self, num_bytes: num_bytes <= bytes_taken)
 
 
 def no_preallocation(monkeypatch: pytest.MonkeyPatch) -> None:

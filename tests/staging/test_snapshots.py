@@ -27,7 +27,7 @@ from snapshot_cases import (
 )
 
 import bytecheckpoint as bcp
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import ThreadPool
 from bytecheckpoint.saving import prepare
 from bytecheckpoint.staging.snapshots import Snapshot, StagedState
 
@@ -236,7 +236,7 @@ def test_a_save_whose_thread_cannot_start_is_made_by_the_caller(
     state = {"flat": torch.full((1 << 20,), 3.0), "strided": torch.ones(100, 100)[:, ::3]}
     for kind, options in OPTIONS.items():
         monkeypatch.setattr(threading.Thread, "start", no_more)
-        monkeypatch.setattr(SpareThreads, "begin", no_more)
+        monkeypatch.setattr(ThreadPool, "begin", no_more)
         handle = bcp.save(tmp_path / kind, state, async_save=True, options=options)
         assert handle.done()
         handle.result(0)

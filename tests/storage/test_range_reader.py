@@ -10,7 +10,6 @@ import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.storage import range_reader
 
 LENGTHS = (10, 1, 30, 7, 52)
@@ -38,9 +37,9 @@ def read_all(content: bytes, *, step_bytes: int | None, into: memoryview | None)
     placed: list[bytes] = []
     target = None if into is None else (lambda: nullcontext(into))
     read = range_reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda *_: "x")
-    memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    memory = range_reader.HostMemory()
     store = Telling(content, step_bytes)
-    range_reader.run_reads(store, [read], threads=1, verify=True, scratch_bytes=1000, memory=memory, submit=submit)
+    range_reader.run_reads(store, [read], threads=1, verify=True, scratch_bytes=1000, memory=memory)
     return placed[0]
 
 
@@ -85,10 +84,8 @@ def run_each(begin: Callable[[int], None], places: Sequence[Callable[[memoryview
         range_reader.Read(file, "f", 10 * number, 10, None, place, lambda *_: "x")
         for number, place in enumerate(places)
     ]
-    memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit
-    range_reader.run_reads(
-        Meeting(begin), reads, threads=threads, verify=False, scratch_bytes=10_000, memory=memory, submit=submit
-    )
+    memory = range_reader.HostMemory()
+    range_reader.run_reads(Meeting(begin), reads, threads=threads, verify=False, scratch_bytes=10_000, memory=memory)
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -126,9 +123,9 @@ class Giving(Meeting):
 def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     asked, all_ask = [], threading.Event()
-    take = range_reader.Budget.take
+    take = range_reader.ByteBudget.take
 
-    def take_told(budget: range_reader.Budget, num_bytes: int) -> None:
+    def take_told(budget: range_reader.ByteBudget, num_bytes: int) -> None:
         asked.append(num_bytes)
         if len(asked) == 4:
             all_ask.set()
@@ -139,12 +136,10 @@ def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monke
         assert all_ask.wait(WAIT_S)
         raise OSError("gone")
 
-    monkeypatch.setattr(range_reader.Budget, "take", take_told)
+    monkeypatch.setattr(range_reader.ByteBudget, "take", take_told)
     file = DataFile("f", len(CONTENT))
     reads = [range_reader.Read(file, "f", 25 * number, 25, None, pytest.fail, lambda *_: "x") for number in range(4)]
-    memory, submit = range_reader.HostMemory(), SpareThreads(is_awaited=False).submit
+    memory = range_reader.HostMemory()
     with pytest.raises(OSError, match="gone"):
-        range_reader.run_reads(
-            Giving(fail), reads, threads=4, verify=False, scratch_bytes=1, memory=memory, submit=submit
-        )
+        range_reader.run_reads(Giving(fail), reads, threads=4, verify=False, scratch_bytes=1, memory=memory)
     assert len(begun) == 1

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bytecheckpoint.adapters.plain.plain_data import TensorRef
+from bytecheckpoint.manifest.plain_wire import TensorRef
 
 from ..arguments import Opened
 from ..render.progress import byte_progress

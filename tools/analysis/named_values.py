@@ -10,16 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.plain.plain_data import (
-    TensorRef,
-    decode_plain,
-    encode_plain,
-    is_content_fqn,
-    keep_in_tree,
-    leaves,
-)
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree, leaves
 from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef
 
 from .value_difference import Side, Tolerance, find_difference
 

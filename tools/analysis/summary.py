@@ -199,9 +199,10 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
 def plain_objects(opened: Opened) -> list[Plain]:
     """All plain values, those of single ranks under each rank."""
     # Decoding them needs torch, and no other command does.
-    from bytecheckpoint.adapters.plain.plain_data import TensorRef, decode_plain, leaves  # noqa: PLC0415
+    from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves  # noqa: PLC0415
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
+    from bytecheckpoint.manifest.plain_wire import TensorRef  # noqa: PLC0415
     from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
 
     source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False)

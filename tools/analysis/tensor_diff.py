@@ -18,7 +18,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.region import Region, split_rows, whole
-from bytecheckpoint.runtime.jobs import do_all
+from bytecheckpoint.runtime.threads import run_jobs
 
 from ..arguments import Opened
 from .differences import flat_position, index_of
@@ -91,7 +91,7 @@ class TensorDiff:
                     self._differences[tile.pair].add(difference)
                 on_progress(sum(self._bytes_of(tile.pair, tile.region) for tile in batch))
 
-        do_all(do, _batches(self._tiles()), num_threads=threads)
+        run_jobs(do, _batches(self._tiles()), num_threads=threads)
         return Compared(self._differences, self._num_bytes_same)
 
     def _bytes_of(self, pair: Pair, region: Region) -> int:

@@ -21,7 +21,6 @@ from bytecheckpoint.planner.byte_ranges import names_in
 from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, Frame, Part, coalesce
 from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
 from bytecheckpoint.region import flat_span, split_rows
-from bytecheckpoint.runtime.threads import SpareThreads
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.range_reader import FrameRead, HostMemory, Read, run_reads
@@ -120,7 +119,6 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         verify=options.verify,
         scratch_bytes=options.scratch_bytes,
         memory=HostMemory(),
-        submit=SpareThreads(is_awaited=False).submit,
     )
     return found
 

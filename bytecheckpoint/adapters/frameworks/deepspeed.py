@@ -35,7 +35,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
 )
 from bytecheckpoint.adapters.frameworks.zero_partitions import MasterPart, is_wrapper, masters_of, part_of_partitioned
 from bytecheckpoint.adapters.native.module_walk import ModuleTree
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 _PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
 """Attributes of parameters: their part in ZeRO 3; where their master is, which those with several precisions have; and

@@ -27,9 +27,10 @@ from bytecheckpoint.adapters.optimizers.scalar_state import (
     scalar_device,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, leaves
-from bytecheckpoint.adapters.shards import LocalShard, LocalShards, torch_dtype, unsupported
+from bytecheckpoint.adapters.plain.plain_data import leaves
+from bytecheckpoint.adapters.shards import LocalShard, LocalShards, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
 
 
 class FlatState:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, unsupported
+from bytecheckpoint.adapters.shards import LocalShard, dense_dtype
+from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, split_flat_range
 
 

@@ -27,8 +27,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
     part_of_whole,
 )
 from bytecheckpoint.adapters.native.module_walk import ModuleTree
-from bytecheckpoint.adapters.plain.plain_data import join_fqn
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 from bytecheckpoint.region import whole
 
 WRAPPED = "_fsdp_wrapped_module"

@@ -25,9 +25,10 @@ from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Scop
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamMemory, NamedPart
 from bytecheckpoint.adapters.frameworks.megatron_sharded import CopiedFactory, ShardedPiece, bits_of, find_in
 from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, join_fqn, keep_in_tree, leaves
-from bytecheckpoint.adapters.shards import LocalShard, unsupported
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree, leaves
+from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 from bytecheckpoint.region import Region
 
 _EXTRA_STATE = "_extra_state"

@@ -25,7 +25,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry, OptimizedElements
 from bytecheckpoint.adapters.native.parameter_names import NamesParameters
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 _SCALER = "megatron_grad_scaler"
 """Its name among the facts: torch's GradScaler, which DeepSpeed may have, says other things of itself."""

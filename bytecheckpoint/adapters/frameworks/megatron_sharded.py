@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart
-from bytecheckpoint.adapters.plain.plain_data import join_fqn
 from bytecheckpoint.adapters.plain.plain_tree import has_attributes
-from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, flat_bytes, unsupported
+from bytecheckpoint.adapters.shards import LocalShard, dense_dtype, flat_bytes
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 from bytecheckpoint.region import Region
 
 

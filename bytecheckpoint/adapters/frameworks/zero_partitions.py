@@ -25,7 +25,7 @@ import torch
 from torch import distributed as dist
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart, part_of_whole
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 class MasterPart(NamedTuple):

@@ -12,8 +12,8 @@ from bytecheckpoint.adapters.frameworks import deepspeed, fsdp1
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule
 from bytecheckpoint.adapters.native.module_walk import ModuleTree, tree_of
 from bytecheckpoint.adapters.native.pipelines import Stage
-from bytecheckpoint.adapters.plain.plain_data import join_fqn
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", fsdp1.WRAPPED})
 """What torch.compile, activation checkpointing and FSDP1 put into names."""

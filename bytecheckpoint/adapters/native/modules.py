@@ -35,10 +35,11 @@ from bytecheckpoint.adapters.native.module_parts import (
 from bytecheckpoint.adapters.native.pipelines import Stage
 from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, join_fqn, leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
 from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
 class _ModuleTensors(NamedTuple):

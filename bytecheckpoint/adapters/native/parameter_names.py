@@ -14,8 +14,8 @@ import torch
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart, NamedPart
 from bytecheckpoint.adapters.frameworks.fsdp1 import is_flattened
 from bytecheckpoint.adapters.native.module_parts import plain_name
-from bytecheckpoint.adapters.plain.plain_data import join_fqn
-from bytecheckpoint.adapters.shards import NEW_TUPLE, unsupported
+from bytecheckpoint.adapters.shards import NEW_TUPLE
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
 MODEL_FQN = "model"
 

@@ -30,7 +30,8 @@ from bytecheckpoint.adapters.native.subclass_metadata import (
     dtype_of,
     facts_of,
 )
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, unsupported
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 def is_subclass(value: object) -> bool:

@@ -25,8 +25,9 @@ from bytecheckpoint.adapters.native.subclass_flatten import (
     why_not_built,
 )
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS, are_facts, difference
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, leaves
+from bytecheckpoint.adapters.plain.plain_data import leaves
 from bytecheckpoint.adapters.shards import dtype_name, has_all_memory, shares_elements, torch_dtype
+from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
 class Refusals(NamedTuple):

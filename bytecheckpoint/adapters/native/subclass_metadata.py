@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.shards import dtype_name, torch_dtype, unsupported
+from bytecheckpoint.adapters.shards import dtype_name, torch_dtype
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 FACTS = "@subclass"
 """Beside the inner tensors of a subclass, what else is known of it. No attribute has such a name."""

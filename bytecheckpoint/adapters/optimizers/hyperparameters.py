@@ -12,8 +12,8 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredGroup, StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, join_fqn, keep_in_tree
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
 _NOT_HYPERPARAMETERS = {"params", "param_names", "is_expert_parallel"}
 """Keys of a group that are neither saved nor loaded: its parameters, and Megatron's flag of the groups whose parameters

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
-from bytecheckpoint.adapters.plain.plain_data import MAX_DEPTH
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH
 
 _MAX_NESTING = 4
 """Containers of containers of optimizers in one attribute."""

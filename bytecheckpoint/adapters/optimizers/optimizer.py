@@ -38,7 +38,8 @@ from bytecheckpoint.adapters.optimizers.param_state import (
 from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
-from bytecheckpoint.adapters.shards import LocalShard, LocalShards, unsupported
+from bytecheckpoint.adapters.shards import LocalShard, LocalShards
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 class OptimizerEntry:

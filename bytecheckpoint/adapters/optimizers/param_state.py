@@ -26,8 +26,9 @@ from bytecheckpoint.adapters.optimizers.scalar_state import (
     scalar_device,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import TensorRef, join_fqn, leaves, with_leaves
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype, unsupported
+from bytecheckpoint.adapters.plain.plain_data import leaves, with_leaves
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
 
 def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:

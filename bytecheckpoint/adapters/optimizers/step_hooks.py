@@ -11,7 +11,7 @@ import torch
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.optimizers.inner_optimizers import optimizers_at
-from bytecheckpoint.adapters.shards import unsupported
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 _ADVICE = 'save with snapshot="copy", which needs no optimizer to wait'
 

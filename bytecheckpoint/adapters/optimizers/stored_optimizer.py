@@ -10,7 +10,8 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN, ParameterNames
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts
-from bytecheckpoint.adapters.plain.plain_data import join_fqn, leaves
+from bytecheckpoint.adapters.plain.plain_data import leaves
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 BY_POSITION = "by_position"
 """Key of a tree whose parameters are called "0", "1", ... as they follow one another in the groups: torch's own way."""

@@ -32,9 +32,9 @@ from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
 from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
-from bytecheckpoint.adapters.shards import unsupported
 from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manifest.plain_wire import unsupported
 
 _Way = Literal["by parameter", "by state_dict", "refused"]
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytecheckpoint.adapters.expectation import Scope
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, join_fqn, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 _NUM_SHOWN = 10
 

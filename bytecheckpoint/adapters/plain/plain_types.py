@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-_INT64 = range(-(1 << 63), 1 << 64)
+from bytecheckpoint.manifest.plain_wire import INT64
+
 _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
 """Types of the items of a set: of others somebody could choose the hashes, all the same."""
 
@@ -38,7 +39,7 @@ def tag_value(value: Any) -> Tagged | None:
     """None for a value that would not come back as it is: of another type, or with what its text leaves out."""
     kind = type(value)
     if kind is set or kind is frozenset:
-        if any(type(item) not in _ITEMS or (type(item) is int and item not in _INT64) for item in value):
+        if any(type(item) not in _ITEMS or (type(item) is int and item not in INT64) for item in value):
             return None
         return Tagged(f"@{kind.__name__}", sorted(value, key=lambda item: (type(item).__name__, repr(item))))
     if kind is timedelta:

@@ -17,11 +17,11 @@ from bytecheckpoint.formats.frameworks.dcp_metadata import DcpTensor, Item, Meta
 from bytecheckpoint.formats.frameworks.megatron_dist_optimizer import unstacked, unstacked_shape
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
-from bytecheckpoint.formats.plain_values import TensorRef
 from bytecheckpoint.formats.torch_save.file import ZIP_MAGIC, TorchArchive, chunks_of, unpickle
 from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find_value
 from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.region import shifted
 from bytecheckpoint.storage.paths import check_name, join_name
 from bytecheckpoint.storage.store import Store

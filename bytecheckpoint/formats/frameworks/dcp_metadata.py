@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.plain_values import MAX_DEPTH, MAX_DIMS, DtypeName, SizeValue
+from bytecheckpoint.formats.plain_values import DtypeName, SizeValue
 from bytecheckpoint.formats.torch_save.file import unpickle
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, find_value, instances
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, MAX_DIMS
 
 _METADATA = "torch.distributed.checkpoint.metadata."
 _CLASSES: Mapping[str, Any] = MappingProxyType(

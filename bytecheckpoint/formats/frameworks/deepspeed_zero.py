@@ -21,8 +21,9 @@ from bytecheckpoint.formats.flat_ranges import (
     shared_runs,
 )
 from bytecheckpoint.formats.manifest_builder import holds_tensor
-from bytecheckpoint.formats.plain_values import MAX_DIMS, SizeValue
+from bytecheckpoint.formats.plain_values import SizeValue
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
+from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 
 if TYPE_CHECKING:
     from bytecheckpoint.formats.manifest_builder import ManifestBuilder

@@ -17,8 +17,8 @@ from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.frameworks.megatron_legacy_model import MODEL_KEY, Model, Rank, RankFile
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.plain_values import TensorRef
 from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
+from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 

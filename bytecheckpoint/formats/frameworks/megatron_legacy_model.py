@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
 from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import Part, is_same_on_all, whole_of
-from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, is_extra_state, join_fqn, two_of
-from bytecheckpoint.formats.plain_values import MAX_DEPTH, encode_value
+from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, is_extra_state, two_of
+from bytecheckpoint.formats.plain_values import encode_value
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
 from bytecheckpoint.formats.torch_save.files import Saved
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn
 
 _MODEL, MODEL_KEY = "model", re.compile(r"\Amodel(\d*)\Z")
 _LAYER = re.compile(r"\A((?:.*?\.)?layers\.)(\d+)(\..*)\Z")

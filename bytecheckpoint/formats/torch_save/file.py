@@ -60,7 +60,7 @@ class TorchArchive:
     def checksum(self, ref: StorageRef) -> int | None:
         """That of a storage's bytes; None where the archive has no such member."""
         member = self._zip.members.get(f"{self._folder}data/{ref.key}")
-        return None if member is None else member.checksum
+        return None if member is None else member.CRC
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
         """These bytes of its file."""
@@ -73,8 +73,8 @@ class TorchArchive:
         if member is None:
             self._file.damaged(f"it has no member {name!r:.200}, which its pickle points to", kind="truncated")
         num_bytes = ref.num_items * (1 if ref.dtype is None else itemsize(ref.dtype))
-        if member.byte_length != num_bytes:
-            self._file.damaged(f"its member {name!r:.200} has {member.byte_length} bytes, its pickle says {num_bytes}")
+        if member.file_size != num_bytes:
+            self._file.damaged(f"its member {name!r:.200} has {member.file_size} bytes, its pickle says {num_bytes}")
         return self._zip.data_offset(name), num_bytes
 
 

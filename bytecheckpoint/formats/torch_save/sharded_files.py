@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
-from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, join_fqn, two_of
-from bytecheckpoint.formats.plain_values import MAX_DEPTH, TensorRef, encode_value
+from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, two_of
+from bytecheckpoint.formats.plain_values import encode_value
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
 from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
 from bytecheckpoint.formats.torch_save.sharded_tensors import (
@@ -23,6 +23,7 @@ from bytecheckpoint.formats.torch_save.sharded_tensors import (
 )
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, join_fqn
 from bytecheckpoint.region import Region, shifted
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import too_much
-from bytecheckpoint.formats.plain_values import INT64, MAX_DIMS, SizeValue
+from bytecheckpoint.formats.plain_values import SizeValue
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
 from bytecheckpoint.formats.torch_save.unpickler_globals import Call, Instance, StoredView, find_value, refused
+from bytecheckpoint.manifest.plain_wire import INT64, MAX_DIMS
 from bytecheckpoint.region import Region, whole
 
 _TORCH = "torch.distributed."

@@ -15,8 +15,9 @@ import numpy as np
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import UnsafeCheckpointError
-from bytecheckpoint.formats.plain_values import MAX_DIMS, DtypeName, SizeValue
+from bytecheckpoint.formats.plain_values import DtypeName, SizeValue
 from bytecheckpoint.formats.torch_save.unpickler import PickleError, check_key, check_keys
+from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}

@@ -12,12 +12,12 @@ from queue import SimpleQueue
 import pytest
 
 from bytecheckpoint.runtime.thread_priority import lower_priority
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import ThreadPool
 
 WAIT_S = 20
 
 
-def thread_of_a_job(threads: SpareThreads) -> tuple[threading.Thread, str]:
+def thread_of_a_job(threads: ThreadPool) -> tuple[threading.Thread, str]:
     """The thread that did it, and what it was called meanwhile."""
     done = threading.Event()
     seen: list[tuple[threading.Thread, str]] = []
@@ -34,7 +34,7 @@ def thread_of_a_job(threads: SpareThreads) -> tuple[threading.Thread, str]:
 
 
 def test_the_next_job_is_done_by_the_same_thread() -> None:
-    threads = SpareThreads(is_awaited=False)
+    threads = ThreadPool(is_awaited=False)
     first, name = thread_of_a_job(threads)
     second, _ = thread_of_a_job(threads)
     assert first is second
@@ -43,7 +43,7 @@ def test_the_next_job_is_done_by_the_same_thread() -> None:
 
 
 def test_jobs_at_the_same_time_have_a_thread_each() -> None:
-    threads = SpareThreads(is_awaited=False)
+    threads = ThreadPool(is_awaited=False)
     meeting = threading.Barrier(4)
     for _ in range(3):
         threads.begin("meet", lambda: meeting.wait(WAIT_S))
@@ -53,7 +53,7 @@ def test_jobs_at_the_same_time_have_a_thread_each() -> None:
 def test_a_job_that_raises_leaves_its_thread_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: SimpleQueue[BaseException | None] = SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", lambda about: raised.put(about.exc_value))
-    threads = SpareThreads(is_awaited=False)
+    threads = ThreadPool(is_awaited=False)
     threads.begin("fail", lambda: 1 // 0)
     assert isinstance(raised.get(timeout=WAIT_S), ZeroDivisionError)
     thread_of_a_job(threads)
@@ -63,7 +63,7 @@ def test_a_thread_that_cannot_start_is_an_error_and_nothing_is_done(monkeypatch:
     def no_more(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    threads = SpareThreads(is_awaited=False)
+    threads = ThreadPool(is_awaited=False)
     done: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more)
@@ -74,7 +74,7 @@ def test_a_thread_that_cannot_start_is_an_error_and_nothing_is_done(monkeypatch:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    threads = SpareThreads(is_awaited=False)
+    threads = ThreadPool(is_awaited=False)
     thread_of_a_job(threads)
     child = os.fork()
     if child == 0:
@@ -86,7 +86,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 
 def test_a_thread_has_the_priority_of_who_asks_for_it() -> None:
     """One that a background thread started stands back behind training, and must not be lent to the training thread."""
-    threads = SpareThreads(is_awaited=False)
+    threads = ThreadPool(is_awaited=False)
     done = threading.Event()
 
     def step_back_and_begin() -> None:
@@ -121,13 +121,13 @@ def test_a_thread_that_steps_back_interrupts_nobody_when_it_is_woken() -> None:
 
 ON_A_THREAD = """
 import os, threading
-from bytecheckpoint.runtime.thread_priority import step_back
+from bytecheckpoint.runtime.thread_priority import lower_priority
 
 os.nice(10)
 
 def work():
     for _ in range(2):  # a thread that is kept for the next job does so again
-        step_back()
+        lower_priority()
     print(os.getpriority(os.PRIO_PROCESS, os.getpid()), os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
 thread = threading.Thread(target=work)
@@ -143,9 +143,9 @@ def test_background_work_steps_back_behind_training_that_stands_back_itself() ->
 
 AT_EXIT = """
 import atexit, threading, time
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import ThreadPool
 
-threads = SpareThreads(is_awaited=True)
+threads = ThreadPool(is_awaited=True)
 
 def too_late():
     try:
@@ -163,9 +163,9 @@ threads.begin("slow", lambda: (time.sleep(0.3), print("done")))
 
 JOINS_ALL = """
 import threading
-from bytecheckpoint.runtime.threads import SpareThreads
+from bytecheckpoint.runtime.threads import ThreadPool
 
-threads = SpareThreads(is_awaited=True)
+threads = ThreadPool(is_awaited=True)
 done = threading.Event()
 threads.begin("quick", done.set)
 done.wait()
