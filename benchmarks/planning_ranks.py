@@ -18,7 +18,7 @@ from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.planner.write_items import Offer, pack_offers
+from bytecheckpoint.planner.write_items import WriteItem, pack_items
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.global_plan import Agreed, Target, Wish
 from bytecheckpoint.saving.plan_cache import KnownPlan
@@ -104,7 +104,7 @@ def model(num_tensors: int, *, with_adam: bool) -> list[Tensor]:
     return tensors + states
 
 
-def offers_of(tensors: Sequence[Tensor], rank: int, num_ranks: int) -> list[Offer]:
+def offers_of(tensors: Sequence[Tensor], rank: int, num_ranks: int) -> list[WriteItem]:
     """What a rank of FSDP2 holds: rows, as torch.chunk cuts them."""
     offers = []
     for fqn, shape in tensors:
@@ -112,11 +112,11 @@ def offers_of(tensors: Sequence[Tensor], rank: int, num_ranks: int) -> list[Offe
         first = min(rank * part, shape[0])
         num_rows = min(part, shape[0] - first)
         rest = shape[1:]
-        offers.append(Offer(fqn, "float32", shape, (first, *[0] * len(rest)), (num_rows, *rest)))
+        offers.append(WriteItem(fqn, "float32", shape, (first, *[0] * len(rest)), (num_rows, *rest)))
     return offers
 
 
-def wish_of_rank(setting: Setting, offers: list[Offer]) -> Wish:
+def wish_of_rank(setting: Setting, offers: list[WriteItem]) -> Wish:
     options = SaveOptions()
     return Wish(setting.target, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec, {})
 
@@ -143,7 +143,7 @@ def requests(setting: Setting) -> Iterator[bytes]:
     for rank in range(num_ranks):
         numbers[at], numbers[at + num_dims] = firsts[rank], counts[rank]
         packed = msgspec.structs.replace(request.offers, coordinates=zstandard.compress(numbers.tobytes(), 1))
-        if rank in {COORDINATOR, num_ranks // 2} and packed != pack_offers(offers_of(tensors, rank, num_ranks)):
+        if rank in {COORDINATOR, num_ranks // 2} and packed != pack_items(offers_of(tensors, rank, num_ranks)):
             raise ValueError("a rank is not played as it would be")
         if rank != COORDINATOR:
             yield msgspec.msgpack.encode(msgspec.structs.replace(request, offers=packed))

@@ -15,7 +15,7 @@ import zstandard
 from bytecheckpoint.manifest import Columns
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import PlannedTensor
-from bytecheckpoint.planner.write_items import Write
+from bytecheckpoint.planner.write_items import ItemRegion
 from bytecheckpoint.saving.plan_cache import KnownPlan
 from bytecheckpoint.staging.compress import FramePlace
 
@@ -47,7 +47,7 @@ def pack_places(places: Iterable[tuple[PlacedChunk, int, FramePlace]], known: Kn
     byte_offsets, byte_lengths = np.zeros(num_slots, "<u8"), np.zeros(num_slots, "<u8")
     indices = {"none": 0}
     for chunk, number, place in places:
-        slot = slots_of_parts.get(Write(chunk.offer, chunk.region), chunk.offer)
+        slot = slots_of_parts.get(ItemRegion(chunk.item, chunk.region), chunk.item)
         files[slot], byte_offsets[slot], byte_lengths[slot] = number, place.byte_offset, place.byte_length
         codecs[slot] = indices.setdefault(place.codec, len(indices))
     packed = _Places(

@@ -20,7 +20,7 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
-from bytecheckpoint.planner.write_items import Offer, PackedOffers, Write, pack_offers
+from bytecheckpoint.planner.write_items import ItemRegion, PackedItems, WriteItem, pack_items
 from bytecheckpoint.region import Region
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.plan_cache import KnownPlan, PlanCache
@@ -59,7 +59,7 @@ class Wish(NamedTuple):
 
     target: Target
     shards: Sequence[LocalShard]
-    offers: Callable[[], list[Offer]]
+    offers: Callable[[], list[WriteItem]]
     """The shards as other ranks hear of them, in the same order and without digests: made where no plan is known."""
     aliases: Mapping[str, str]
     plain: Mapping[str, tuple[Scope, bytes]]
@@ -86,7 +86,7 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
     """Of the plan that this rank knows for it; empty where it knows none."""
     digests: list[int]
     """Of the compared groups of that plan."""
-    offers: PackedOffers | None
+    offers: PackedItems | None
     """None where a plan is known."""
     aliases: dict[str, str]
     """Empty there."""
@@ -151,8 +151,10 @@ def wish_of(target: Target, contents: Sequence[EntryContents], options: SaveOpti
     if options.codec != "none":
         shards = [part for shard in shards for part in cut_to_files(shard, options)]
 
-    def offers() -> list[Offer]:
-        return [Offer(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, *_ in shards]
+    def offers() -> list[WriteItem]:
+        return [
+            WriteItem(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, *_ in shards
+        ]
 
     aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
     plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
@@ -207,7 +209,7 @@ def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _R
         str(wish.target),
         "",
         [],
-        pack_offers(offers),
+        pack_items(offers),
         dict(wish.aliases),
         dict(wish.plain),
         dict(wish.stages),
@@ -260,7 +262,7 @@ class _Decision:
         else:
             check_stages(self._in_stages, told, names)
             packed = [request.offers for request in requests if request.offers is not None]
-            self.plan = plan_save(packed, [request.aliases for request in requests], names=names)
+            self.plan = plan_save(packed, [request.aliases for request in requests], global_ranks=names)
             orders = _orders(save_id, self.plan)
         if not orders[COORDINATOR].tell_all:
             self.objects, self.rank_objects = merge_plain([request.plain for request in requests], names)
@@ -282,7 +284,7 @@ def _is_still_so(known: KnownPlan, requests: Sequence[_Request]) -> bool:
 
 
 def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
-    compared: list[list[list[int]]] = [[] for _ in plan.kept]
+    compared: list[list[list[int]]] = [[] for _ in plan.whole_items]
     for ranks, offers in plan.compared.items():
         for rank, of_rank in zip(ranks, offers, strict=True):
             compared[rank].append(list(of_rank))
@@ -292,11 +294,11 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
             save_id,
             np.packbits(kept).tobytes(),
             [(offer, *region) for offer, region in parts],
-            [list(group) for group in plan.together[rank]],
+            [list(group) for group in plan.groups[rank]],
             compared[rank],
             list(plan.differing_replicas),
         )
-        for rank, (kept, parts) in enumerate(zip(plan.kept, plan.parts, strict=True))
+        for rank, (kept, parts) in enumerate(zip(plan.whole_items, plan.item_parts, strict=True))
     ]
 
 
@@ -305,8 +307,8 @@ def _planned(order: _Order, wish: Wish, in_stages: Sequence[str], num_ranks: int
     offers = wish.offers()
     num_offers = len(offers)
     kept = np.flatnonzero(np.unpackbits(np.frombuffer(order.kept, np.uint8), count=num_offers)).tolist()
-    parts = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.parts]
-    writes = [*(Write(offer, offers[offer].region) for offer in kept), *parts]
+    parts = [ItemRegion(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.parts]
+    writes = [*(ItemRegion(offer, offers[offer].region) for offer in kept), *parts]
     return KnownPlan(
         plan_id=order.plan_id,
         files=plan_files(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bytecheckpoint.manifest import TensorRecord
 from bytecheckpoint.planner.save_plan import SavePlan
-from bytecheckpoint.planner.write_items import Write
+from bytecheckpoint.planner.write_items import ItemRegion
 from bytecheckpoint.staging.file_image import PlannedFile
 
 _MAX_PLANS = 8
@@ -33,7 +33,7 @@ class KnownPlan:
     """The FQNs that several stages of a pipeline had: each is right only as long as it is one tensor."""
     num_offers: int
     """Of this rank."""
-    parts: Sequence[Write]
+    parts: Sequence[ItemRegion]
     """Of its offers, those that it does not write as a whole; see SavePlan."""
     plan: SavePlan | None = None
     """Here and below, None but on the coordinator."""

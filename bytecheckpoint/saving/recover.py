@@ -24,7 +24,14 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import Outcome, RecoveredSave
 from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.planner.recovery_plan import RecoveryPlan, RecoveryVerdict, StagedPart, Task, There, plan_recovery
+from bytecheckpoint.planner.recovery_plan import (
+    RecoveryPlan,
+    RecoveryTask,
+    RecoveryVerdict,
+    StagedPart,
+    TargetFolder,
+    plan_recovery,
+)
 from bytecheckpoint.saving.in_flight import IN_FLIGHT
 from bytecheckpoint.saving.local_stage import upload_files
 from bytecheckpoint.storage import deletion, layout, stage_folder
@@ -41,7 +48,7 @@ logger = logging.getLogger("bytecheckpoint")
 class _Order(msgspec.Struct, frozen=True, array_like=True):
     """What one rank is to do, and what becomes of each save."""
 
-    tasks: list[Task]
+    tasks: list[RecoveryTask]
     verdicts: list[RecoveryVerdict]
 
 
@@ -189,14 +196,14 @@ def _plan(store: Store, seen: Sequence[Sequence[StagedPart]], folders: Mapping[s
     return plan_recovery(seen, {folder: _there(store, folder, is_step=is_step) for folder, is_step in folders.items()})
 
 
-def _there(store: Store, folder: str, *, is_step: bool) -> There:
+def _there(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
     listing = store.list(join_name(folder, layout.DATA_FOLDER))
     sizes = {f"{layout.DATA_FOLDER}/{name}": size for name, size in listing.items() if size is not None}
     in_the_way = checkpoint_in_the_way(store, folder, is_step=is_step)
     try:
-        return There(layout.committed_save_id(store, folder), sizes, in_the_way)
+        return TargetFolder(layout.committed_save_id(store, folder), sizes, in_the_way)
     except (CheckpointCorruptError, UnsafeCheckpointError):
-        return There(None, sizes, in_the_way)
+        return TargetFolder(None, sizes, in_the_way)
 
 
 def _say_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
@@ -210,7 +217,7 @@ def _say_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
 
 
 @contextmanager
-def _taken_over(stage: str, task: Task, options: SaveOptions) -> Iterator[StagedFolder]:
+def _taken_over(stage: str, task: RecoveryTask, options: SaveOptions) -> Iterator[StagedFolder]:
     folder = stage_folder.take_over(stage, task.name, writer_threads=options.writer_threads)
     if folder is None:
         raise CheckpointSaveError(
@@ -225,7 +232,7 @@ def _taken_over(stage: str, task: Task, options: SaveOptions) -> Iterator[Staged
 
 
 def _upload_all(
-    ranks: Ranks, store: Store, folders: Sequence[tuple[Task, StagedFolder]], options: SaveOptions
+    ranks: Ranks, store: Store, folders: Sequence[tuple[RecoveryTask, StagedFolder]], options: SaveOptions
 ) -> Mapping[str, str]:
     """Uploads what all ranks are to; returns, when all have, which saves a disk has damaged, and what it did."""
     damage = {}
@@ -260,13 +267,13 @@ def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> Recover
     return msgspec.structs.replace(verdict, outcome="kept", what=what)
 
 
-def _upload(store: Store, task: Task, folder: StagedFolder, options: SaveOptions) -> None:
+def _upload(store: Store, task: RecoveryTask, folder: StagedFolder, options: SaveOptions) -> None:
     journal = stage_folder.read_journal(folder.store)
     files = [file for file in (journal.files if journal else None) or () if file.name in task.uploads]
     upload_files(folder, store, task.folder, files, writer_threads=options.writer_threads)
 
 
-def _commit(store: Store, task: Task, folder: StagedFolder) -> Sequence[str]:
+def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:
     """Creates the manifest; returns the files of the checkpoint that it replaces."""
     content = folder.manifest() or b""
     manifest = decode_manifest(content)
@@ -278,7 +285,7 @@ def _commit(store: Store, task: Task, folder: StagedFolder) -> Sequence[str]:
     return replaced
 
 
-def _refuse_replacing_another(store: Store, task: Task) -> None:
+def _refuse_replacing_another(store: Store, task: RecoveryTask) -> None:
     stands = layout.committed_save_id(store, task.folder)
     if stands != task.stands:
         path = join_name(str(store), task.folder)

@@ -119,7 +119,7 @@ def _lengths(report: _Report) -> list[int]:
 
 
 def _check_chunks(plan: SavePlan, rank: int, report: _Report, table: PlaceTable, *, name: int) -> None:
-    planned = np.concatenate([plan.kept[rank], np.ones(len(plan.parts[rank]), bool)])
+    planned = np.concatenate([plan.whole_items[rank], np.ones(len(plan.item_parts[rank]), bool)])
     written = table.is_written(rank)
     if not np.array_equal(planned, written) or sum(_lengths(report)) < table.num_bytes(rank):
         num_written = f"{np.count_nonzero(written)} in {sum(_lengths(report))} bytes"

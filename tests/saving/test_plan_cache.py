@@ -298,7 +298,7 @@ def test_a_hit_describes_no_tensor_to_others(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise AssertionError("an offer")
 
-    monkeypatch.setattr("bytecheckpoint.saving.global_plan.Offer", refuse)
+    monkeypatch.setattr("bytecheckpoint.saving.global_plan.WriteItem", refuse)
     bcp.save(tmp_path, state, step=1)
     with pytest.raises(bcp.CheckpointError, match="an offer"):
         bcp.save(tmp_path, state | {"c": torch.ones(1)}, step=2)
