@@ -219,8 +219,12 @@ def anchors_of(page: Path) -> set[str]:
 
 @pages
 def test_scripts_and_their_options_that_are_named_exist(page: Path) -> None:
-    for script, arguments in re.findall(r"python (benchmarks/\w+\.py|examples/\w+\.py)([^\n#`]*)", page.read_text()):
-        text = (ROOT / script).read_text()
+    calls = re.findall(r"python (benchmarks/run\.py \w+|examples/\w+\.py)([^\n#`]*)", page.read_text())
+    for script, arguments in calls:
+        files = [ROOT / script]
+        if script.startswith("benchmarks"):
+            files = [ROOT / "benchmarks" / f"{script.split()[1]}.py", ROOT / "benchmarks" / "shared" / "comparison.py"]
+        text = "".join(file.read_text() for file in files)
         assert all(f'"{option}"' in text for option in re.findall(r"--[\w-]+", arguments)), (script, arguments)
 
 
