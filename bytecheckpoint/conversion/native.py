@@ -42,10 +42,10 @@ def plan_own(
     chunks: dict[int, list[Chunk]] = {number: [] for number in range(len(wanted))}
     for rank, numbers in enumerate(spread(sizes, num_ranks)):
         of_rank = [shares[number] for number in numbers]
-        offers = [WriteItem(*wanted[share.tensor][:3], *share.region) for share in of_rank]
+        items = [WriteItem(*wanted[share.tensor][:3], *share.region) for share in of_rank]
         writes = [ItemRegion(number, share.region) for number, share in enumerate(of_rank)]
         by_rank.append([])
-        for index, placed in enumerate(lay_out_files(offers, writes, groups=(), max_file_bytes=max_file_bytes)):
+        for index, placed in enumerate(lay_out_files(items, writes, groups=(), max_file_bytes=max_file_bytes)):
             header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in placed])
             for chunk in placed:
                 place = Chunk(chunk.region, len(files), len(header) + chunk.data_offset, chunk.byte_length)

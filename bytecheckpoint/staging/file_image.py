@@ -63,7 +63,7 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
 
 
 def plan_files(
-    offers: Sequence[WriteItem],
+    items: Sequence[WriteItem],
     writes: Sequence[ItemRegion],
     *,
     together: Sequence[Sequence[int]],
@@ -74,26 +74,26 @@ def plan_files(
     """The data files that hold these writes of one rank, of so many that write about as much: those of compressed
     tensors last, and none of them large. `together` is as in `lay_out_files`.
     """
-    codecs = {index: codec_of(offers[index].fqn, codec) for index in {write.item for write in writes}}
+    codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
     raw = [write for write in writes if codecs[write.item] == "none"]
     others = [write for write in writes if codecs[write.item] != "none"]
-    laid_out = lay_out_files(offers, raw, groups=together, max_file_bytes=max_file_bytes)
+    laid_out = lay_out_files(items, raw, groups=together, max_file_bytes=max_file_bytes)
     state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
-    files = [_plan_file(chunks, offers, state_bytes) for chunks in laid_out]
+    files = [_plan_file(chunks, items, state_bytes) for chunks in laid_out]
     max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
-    compressed = lay_out_files(offers, others, groups=together, max_file_bytes=max_bytes)
+    compressed = lay_out_files(items, others, groups=together, max_file_bytes=max_bytes)
     return files + [
-        _plan_compressed_file(chunks, offers, [codecs[chunk.item] for chunk in chunks]) for chunks in compressed
+        _plan_compressed_file(chunks, items, [codecs[chunk.item] for chunk in chunks]) for chunks in compressed
     ]
 
 
-def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[WriteItem], state_bytes: int) -> PlannedFile:
+def _plan_file(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], state_bytes: int) -> PlannedFile:
     lengths = [chunk.byte_length for chunk in chunks]
     header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in chunks])
     num_bytes = len(header) + sum(lengths)
     return PlannedFile(
         chunks=chunks,
-        parts=_parts(chunks, offers),
+        parts=_parts(chunks, items),
         codecs=(),
         header=header,
         extent_lengths=cut_extents(
@@ -109,7 +109,7 @@ def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[WriteItem], state
 
 
 def _plan_compressed_file(
-    chunks: Sequence[PlacedChunk], offers: Sequence[WriteItem], codecs: Sequence[str]
+    chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], codecs: Sequence[str]
 ) -> PlannedFile:
     """Gathered in whole frames, as many as a block takes."""
     frames = [
@@ -124,11 +124,11 @@ def _plan_compressed_file(
         length += num_bytes
     if length:
         blocks.append((start, length))
-    return PlannedFile(chunks, _parts(chunks, offers), codecs, b"", (), blocks, start + length)
+    return PlannedFile(chunks, _parts(chunks, items), codecs, b"", (), blocks, start + length)
 
 
-def _parts(chunks: Sequence[PlacedChunk], offers: Sequence[WriteItem]) -> list[Region | None]:
-    return [None if chunk.region == offers[chunk.item].region else chunk.region for chunk in chunks]
+def _parts(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem]) -> list[Region | None]:
+    return [None if chunk.region == items[chunk.item].region else chunk.region for chunk in chunks]
 
 
 def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
