@@ -35,7 +35,7 @@ from bytecheckpoint.saving.target import SaveCall, open_target
 from bytecheckpoint.saving.write import SaveFiles
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
-from simulated_ranks.ranks import STEP, Setting, member, offers_of, write_files
+from simulated_ranks.ranks import STEP, Setting, items_of, member, write_files
 
 
 class Cost(NamedTuple):
@@ -116,11 +116,11 @@ def state_of_rank(setting: Setting, rank: int) -> Iterator[dict[str, Any]]:
     try:
         mesh = init_device_mesh("cpu", (num_ranks,))
         state: dict[str, Any] = {}
-        for offer in offers_of(tensors, rank, num_ranks):
-            entry, _, name = offer.fqn.partition(".")
-            local, stride = torch.empty(offer.lengths), (*offer.shape[1:], 1)
+        for item in items_of(tensors, rank, num_ranks):
+            entry, _, name = item.fqn.partition(".")
+            local, stride = torch.empty(item.lengths), (*item.shape[1:], 1)
             tensor = DTensor.from_local(
-                local, mesh, [Shard(0)], run_check=False, shape=torch.Size(offer.shape), stride=stride
+                local, mesh, [Shard(0)], run_check=False, shape=torch.Size(item.shape), stride=stride
             )
             state.setdefault(entry, {})[name] = tensor
         yield state
@@ -129,7 +129,7 @@ def state_of_rank(setting: Setting, rank: int) -> Iterator[dict[str, Any]]:
 
 
 def _check_simulation(setting: Setting, rank: int, local_plan: LocalSavePlan) -> None:
-    if local_plan.offers() != offers_of(setting.tensors, rank, setting.num_ranks):
+    if local_plan.items() != items_of(setting.tensors, rank, setting.num_ranks):
         raise ValueError("the simulated ranks hold something else than a state gives")
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from simulated_ranks.ranks import NamedShape, offers_of
+from simulated_ranks.ranks import NamedShape, items_of
 
 
 def measure_dcp(tensors: list[NamedShape], num_ranks: int) -> tuple[float, float]:
@@ -43,16 +43,16 @@ def local_plans(tensors: list[NamedShape], num_ranks: int) -> Iterator[bytes]:
     for rank in range(num_ranks):
         items = [
             WriteItem(
-                index=MetadataIndex(offer.fqn, torch.Size(offer.offsets)),
+                index=MetadataIndex(item.fqn, torch.Size(item.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offer.offsets), torch.Size(offer.lengths)),
+                    chunk=ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.lengths)),
                     properties=TensorProperties(dtype=torch.float32),
-                    size=torch.Size(offer.shape),
+                    size=torch.Size(item.shape),
                 ),
             )
-            for offer in offers_of(tensors, rank, num_ranks)
-            if offer.region.numel
+            for item in items_of(tensors, rank, num_ranks)
+            if item.region.numel
         ]
         buffer = io.BytesIO()
         pickle.dump(SavePlan(items, planner_data={fqn: (fqn,) for fqn, _ in tensors}), buffer)

@@ -1,4 +1,4 @@
-"""Simulates thousands of ranks: what each offers to write, and reports to have written. Their messages and files are
+"""Simulates thousands of ranks: what each items to write, and reports to have written. Their messages and files are
 real, and travel as those of a process group do.
 """
 
@@ -20,7 +20,7 @@ from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.planner.write_items import Offer, pack_offers
+from bytecheckpoint.planner.write_items import WriteItem, pack_items
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
 from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
@@ -72,7 +72,7 @@ class SimulatedRanks:
         """Bytes of the requests of all of them."""
 
     def ask(self) -> None:
-        """Sends what each rank offers."""
+        """Sends what each rank items."""
         self._send(list(requests(self._setting)))
 
     def write(self) -> None:
@@ -106,23 +106,23 @@ def model(num_tensors: int, *, with_adam: bool) -> list[NamedShape]:
     return tensors + states
 
 
-def offers_of(tensors: Sequence[NamedShape], rank: int, num_ranks: int) -> list[Offer]:
+def items_of(tensors: Sequence[NamedShape], rank: int, num_ranks: int) -> list[WriteItem]:
     """Returns what a rank of FSDP2 holds: rows, as torch.chunk cuts them."""
-    offers = []
+    items = []
     for fqn, shape in tensors:
         part = -(-shape[0] // num_ranks)
         first = min(rank * part, shape[0])
         num_rows = min(part, shape[0] - first)
         rest = shape[1:]
-        offers.append(Offer(fqn, "float32", shape, (first, *[0] * len(rest)), (num_rows, *rest)))
-    return offers
+        items.append(WriteItem(fqn, "float32", shape, (first, *[0] * len(rest)), (num_rows, *rest)))
+    return items
 
 
-def local_plan_of_rank(setting: Setting, offers: list[Offer]) -> LocalSavePlan:
+def local_plan_of_rank(setting: Setting, items: list[WriteItem]) -> LocalSavePlan:
     options = SaveOptions()
     shards = [
-        LocalShard(offer.fqn, offer.dtype, offer.shape, offer.region, torch.empty(offer.lengths, device="meta"))
-        for offer in offers
+        LocalShard(item.fqn, item.dtype, item.shape, item.region, torch.empty(item.lengths, device="meta"))
+        for item in items
     ]
     return LocalSavePlan(setting.described, shards, {}, {}, {}, options.max_file_bytes, options.codec, PlanCache())
 
@@ -138,21 +138,21 @@ def rows_of(tensors: Sequence[NamedShape], num_ranks: int) -> tuple[np.ndarray, 
 def requests(setting: Setting) -> Iterator[bytes]:
     """Yields what every rank but the coordinator sends it, made fast from what the first one sends."""
     tensors, num_ranks, _ = setting
-    offers = offers_of(tensors, COORDINATOR, num_ranks)
+    items = items_of(tensors, COORDINATOR, num_ranks)
     request = global_plan._whole_message(
-        local_plan_of_rank(setting, offers), member(dist.HashStore(), COORDINATOR, num_ranks)
+        local_plan_of_rank(setting, items), member(dist.HashStore(), COORDINATOR, num_ranks)
     )
-    numbers = np.array([number for offer in offers for number in (*offer.offsets, *offer.lengths)], "<i8")
+    numbers = np.array([number for item in items for number in (*item.offsets, *item.lengths)], "<i8")
     num_dims = np.array([len(shape) for _, shape in tensors])
     at = np.cumsum(2 * num_dims) - 2 * num_dims
     firsts, counts = rows_of(tensors, num_ranks)
     for rank in range(num_ranks):
         numbers[at], numbers[at + num_dims] = firsts[rank], counts[rank]
-        packed = msgspec.structs.replace(request.offers, coordinates=zstandard.compress(numbers.tobytes(), 1))
-        if rank in {COORDINATOR, num_ranks // 2} and packed != pack_offers(offers_of(tensors, rank, num_ranks)):
+        packed = msgspec.structs.replace(request.items, coordinates=zstandard.compress(numbers.tobytes(), 1))
+        if rank in {COORDINATOR, num_ranks // 2} and packed != pack_items(items_of(tensors, rank, num_ranks)):
             raise ValueError("a rank is not simulated as it would be")
         if rank != COORDINATOR:
-            yield msgspec.msgpack.encode(msgspec.structs.replace(request, offers=packed))
+            yield msgspec.msgpack.encode(msgspec.structs.replace(request, items=packed))
 
 
 def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
@@ -168,7 +168,7 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
         if key not in known:
             order = msgspec.msgpack.decode(payload, type=global_plan._PlanReply)
             plan = global_plan._rank_plan(
-                order, local_plan_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks
+                order, local_plan_of_rank(setting, items_of(tensors, rank, num_ranks)), (), num_ranks
             )
             report = encode_report(
                 AgreedPlan(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank)

@@ -34,7 +34,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
-from bytecheckpoint.name_maps.load import Beside
+from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.copy_plan import check_wanted
 from bytecheckpoint.runtime.buffers import BufferPool
@@ -230,7 +230,11 @@ def _agreed(
     payload = b""
     if ranks.rank == COORDINATOR:
         found = look_at(place, request.wish.to, overwrite=request.overwrite, beside=False)
-        experts = names_for_experts(request.wish, source, Beside(place.store, "")) if request.wish.to == "hf" else FUSED
+        experts = (
+            names_for_experts(request.wish, source, CheckpointFolder(place.store, ""))
+            if request.wish.to == "hf"
+            else FUSED
+        )
         payload = msgspec.msgpack.encode((found, uuid.uuid4().hex[:16], experts))
     return msgspec.msgpack.decode(ranks.broadcast(payload), type=tuple[ExistingTarget, str, str])
 

@@ -14,7 +14,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, ModelNames, SelectionRequest
 from bytecheckpoint.manifest import Manifest, tensor_record
 from bytecheckpoint.name_maps.fused_experts import TRANSPOSED_TYPES, expert_names_of
-from bytecheckpoint.name_maps.load import Beside, as_mapped, as_state, map_checkpoint, read_config
+from bytecheckpoint.name_maps.load import CheckpointFolder, as_mapped, as_state, map_checkpoint, read_config
 from bytecheckpoint.name_maps.objects import LEFT_OUT_BY_MAP, mapped_objects
 from bytecheckpoint.options import NameMap
 from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor
@@ -54,12 +54,12 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     if name_map is None:
         return MappedView(source.manifest)
     manifest = source.manifest
-    mapped = map_checkpoint(manifest, Beside(source.store, source.folder), name_map)
+    mapped = map_checkpoint(manifest, CheckpointFolder(source.store, source.folder), name_map)
     objects, without = mapped_objects(manifest, mapped)
     mapped = as_state(mapped, objects) if is_state else mapped
     left_out = [_dropped(manifest, fqn) for fqn in mapped.dropped]
     left_out += [LeftOut(fqn, 0, 0, why) for fqn, why in without.items()]
-    names = ModelNames(mapped.in_model, frozenset(mapped.kept))
+    names = ModelNames(mapped.in_model, frozenset(mapped.unmapped))
     if in_place:
         relinked = as_mapped(manifest, mapped, objects)
         return MappedView(relinked, names_of_map=names, left_out=left_out, sides=mapped.sides)
@@ -73,7 +73,7 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     )
 
 
-def names_for_experts(wish: SelectionRequest, source: Source, target: Beside) -> str:
+def names_for_experts(wish: SelectionRequest, source: Source, target: CheckpointFolder) -> str:
     """The names that experts get in an HF target: those that `wish` asks for, else those of the model family that a
     `config.json` at the target or beside the source names, else Qwen2-MoE's.
 
@@ -81,7 +81,7 @@ def names_for_experts(wish: SelectionRequest, source: Source, target: Beside) ->
     """
     if wish.experts:
         return wish.experts
-    configs = (read_config(target), read_config(Beside(source.store, source.folder)))
+    configs = (read_config(target), read_config(CheckpointFolder(source.store, source.folder)))
     model_type = next((str(config["model_type"]) for config in configs if "model_type" in config), "")
     if model_type in TRANSPOSED_TYPES:
         raise CheckpointMismatchError(

@@ -15,7 +15,7 @@ from bytecheckpoint.loading.select import Selection
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.planner.copy_plan import WantedTensor
 from bytecheckpoint.planner.file_layout import PlacedChunk, cut_extents, lay_out_files
-from bytecheckpoint.planner.write_items import Offer, Write
+from bytecheckpoint.planner.write_items import ItemRegion, WriteItem
 from bytecheckpoint.region import Region, flat_span, split_rows, whole
 from bytecheckpoint.saving.report import provenance_of
 from bytecheckpoint.staging.file_image import encode_file_header
@@ -42,16 +42,16 @@ def plan_own(
     chunks: dict[int, list[Chunk]] = {number: [] for number in range(len(wanted))}
     for rank, numbers in enumerate(spread(sizes, num_ranks)):
         of_rank = [shares[number] for number in numbers]
-        offers = [Offer(*wanted[share.tensor][:3], *share.region) for share in of_rank]
-        writes = [Write(number, share.region) for number, share in enumerate(of_rank)]
+        items = [WriteItem(*wanted[share.tensor][:3], *share.region) for share in of_rank]
+        writes = [ItemRegion(number, share.region) for number, share in enumerate(of_rank)]
         by_rank.append([])
-        for index, placed in enumerate(lay_out_files(offers, writes, together=(), max_file_bytes=max_file_bytes)):
+        for index, placed in enumerate(lay_out_files(items, writes, groups=(), max_file_bytes=max_file_bytes)):
             header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in placed])
             for chunk in placed:
                 place = Chunk(chunk.region, len(files), len(header) + chunk.data_offset, chunk.byte_length)
-                chunks[of_rank[chunk.offer].tensor].append(place)
+                chunks[of_rank[chunk.item].tensor].append(place)
             by_rank[-1].append(len(files))
-            runs: list[FileRun] = [header, *(_span(chunk, of_rank[chunk.offer].tensor) for chunk in placed)]
+            runs: list[FileRun] = [header, *(_span(chunk, of_rank[chunk.item].tensor) for chunk in placed)]
             lengths = [chunk.byte_length for chunk in placed]
             extents = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=sum(sizes))
             files.append(TargetFile(data_file_name(save_id, rank, index), runs, extents))

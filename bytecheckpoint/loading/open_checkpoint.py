@@ -16,7 +16,7 @@ from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
-from bytecheckpoint.name_maps.load import Beside, mapped_manifest
+from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.storage.layout import check_step, parse_manifest, parse_step, step_folder
 from bytecheckpoint.storage.open_store import is_remote
@@ -169,5 +169,5 @@ def _manifest_bytes(found: FoundCheckpoint, options: LoadOptions) -> tuple[bytes
     if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
         return content, MapNotes()
     manifest = parse_manifest(content, path=found.manifest_path, whole=False)
-    mapped = mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map)
+    mapped = mapped_manifest(manifest, CheckpointFolder(found.store, found.folder), options.name_map)
     return encode_manifest(mapped), mapped.map_notes

@@ -1,36 +1,52 @@
-"""Numbers of elements as a name map writes them: `heads / groups * head_size`. Products and quotients of numbers and of
-options, from left to right, and nothing else.
+"""Sizes as a name map writes them: `heads / groups * head_size`. Products and quotients of numbers and of options, from
+left to right, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 _MAX_TERMS = 16
 MAX_SIZE = 1 << 48
 
 
-class SizeExpression(NamedTuple):
-    """A product and quotient of numbers and options."""
+class SizeExpression:
+    """A product and quotient of numbers and options, parsed from TOML."""
 
-    text: str
-    terms: tuple[tuple[str, str | int], ...]
-    """`*` or `/`, and what by. The first is multiplied with 1."""
+    def __init__(self, value: object) -> None:
+        """Raises ValueError, which says what is wrong, for what is no size."""
+        if type(value) is int and not 0 < value <= MAX_SIZE:
+            raise ValueError(f"{value} is not a number from 1 to {MAX_SIZE}")
+        self.text = str(value)
+        words = self.text.split()
+        terms, operators = words[::2], ["*", *words[1::2]]
+        is_product = len(words) % 2 == 1 and len(terms) <= _MAX_TERMS and set(operators) <= {"*", "/"}
+        if type(value) not in {int, str} or not is_product:
+            raise ValueError(
+                f"{value!r:.200} is no size: write options and numbers with * or / between them, and spaces"
+            )
+        self._terms = list(zip(operators, map(self._term, terms), strict=True))
+        """`*` or `/`, and what by. The first is multiplied with 1."""
+
+    def _term(self, term: str) -> str | int:
+        is_number = term.isascii() and term.isdecimal() and len(term) <= len(str(MAX_SIZE))
+        if not is_number and not term.isidentifier():
+            raise ValueError(f"{self.text!r:.200} has {term!r:.80}, which is no option's name and no number")
+        return int(term) if is_number else term
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> list[str]:
         """The options in it."""
-        return tuple(term for _, term in self.terms if isinstance(term, str))
+        return [term for _, term in self._terms if isinstance(term, str)]
 
     def value(self, option: Callable[[str], int]) -> int:
-        """The number, given the options by name.
+        """Returns the number, given the options by name.
 
-        Raises ValueError, which says what is wrong, where a quotient is no whole number, or the result is not from 1
-        to MAX_SIZE.
+        Raises ValueError, which says what is wrong, if a quotient is no whole number, or the result is not from 1 to
+        MAX_SIZE.
         """
         result = 1
-        for operator, term in self.terms:
+        for operator, term in self._terms:
             number = option(term) if isinstance(term, str) else term
             if operator == "/" and (number == 0 or result % number):
                 raise ValueError(f"{self._with_values(option)} is no whole number")
@@ -40,24 +56,4 @@ class SizeExpression(NamedTuple):
         return result
 
     def _with_values(self, option: Callable[[str], int]) -> str:
-        values = {name: option(name) for name in self.names}
-        return self.text + "".join(f", {name} {value}" for name, value in values.items())
-
-
-def parse_size(value: str | int) -> SizeExpression:
-    """Raises ValueError, which says what is wrong, for what is no size."""
-    if isinstance(value, int):
-        if not 0 < value <= MAX_SIZE:
-            raise ValueError(f"{value} is not a number from 1 to {MAX_SIZE}")
-        return SizeExpression(str(value), (("*", value),))
-    words = value.split()
-    terms, operators = words[::2], ["*", *words[1::2]]
-    if len(words) % 2 == 0 or len(terms) > _MAX_TERMS or not set(operators) <= {"*", "/"}:
-        raise ValueError(f"{value!r:.200} is no size: write options and numbers with * or / between them, and spaces")
-    parsed: list[str | int] = []
-    for term in terms:
-        is_number = term.isascii() and term.isdecimal() and len(term) <= len(str(MAX_SIZE))
-        if not is_number and not term.isidentifier():
-            raise ValueError(f"{value!r:.200} has {term!r:.80}, which is no option's name and no number")
-        parsed.append(int(term) if is_number else term)
-    return SizeExpression(value, tuple(zip(operators, parsed, strict=True)))
+        return self.text + "".join(f", {name} {option(name)}" for name in self.names)

@@ -1,5 +1,5 @@
-"""Experts of Mixture-of-Experts models under both of their names: the files of Hugging Face hold one tensor for each
-matrix of each expert, transformers 5 holds one tensor for all experts of a layer. It knows names and shapes only.
+"""Experts of Mixture-of-Experts models: the files of Hugging Face hold one tensor for each matrix of each expert,
+transformers 5 holds one tensor for all experts of a layer. It knows names and shapes only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor, same_part
 from bytecheckpoint.region import Region, intersect, relative, rows, whole
 
 FUSED = "fused"
-"""The names that transformers 5 gives in memory; some files have them as well."""
+"""The choice of the names that transformers 5 has in memory; some files have them as well."""
 _MLP = "mlp"
 
 
@@ -35,7 +35,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = {
     "qwen2_moe": ExpertNames("gate_proj", "up_proj", "down_proj", _MLP),
     "mixtral": ExpertNames("w1", "w3", "w2", "block_sparse_moe"),
 }
-"""By the `model_type` of the first family that used them."""
+"""`model_type` of the first family that used the names -> the names."""
 _MIXTRAL_TYPES = {"mixtral", "minimax", "minimax_m2", "kimi_linear", "lfm2_moe", "phimoe"}
 _FUSED_TYPES = {"gpt_oss", "llama4", "llama4_text", "qwen3_5_moe", "granitemoe", "granitemoeshared", "granitemoehybrid"}
 TRANSPOSED_TYPES = {"qwen3_vl_moe", "qwen3_vl_moe_text"}
@@ -47,21 +47,21 @@ _Described = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def expert_names_of(model_type: str) -> str:
-    """The key in EXPERT_NAMES, or FUSED, for the files of models with this `model_type` in their `config.json`."""
+    """Returns the key in EXPERT_NAMES, or FUSED, for models with this `model_type` in their `config.json`."""
     if model_type in _FUSED_TYPES:
         return FUSED
     return "mixtral" if model_type in _MIXTRAL_TYPES else "qwen2_moe"
 
 
 def has_separate_experts(manifest: Manifest) -> bool:
-    """True where a tensor has the name of a matrix of one expert. Cheap, unlike `with_fused_experts`."""
+    """Returns True if a tensor has the name of a matrix of one expert. Cheap, unlike `with_fused_experts`."""
     return any("experts." in name and _EXPERT.fullmatch(name) for name in manifest.tensors)
 
 
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
-    """The same checkpoint with one tensor for all experts of a layer, in place: its chunks are those of the experts.
+    """Returns the same checkpoint with one tensor for all experts of a layer, in the same files.
 
-    None where no layer has experts that can be one tensor. Raises what `relink` raises.
+    None if no layer has experts that can be one tensor. Raises what `relink` raises.
     """
     layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
     described = dict(zip(layers, manifest.describe_each(layers), strict=True))
@@ -88,7 +88,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(described: _Described) -> Iterator[_Layer]:
-    """All layers whose experts are numbered through and alike."""
+    """Yields the layers whose experts are numbered without gaps and are alike."""
     found: dict[str, dict[str, dict[int, str]]] = {}
     for name in described:
         match = _EXPERT.fullmatch(name)
@@ -106,7 +106,9 @@ def _layers(described: _Described) -> Iterator[_Layer]:
 def _stacks(
     names: ExpertNames, matrices: Mapping[str, Mapping[int, str]], described: _Described
 ) -> dict[str, list[list[str]]] | None:
-    """By the name in memory, for each expert the stored tensors that follow one another in its part of the stack."""
+    """Returns, by name in memory, for each expert the stored tensors that follow one another in its part of the
+    stack.
+    """
     if names.up not in matrices or names.down not in matrices:
         return None
     numbers = range(len(matrices[names.up]))
@@ -126,7 +128,7 @@ def _stacks(
 
 
 def _stack(fqn: str, experts: Sequence[Sequence[str]], described: _Described) -> WantedTensor:
-    """One tensor: along dimension 0 the experts, along dimension 1 the tensors of each."""
+    """Returns one tensor: along dimension 0 the experts, along dimension 1 the tensors of each."""
     dtype, (num_rows, num_columns) = described[experts[0][0]]
     shape = (num_rows * len(experts[0]), num_columns)
     pieces = [
@@ -140,33 +142,33 @@ def _stack(fqn: str, experts: Sequence[Sequence[str]], described: _Described) ->
 
 
 def _renamed(name: str, renamed: Mapping[str, str], block: str) -> str:
-    """The name of what stands in a module with experts, where that module has another name: experts, a router."""
+    """Returns the name of a tensor in a module with experts, a router for example, if that module has a new name."""
     at = f".{name}".find(f".{block}.")
     prefix = name[: at + len(block) + 1] if at >= 0 else ""
     return renamed[prefix] + name[len(prefix) :] if prefix in renamed else name
 
 
 def _with_block(prefix: str, old: str, new: str) -> str:
-    """The prefix of a layer with another name for the module that holds the experts."""
+    """Returns the prefix of a layer with another name for the module that holds the experts."""
     return f"{prefix[: -len(old) - 1]}{new}." if f".{prefix}".endswith(f".{old}.") else prefix
 
 
 def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -> list[WantedTensor]:
-    """The tensors of a target with one tensor for each matrix of each expert, named as in files.
+    """Returns the tensors of a target with one tensor for each matrix of each expert, named as in files.
 
-    What is no stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate before up; no
-    bias beside them) stays as it is, and so do all experts where none is.
+    A tensor that is no stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate before
+    up; no bias beside them) stays as it is.
     """
     by_name = {tensor.fqn: tensor for tensor in tensors}
-    beside: dict[str, set[str]] = {}
+    stack_names: dict[str, set[str]] = {}
     for fqn in by_name:
         prefix, is_expert, name = fqn.rpartition("experts.")
         if is_expert and "." not in name:
-            beside.setdefault(prefix, set()).add(name)
+            stack_names.setdefault(prefix, set()).add(name)
     separate: dict[str, list[WantedTensor]] = {}
     renamed: dict[str, str] = {}
-    for prefix, held in beside.items():
-        parts = _separate(prefix, held, by_name, names)
+    for prefix, stacks in stack_names.items():
+        parts = _separate(prefix, stacks, by_name, names)
         if parts is not None:
             separate |= parts
             renamed[prefix] = _with_block(prefix, _MLP, names.block)
@@ -175,11 +177,11 @@ def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -
 
 
 def _separate(
-    prefix: str, held: set[str], by_name: Mapping[str, WantedTensor], names: ExpertNames
+    prefix: str, stacks: set[str], by_name: Mapping[str, WantedTensor], names: ExpertNames
 ) -> dict[str, list[WantedTensor]] | None:
-    """By the fqn of each stack of a layer, the tensors of its experts; None where it cannot be taken apart."""
-    is_gated = held == {"gate_up_proj", "down_proj"}
-    if not is_gated and held != {"up_proj", "down_proj"}:
+    """Returns by FQN of each stack of a layer the tensors of its experts; None if a stack cannot be split."""
+    is_gated = stacks == {"gate_up_proj", "down_proj"}
+    if not is_gated and stacks != {"up_proj", "down_proj"}:
         return None
     inner = by_name[f"{prefix}experts.{'gate_up_proj' if is_gated else 'up_proj'}"]
     down = by_name[f"{prefix}experts.down_proj"]
@@ -192,7 +194,7 @@ def _separate(
 
 
 def _cut(prefix: str, tensor: WantedTensor, matrices: Sequence[str]) -> list[WantedTensor]:
-    """The matrices of all experts of one stack; [] where pieces of it cannot be cut so."""
+    """Returns the matrices of all experts of one stack; [] if its pieces cannot be cut like that."""
     num_experts, num_rows, num_columns = tensor.shape
     shape = (num_rows // len(matrices), num_columns)
     cut: list[WantedTensor] = []
@@ -208,7 +210,7 @@ def _cut(prefix: str, tensor: WantedTensor, matrices: Sequence[str]) -> list[Wan
 
 
 def _part(piece: CopySource, region: Region) -> CopySource | None:
-    """The part of a piece that lies in one matrix of one expert, in coordinates of that."""
+    """Returns the part of a piece that lies in one matrix of one expert, in the coordinates of the matrix."""
     common = intersect(piece.region, region)
     source = common and same_part(common, piece)
     if common is None or source is None:

@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint a name map knows, and as what: each is a part of a rule, for certain numbers (a layer),
-with something around its name (an optimizer's state).
+"""Names of tensors looked up in a name map: each is a part of a rule, for certain numbers (a layer), in a template (an
+optimizer's state).
 """
 
 from __future__ import annotations
@@ -9,110 +9,109 @@ from typing import NamedTuple
 
 from bytecheckpoint.name_maps.parameters import refusal
 from bytecheckpoint.name_maps.patterns import Pattern, shape_of_name
-from bytecheckpoint.name_maps.records import MapFile
+from bytecheckpoint.name_maps.schema import MapFile
 
 
-class Hit(NamedTuple):
-    """What a map knows of a name."""
+class NameMatch(NamedTuple):
+    """The place of a name in a map."""
 
     around: int
     """Index into `MapFile.arounds`."""
     rule: int
     """Index into `MapFile.rules`."""
     part: int
-    """Of the rule, on the side of the name."""
+    """Index of the part of the rule, on the side of the name."""
     numbers: tuple[tuple[str, int], ...]
-    """By field, in the order of the fields' names; without that of the leading dimension where it is stacked."""
+    """Field and number, in the order of the fields' names; without the field of a stacked tensor's leading
+    dimension."""
     is_stacked: bool
 
 
-class _Candidate(NamedTuple):
+class _Entry(NamedTuple):
     pattern: Pattern
     rule: int
     part: int
     is_stacked: bool
 
 
-class Names:
+class NameIndex:
     """The names of one side of a map."""
 
     def __init__(self, name_map: MapFile, side: int) -> None:
         self._map = name_map
         self._side = side
-        self._candidates: dict[tuple[str, ...], list[_Candidate]] = {}
-        field = name_map.stacked[side]
-        for number, rule in enumerate(name_map.rules):
-            for part, variants in enumerate(rule.names[side]):
-                self._add_variants(variants, number, part, field)
+        self._entries: dict[tuple[str, ...], list[_Entry]] = {}
+        stacked = name_map.stacked[side]
+        parts = (
+            (number, part, dict.fromkeys(variants))
+            for number, rule in enumerate(name_map.rules)
+            for part, variants in enumerate(rule.names[side])
+        )
+        for number, part, variants in parts:
+            for pattern in variants:
+                self._add(_Entry(pattern, number, part, is_stacked=False))
+                if stacked in pattern.fields:
+                    self._add(_Entry(pattern.without(stacked), number, part, is_stacked=True))
 
-    def _add_variants(self, variants: Sequence[Pattern], rule: int, part: int, stacked: str) -> None:
-        for pattern in dict.fromkeys(variants):
-            self._add(_Candidate(pattern, rule, part, is_stacked=False))
-            if stacked in pattern.fields:
-                self._add(_Candidate(pattern.without(stacked), rule, part, is_stacked=True))
+    def _add(self, entry: _Entry) -> None:
+        self._entries.setdefault(shape_of_name(entry.pattern.parts), []).append(entry)
 
-    def _add(self, candidate: _Candidate) -> None:
-        self._candidates.setdefault(shape_of_name(candidate.pattern.parts), []).append(candidate)
+    def find(self, fqn: str) -> NameMatch | None:
+        """Returns the place of an FQN; None if the map does not know it.
 
-    def find(self, fqn: str) -> Hit | None:
-        """What the map knows of an FQN; None where it knows nothing.
-
-        Raises CheckpointMismatchError (conflict) where two rules mean it.
+        Raises CheckpointMismatchError (conflict) if two rules mean it.
         """
         for number, around in enumerate(self._map.arounds):
-            name = around.sides[self._side].inner(fqn)
-            hits = self._hits(name.split("."), number) if name else []
-            if len(hits) > 1:
-                rules = " and ".join(self._map.rules[hit.rule].where for hit in hits[:2])
+            name = around.sides[self._side].find_name(fqn)
+            found = self._matches(name.split("."), number) if name else []
+            if len(found) > 1:
+                rules = " and ".join(self._map.rules[match.rule].where for match in found[:2])
                 raise refusal(self._map, f"{fqn!r:.200} is meant by {rules}, and one of them has to go")
-            if hits:
-                return hits[0]
+            if found:
+                return found[0]
         return None
 
-    def _hits(self, parts: Sequence[str], around: int) -> list[Hit]:
-        hits = []
-        for pattern, rule, part, is_stacked in self._candidates.get(shape_of_name(parts), ()):
+    def _matches(self, parts: Sequence[str], around: int) -> list[NameMatch]:
+        matches = []
+        for pattern, rule, part, is_stacked in self._entries.get(shape_of_name(parts), ()):
             numbers = pattern.match(parts)
             if numbers is not None:
-                hits.append(Hit(around, rule, part, tuple(sorted(numbers.items())), is_stacked))
-        return hits
+                matches.append(NameMatch(around, rule, part, tuple(sorted(numbers.items())), is_stacked))
+        return matches
 
 
 class Translation(NamedTuple):
-    """Names of one side to those of the other."""
+    """Translation of names of one side to those of the other."""
 
     name_map: MapFile
-    names: Names
-    """Of the side from which names come."""
+    names: NameIndex
+    """The names of the side that is translated."""
     target: int
     """The other side."""
     variant: int
-    """Of the other side's names."""
+    """The number of the variant of the other side's names."""
     stacked: str
     """The field that the other side's names lack, "" for none."""
     num_layers: Mapping[int, int]
-    """By rule, of tensors that hold all layers in one."""
+    """By rule, the layers in tensors that hold all layers."""
 
     def translate(self, fqn: str) -> tuple[str, ...]:
-        """All names that the other side has for a name, or for what is taken apart there; none where it is not
-        known.
+        """Returns all names that the other side has for a name, several if the tensor is split there; none if the map
+        does not know it.
         """
-        hit = self.names.find(fqn)
-        if hit is None:
+        match = self.names.find(fqn)
+        if match is None:
             return ()
-        parts = range(len(self.name_map.rules[hit.rule].names[self.target]))
+        parts = range(len(self.name_map.rules[match.rule].names[self.target]))
         field = self.name_map.stacked[1 - self.target]
-        layers = [{field: layer} for layer in range(self.num_layers.get(hit.rule, 0))] if hit.is_stacked else [{}]
-        of_layers = [dict(hit.numbers) | layer for layer in layers]
-        names = (self.name(hit.around, hit.rule, part, numbers) for numbers in of_layers for part in parts)
+        layers = [{field: layer} for layer in range(self.num_layers.get(match.rule, 0))] if match.is_stacked else [{}]
+        by_layer = [dict(match.numbers) | layer for layer in layers]
+        names = (self.name(match.around, match.rule, part, numbers) for numbers in by_layer for part in parts)
         return tuple(dict.fromkeys(names))
 
     def name(self, around: int, rule: int, part: int, numbers: Mapping[str, int]) -> str:
-        """The name of a part of a rule."""
-        pattern = self.pattern(rule, part)
-        name = (pattern.without(self.stacked) if self.stacked else pattern).fill(numbers)
-        return self.name_map.arounds[around].sides[self.target].around(name)
-
-    def pattern(self, rule: int, part: int) -> Pattern:
+        """Returns the name of a part of a rule."""
         variants = self.name_map.rules[rule].names[self.target][part]
-        return variants[self.variant if len(variants) > 1 else 0]
+        pattern = variants[self.variant if len(variants) > 1 else 0]
+        name = (pattern.without(self.stacked) if self.stacked else pattern).fill(numbers)
+        return self.name_map.arounds[around].sides[self.target].fill(name)

@@ -1,5 +1,5 @@
-"""Plain data of a checkpoint that is seen through a name map: without what names tensors that have other names now, and
-with optimizers that know their parameters by the new ones.
+"""Plain data of a checkpoint that is seen through a name map: without references to tensors that have other names now,
+and with optimizers that have the new names of their parameters.
 """
 
 from __future__ import annotations
@@ -17,64 +17,64 @@ from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 from bytecheckpoint.name_maps.apply import Mapped
 
 LEFT_OUT_BY_MAP = "left out by the name map"
-_GONE = object()
+_LEFT_OUT = object()
 
 
 class _NotRenamedError(Exception):
-    """Why an optimizer cannot have the new names."""
+    """An optimizer cannot have the new names, for this reason."""
 
 
 def mapped_objects(manifest: Manifest, mapped: Mapped) -> tuple[dict[str, bytes], dict[str, str]]:
-    """The plain data as the other framework has it; and what is left out, by FQN, and why: what the map says, and the
-    groups of an optimizer that cannot have the new names, which no load finds then.
+    """Returns the plain data as the other framework has it; and the reasons for what is left out, by FQN: the map
+    leaves it out, or an optimizer cannot have the new names, and no load finds it then.
     """
-    walk = _Walk(manifest, mapped)
+    renaming = _ObjectRenaming(manifest, mapped)
     objects: dict[str, bytes] = {}
     for fqn, data in manifest.objects.items():
         tree = decode_plain(data)
-        left = walk.left(tree, fqn)
-        if left is tree:
+        renamed = renaming.rename(tree, fqn)
+        if renamed is tree:
             objects[fqn] = data
-        elif left is not _GONE:
-            objects[fqn] = encode_plain(left, fqn, keep_in_tree)
-    return objects, walk.left_out
+        elif renamed is not _LEFT_OUT:
+            objects[fqn] = encode_plain(renamed, fqn, keep_in_tree)
+    return objects, renaming.left_out
 
 
-class _Walk:
-    """Through the plain data of a checkpoint."""
+class _ObjectRenaming:
+    """The new names for all plain data of a checkpoint."""
 
     def __init__(self, manifest: Manifest, mapped: Mapped) -> None:
         self._manifest = manifest
         self._mapped = mapped
-        self._gone = mapped.sources.union(mapped.dropped)
+        self._renamed = mapped.sources.union(mapped.dropped)
         self.left_out: dict[str, str] = {}
 
-    def left(self, tree: Any, fqn: str) -> Any:
-        """What is left of a tree; the same object where that is all of it."""
+    def rename(self, tree: Any, fqn: str) -> Any:
+        """Returns a tree with the new names; the same object if nothing in it changes, _LEFT_OUT if nothing remains."""
         if isinstance(tree, TensorRef):
-            return _GONE if tree.fqn in self._gone else tree
+            return _LEFT_OUT if tree.fqn in self._renamed else tree
         if any(fnmatchcase(fqn, glob) for glob in self._mapped.drop):
             self.left_out[fqn] = LEFT_OUT_BY_MAP
-            return _GONE
-        if is_optimizer_tree(tree) and BY_POSITION not in tree and _is_sound(tree):
+            return _LEFT_OUT
+        if is_optimizer_tree(tree) and BY_POSITION not in tree and _is_well_formed(tree):
             return self._renamed_optimizer(tree, fqn)
         if not isinstance(tree, dict):
             return tree
-        items = {key: self.left(item, join_fqn(fqn, key)) for key, item in tree.items()}
+        items = {key: self.rename(item, join_fqn(fqn, key)) for key, item in tree.items()}
         if all(items[key] is item for key, item in tree.items()):
             return tree
-        left = {key: item for key, item in items.items() if item is not _GONE}
-        return type(tree)(left) if left else _GONE
+        remaining = {key: item for key, item in items.items() if item is not _LEFT_OUT}
+        return type(tree)(remaining) if remaining else _LEFT_OUT
 
     def _renamed_optimizer(self, tree: Mapping[str, Any], fqn: str) -> Any:
         try:
             return self._optimizer(tree, fqn)
         except _NotRenamedError as why:
             self.left_out[fqn] = f"the name map cannot rename the groups of this optimizer: {why}"
-            return _GONE
+            return _LEFT_OUT
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str) -> Mapping[str, Any]:
-        """An optimizer, as docs/format.md has it, with its parameters under their new names."""
+        """Returns an optimizer, as docs/format.md describes it, with its parameters under their new names."""
         outside = tree.get("outside_model", ())
         parameters = [name for group in tree["groups"].values() for name in group["params"]]
         new = {name: self._parameters(name, is_in_model=name not in outside) for name in [*parameters, *tree["state"]]}
@@ -85,7 +85,7 @@ class _Walk:
             first: {**group, "params": dict.fromkeys(name for old in group["params"] for name in new[old])}
             for first, group in tree["groups"].items()
         }
-        renamed = {**tree, "groups": _united(groups), "state": self._state(tree["state"], new)}
+        renamed = {**tree, "groups": _merge_groups(groups), "state": self._state(tree["state"], new)}
         if outside:
             renamed["outside_model"] = dict.fromkeys(name for old in outside for name in new.get(old, (old,)))
         if "elsewhere" in tree:
@@ -96,7 +96,7 @@ class _Walk:
         return renamed
 
     def _parameters(self, name: str, *, is_in_model: bool) -> tuple[str, ...]:
-        """The new names of a parameter; its own where the map does not know it."""
+        """Returns the new names of a parameter; its own if the map does not know it."""
         in_model = join_fqn(MODEL_FQN, name)
         if is_in_model and (in_model in self._manifest.tensors or in_model in self._manifest.aliases):
             return tuple(each.removeprefix(f"{MODEL_FQN}.") for each in self._translated(in_model))
@@ -106,7 +106,9 @@ class _Walk:
         return self._mapped.translation.translate(fqn) or (fqn,)
 
     def _state(self, state: Mapping[str, Any], new: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-        """What is no tensor, by new names. Parameters that become one must have it alike."""
+        """Returns the plain values of parameters by their new names. Parameters that become one must have equal
+        values.
+        """
         found: dict[str, Any] = {}
         for old, values in state.items():
             for name in new[old]:
@@ -120,34 +122,34 @@ class _Walk:
         return found
 
     def _refuse_left_behind(self, fqn: str, renamed: set[str]) -> None:
-        """Refuses parameters with new names whose state keeps the old ones."""
+        """Refuses parameters with new names whose state has the old ones."""
         prefix = join_fqn(fqn, "state.")
-        for kept in (name for name in self._mapped.others if name.startswith(prefix)):
-            parameter = kept.removeprefix(prefix)
+        for name in (name for name in self._mapped.others if name.startswith(prefix)):
+            parameter = name.removeprefix(prefix)
             while parameter and parameter not in renamed:
                 parameter = parameter.rpartition(".")[0]
             if parameter:
-                raise _NotRenamedError(f"{parameter!r:.200} has another name by it, and {kept!r:.200} has not")
+                raise _NotRenamedError(f"{parameter!r:.200} has another name by it, and {name!r:.200} has not")
 
 
-def _united(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Groups by their first parameter. Those that have parts of one parameter become one: ranks and stages that share
-    the elements of a parameter have each saved a group of it.
+def _merge_groups(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns groups by their first parameter. Groups that have parts of one parameter become one: ranks and stages
+    that share the elements of a parameter have each saved a group of it.
     """
-    united: dict[str, Mapping[str, Any]] = {}
+    merged: dict[str, Mapping[str, Any]] = {}
     for first, group in groups.items():
         params = dict(group["params"])
-        sharing = [other for other, of_other in united.items() if not params.keys().isdisjoint(of_other["params"])]
+        sharing = [other for other, of_other in merged.items() if not params.keys().isdisjoint(of_other["params"])]
         for other in sharing:
-            _refuse_differing(united[other], group)
-            params = {**united[other]["params"], **params}
-            del united[other]
-        united[next(iter(params), first)] = {**group, "params": params}
-    return united
+            _refuse_differing(merged[other], group)
+            params = {**merged[other]["params"], **params}
+            del merged[other]
+        merged[next(iter(params), first)] = {**group, "params": params}
+    return merged
 
 
 def _refuse_differing(group: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Refuses two groups that have parts of one parameter, and other hyperparameters."""
+    """Refuses two groups that have parts of one parameter but differ in hyperparameters."""
     name = next(name for name in group["params"] if name in other["params"])
     a, b = group.get("values", {}), other.get("values", {})
     keys = [key for key in {**a, **b} if key not in a or key not in b or not same_value(a[key], b[key])]
@@ -155,9 +157,9 @@ def _refuse_differing(group: Mapping[str, Any], other: Mapping[str, Any]) -> Non
         raise _NotRenamedError(f"two of them have parts of {name!r:.200}, with different values of {', '.join(keys)}")
 
 
-def _is_sound(tree: Mapping[str, Any]) -> bool:
-    """Whether an optimizer has what docs/format.md says; one that has not stays as it is, for loads to refuse."""
-    of_names = (tree["state"], tree["groups"], tree.get("outside_model", {}), tree.get("elsewhere", {}))
-    if not all(isinstance(each, dict) for each in of_names):
+def _is_well_formed(tree: Mapping[str, Any]) -> bool:
+    """Returns True if an optimizer is as docs/format.md describes it. Others stay unchanged, and loads refuse them."""
+    by_name = (tree["state"], tree["groups"], tree.get("outside_model", {}), tree.get("elsewhere", {}))
+    if not all(isinstance(each, dict) for each in by_name):
         return False
     return all(isinstance(group, dict) and isinstance(group.get("params"), dict) for group in tree["groups"].values())

@@ -1,5 +1,5 @@
-"""The operations of name maps: tensors of one layer, and from which regions of stored tensors the other framework's are
-made. A few, so that each goes both ways.
+"""The operations of name maps: the regions of stored tensors of which a tensor of the other framework consists. They
+are few, so that each goes both ways.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from typing import NamedTuple
 
 from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.name_maps.parameters import Options
-from bytecheckpoint.name_maps.records import Interleave, Padding
+from bytecheckpoint.name_maps.schema import Interleave, Padding
 from bytecheckpoint.planner.copy_plan import CopySource
 from bytecheckpoint.region import Region, rows, whole
 
 MAX_PIECES = 1 << 24
 
 
-class Part(NamedTuple):
-    """A tensor of the checkpoint, or what it holds of one layer."""
+class LayerTensor(NamedTuple):
+    """A tensor of the checkpoint, or the part of it that is one layer."""
 
     name: str
-    """As the checkpoint has it; an alias, maybe."""
+    """The checkpoint's name, which may be an alias."""
     fqn: str
-    """Under which it is stored."""
+    """The name under which it is stored."""
     layer: int | None
-    """In the leading dimension of what is stored, where it is stacked."""
+    """Its index in the leading dimension of a stored tensor that holds all layers, else None."""
     dtype: str
     shape: tuple[int, ...]
-    """Without that dimension."""
+    """The shape without that dimension."""
 
     def piece(self, target: Region, source: Region) -> CopySource:
-        """The piece that a region of this is of a target."""
+        """Returns the piece of a target that a region of this tensor is."""
         return CopySource(target, self.fqn, source if self.layer is None else in_stack(source, self.layer))
 
 
-class Made(NamedTuple):
-    """A tensor of the other framework, or what it holds of one layer."""
+class TargetTensor(NamedTuple):
+    """A tensor of the other framework, or the part of it that is one layer."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,36 +44,36 @@ class Made(NamedTuple):
 
 
 def in_stack(region: Region, index: int) -> Region:
+    """Returns the region of a tensor in a stack of such tensors."""
     return Region((index, *region.offsets), (1, *region.lengths))
 
 
-def as_it_is(tensor: Part) -> Made:
+def unchanged(tensor: LayerTensor) -> TargetTensor:
+    """Returns the tensor of the other framework that is this one."""
     all_of_it = whole(tensor.shape)
-    return Made(tensor.dtype, tensor.shape, [tensor.piece(all_of_it, all_of_it)])
+    return TargetTensor(tensor.dtype, tensor.shape, [tensor.piece(all_of_it, all_of_it)])
 
 
-def padded(padding: Padding | None, tensor: Part, side: int, options: Options) -> Made:
-    """The tensor with as many rows as it has on the other side: without padding, or with rows of zeros."""
-    if padding is None:
-        return as_it_is(tensor)
+def padded(padding: Padding, tensor: LayerTensor, side: str, options: Options) -> TargetTensor:
+    """Returns a tensor of this side with as many rows as the other has: without padding, or with rows of zeros."""
     all_of_it = whole(tensor.shape)
     num_rows = _num_rows(tensor)
-    kept = padding.without.value(options.value)  # what lies beyond means nothing on either side
-    wanted = kept if padding.padded == side else padding.rows.value(options.value)
-    if kept > num_rows:
-        raise ValueError(f"it has {num_rows} rows, which cannot be cut to {padding.without.text}, {kept}")
-    if wanted < kept:
-        raise ValueError(f"it has {kept} rows, which cannot be padded to {padding.rows.text}, {wanted}")
-    common = rows(all_of_it, 0, 0, kept)
+    num_real = padding.without.value(options.value)  # rows beyond these mean nothing on either side
+    wanted = num_real if padding.side == side else padding.rows.value(options.value)
+    if num_real > num_rows:
+        raise ValueError(f"it has {num_rows} rows, which cannot be cut to {padding.without.text}, {num_real}")
+    if wanted < num_real:
+        raise ValueError(f"it has {num_real} rows, which cannot be padded to {padding.rows.text}, {wanted}")
+    common = rows(all_of_it, 0, 0, num_real)
     pieces = [tensor.piece(common, common)]
-    if wanted > kept:
-        zeros = Region((kept, *all_of_it.offsets[1:]), (wanted - kept, *all_of_it.lengths[1:]))
+    if wanted > num_real:
+        zeros = Region((num_real, *all_of_it.offsets[1:]), (wanted - num_real, *all_of_it.lengths[1:]))
         pieces.append(CopySource(zeros, None, zeros))
-    return Made(tensor.dtype, (wanted, *tensor.shape[1:]), pieces)
+    return TargetTensor(tensor.dtype, (wanted, *tensor.shape[1:]), pieces)
 
 
-def split(interleave: Interleave, tensor: Part, num_parts: int, options: Options) -> list[Made]:
-    """The parts of which a tensor consists."""
+def split(interleave: Interleave, tensor: LayerTensor, num_parts: int, options: Options) -> list[TargetTensor]:
+    """Returns the parts of which a tensor consists."""
     num_rows = _num_rows(tensor)
     groups = interleave.groups.value(options.value)
     sizes = _sizes(interleave, options) or [_quotient(num_rows, groups * num_parts)] * num_parts
@@ -90,18 +90,18 @@ def split(interleave: Interleave, tensor: Part, num_parts: int, options: Options
             )
             for group in range(groups)
         ]
-        made.append(Made(tensor.dtype, shape, pieces))
+        made.append(TargetTensor(tensor.dtype, shape, pieces))
     return made
 
 
-def joined(interleave: Interleave, tensors: Sequence[Part], options: Options) -> Made:
-    """The tensor that consists of these parts."""
+def joined(interleave: Interleave, tensors: Sequence[LayerTensor], options: Options) -> TargetTensor:
+    """Returns the tensor that consists of these parts."""
     kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors}
     groups = interleave.groups.value(options.value)
     counts = [_num_rows(tensor) for tensor in tensors]
     sizes = _sizes(interleave, options) or [_quotient(counts[0], groups)] * len(tensors)
     if len(kinds) > 1:
-        raise ValueError(f"it cannot be one tensor with those beside it, which differ: {show_kinds(kinds)}")
+        raise ValueError(f"it cannot be one tensor with those beside it, which differ: {describe_kinds(kinds)}")
     for tensor, count, size in zip(tensors, counts, sizes, strict=True):
         if count != groups * size:
             raise ValueError(f"{tensor.name} has {count} rows, not {groups} groups of {size}")
@@ -113,7 +113,7 @@ def joined(interleave: Interleave, tensors: Sequence[Part], options: Options) ->
         for tensor, size, start in zip(tensors, sizes, accumulate(sizes, initial=0), strict=False):
             target = rows(whole(shape), 0, at + start, size)
             pieces.append(tensor.piece(target, rows(whole(tensor.shape), 0, group * size, size)))
-    return Made(tensors[0].dtype, shape, pieces)
+    return TargetTensor(tensors[0].dtype, shape, pieces)
 
 
 def _sizes(interleave: Interleave, options: Options) -> list[int]:
@@ -121,12 +121,12 @@ def _sizes(interleave: Interleave, options: Options) -> list[int]:
 
 
 def _expected(interleave: Interleave, groups: int, sizes: Sequence[int]) -> str:
-    names = sorted({name for size in (interleave.groups, *interleave.rows) for name in size.names})
-    about = f" by the options {', '.join(names)}" if names else ""
+    options = sorted({name for size in (interleave.groups, *interleave.rows) for name in size.names})
+    about = f" by the options {', '.join(options)}" if options else ""
     return f"{groups} groups of {' + '.join(map(str, sizes))}, {groups * sum(sizes)} in all{about}"
 
 
-def _num_rows(tensor: Part) -> int:
+def _num_rows(tensor: LayerTensor) -> int:
     if not tensor.shape:
         raise ValueError("it has no dimensions, and rows were expected")
     return tensor.shape[0]
@@ -138,11 +138,12 @@ def _quotient(num_rows: int, by: int) -> int:
     return num_rows // by
 
 
-def show_kinds(kinds: set[tuple[str, tuple[int, ...]]]) -> str:
+def describe_kinds(kinds: set[tuple[str, tuple[int, ...]]]) -> str:
     return " and ".join(f"{dtype} {list(shape)}" for dtype, shape in sorted(kinds)[:3])
 
 
 def refuse_too_many(num_pieces: int) -> None:
+    """Raises UnsafeCheckpointError (limits_exceeded)."""
     if num_pieces > MAX_PIECES:
         raise UnsafeCheckpointError(
             f"the name map cuts the checkpoint into more than {MAX_PIECES} pieces; nothing was loaded or written: "

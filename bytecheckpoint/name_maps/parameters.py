@@ -1,5 +1,5 @@
-"""The numbers that a name map needs, for one checkpoint: what the user says, what the checkpoint says of itself, or
-what follows from others. It reads nothing: facts and shapes are given.
+"""The numbers that a name map needs for one checkpoint: given by the user, found in the checkpoint, or computed from
+other numbers.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from typing import Literal
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 from bytecheckpoint.name_maps.expressions import MAX_SIZE
-from bytecheckpoint.name_maps.records import STACKED, VARIANT, MapFile, Option, Source
+from bytecheckpoint.name_maps.patterns import Pattern
+from bytecheckpoint.name_maps.schema import STACKED, VARIANT, MapFile, Option, Source
 
 _YES, _NO = "yes", "no"
 
 
 class Facts:
-    """What a checkpoint says of itself: values of plain data by FQN."""
+    """Values of a checkpoint's plain data, by FQN."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._by_last: dict[str, list[tuple[str, object]]] = {}
@@ -24,36 +25,36 @@ class Facts:
                 self._by_last.setdefault(fqn.rpartition(".")[2], []).append((fqn, value))
 
     def find(self, name: str) -> bool | int | str | None:
-        """The value at this FQN, or wherever its end stands. Raises CheckpointMismatchError (conflict) where several
-        stand there that differ.
+        """Returns the value at this FQN, or at any FQN that ends with it. Raises CheckpointMismatchError (conflict) if
+        there are several that differ.
         """
-        of_name = [
+        matching = [
             (fqn, value)
             for fqn, value in self._by_last.get(name.rpartition(".")[2], ())
             if fqn == name or fqn.endswith(f".{name}")
         ]
-        if len({value for _, value in of_name}) > 1:
-            texts = ", ".join(f"{fqn} {value!r:.80}" for fqn, value in of_name[:4])
+        if len({value for _, value in matching}) > 1:
+            texts = ", ".join(f"{fqn} {value!r:.80}" for fqn, value in matching[:4])
             raise CheckpointMismatchError(
                 f"the checkpoint says different things of {name}: {texts}; nothing was loaded or written: give the "
                 "option of the name map that needs it yourself",
                 kind="conflict",
             )
-        found = of_name[0][1] if of_name else None
+        found = matching[0][1] if matching else None
         return found if isinstance(found, bool | int | str) else None
 
 
 class Options:
-    """The options of a map for one checkpoint, each found when it is asked for."""
+    """Values of the options of a map for one checkpoint, each found when it is needed."""
 
     def __init__(
         self,
         name_map: MapFile,
         given: Mapping[str, int | str],
         facts: Facts,
-        length: Callable[[Source], int | None],
+        length: Callable[[Pattern, int], int | None],
     ) -> None:
-        """`given` is what the user says; `length` gives that of a tensor, where the checkpoint has it.
+        """`given` are the user's values; `length` returns the length of a tensor's dimension, if the checkpoint has it.
 
         Raises CheckpointMismatchError (conflict) for an option that the map does not have.
         """
@@ -61,33 +62,34 @@ class Options:
         self._given = given
         self._facts = facts
         self._length = length
-        self._known: dict[str, int] = {}
+        self._values: dict[str, int] = {}
         unknown = [name for name in given if name not in {*name_map.options, VARIANT, STACKED}]
         if unknown:
             names = ", ".join([*name_map.options, VARIANT, STACKED])
             raise self._refusal(f"{unknown[0]!r:.80} is no option of it, those are {names}")
 
     def value(self, name: str) -> int:
-        """Raises CheckpointMismatchError (conflict) where nothing says what it is, or what is said is no size."""
-        if name not in self._known:
+        """Returns the value of an option. Raises CheckpointMismatchError (conflict) if it is unknown or no size."""
+        if name not in self._values:
             option = self._map.options[name]
-            found = self._given[name] if name in self._given else self._found(option)
+            found: object = self._given.get(name)
+            if found is None:
+                values = map(self._value_of, option.sources)
+                found = next((value for value in values if value is not None), None)
             if found is None and option.default is not None:
                 found = self._default(name, option)
             if found is None:
                 raise self._missing(name, option)
             if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= MAX_SIZE:
                 raise self._refusal(f"its option {name} is {found!r:.80}, not a number from 1 to {MAX_SIZE}")
-            self._known[name] = found
-        return self._known[name]
+            self._values[name] = found
+        return self._values[name]
 
-    def _found(self, option: Option) -> object:
-        """What the first source that is there says."""
-        return next((found for found in map(self._of_source, option.sources) if found is not None), None)
-
-    def _of_source(self, source: Source) -> object:
+    def _value_of(self, source: str | Source) -> object:
+        if isinstance(source, str):
+            return self._facts.find(source)
         if source.tensor is not None:
-            return self._length(source)
+            return self._length(source.tensor, source.dim)
         if source.condition and self._facts.find(source.condition) is False:
             return None
         return self._facts.find(source.value)
@@ -101,7 +103,10 @@ class Options:
             raise self._refusal(f"its option {name} cannot follow from others: {error}; give it yourself") from error
 
     def _missing(self, name: str, option: Option) -> CheckpointMismatchError:
-        looked = [f"the tensor {source.tensor.text}" if source.tensor else source.value for source in option.sources]
+        looked = [
+            source if isinstance(source, str) else f"the tensor {source.tensor}" if source.tensor else source.value
+            for source in option.sources
+        ]
         about = f" ({option.about})" if option.about else ""
         where = f"; it was looked for in {', '.join(looked)}" if looked else ""
         return self._refusal(
@@ -109,7 +114,7 @@ class Options:
         )
 
     def variant(self, side: int) -> int:
-        """Which variant of the names of this side is to be written."""
+        """Returns the number of the variant of this side's names that is written."""
         names = self._map.variants[side]
         chosen = self._given.get(VARIANT, names[0] if names else None)
         if chosen is None:
@@ -121,7 +126,7 @@ class Options:
         return names.index(str(chosen))
 
     def stacked(self, side: int) -> str:
-        """The field for which tensors of this side are to be written as one, unless the user says otherwise; "" for
+        """Returns the field for which tensors of this side are written as one; "" if there is none, or the user wants
         none.
         """
         chosen = self._given.get(STACKED, _YES if self._map.stacked[side] else _NO)
@@ -132,11 +137,11 @@ class Options:
         return self._map.stacked[side] if chosen == _YES else ""
 
     def check_refusals(self) -> None:
-        """Raises CheckpointMismatchError (conflict) where the checkpoint says of itself what the map refuses."""
-        for value, refused, because in self._map.refusals:
-            found = self._facts.find(value)
-            if found is not None and type(found) is type(refused) and found == refused:
-                raise self._refusal(f"the checkpoint says {value} = {found!r:.80}: {because:.500}")
+        """Raises CheckpointMismatchError (conflict) if the checkpoint has a value that the map refuses."""
+        for refused in self._map.refusals:
+            found = self._facts.find(refused.value)
+            if type(found) is type(refused.found) and found == refused.found:
+                raise self._refusal(f"the checkpoint says {refused.value} = {found!r:.80}: {refused.because:.500}")
 
     def _refusal(self, what: str) -> CheckpointMismatchError:
         return refusal(self._map, what)
@@ -145,7 +150,7 @@ class Options:
 def refusal(
     name_map: MapFile, what: str, kind: Literal["conflict", "shape", "dtype", "missing_key"] = "conflict"
 ) -> CheckpointMismatchError:
-    """The error for a checkpoint that this map cannot be used with."""
+    """Returns the error for a checkpoint that this map cannot be used with."""
     return CheckpointMismatchError(
         f"the name map {name_map.path} cannot be used with this checkpoint: {what}; nothing was loaded or written",
         kind=kind,
@@ -153,7 +158,7 @@ def refusal(
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, int | str]:
-    """Options as a command gets them: `heads=32`. Raises ValueError for text without a name or without a value."""
+    """Parses options of a command: `heads=32`. Raises ValueError for text without a name or without a value."""
     options: dict[str, int | str] = {}
     for text in texts:
         name, separator, value = text.partition("=")

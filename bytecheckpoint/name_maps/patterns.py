@@ -1,40 +1,39 @@
-"""Names of tensors with numbers in them, `layers.{layer}.mlp.weight`: which names such a pattern means, and the name
-that it gives for numbers. Compared part by part between the dots, so that no pattern can take long.
+"""Names of tensors with numbers in them, `layers.{layer}.mlp.weight`, and names around names of parameters,
+`optimizer.state.{name}.exp_avg`. Names are compared part by part between the dots, so that no pattern can take long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 _MAX_DIGITS = 9
 
 
-class Pattern(NamedTuple):
-    """A name with fields, each of which is all that stands between two dots: a number."""
+class Pattern(str):
+    """A name with fields, each of which is all that stands between two dots and means a number."""
 
-    parts: tuple[str, ...]
-    """Between the dots; of a field `{layer}`."""
-
-    @property
-    def text(self) -> str:
-        return ".".join(self.parts)
+    __slots__ = ()
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """Their names, in order."""
-        return tuple(part[1:-1] for part in self.parts if part.startswith("{"))
+    def parts(self) -> list[str]:
+        """The texts between the dots; `{layer}` for a field."""
+        return self.split(".")
+
+    @property
+    def fields(self) -> list[str]:
+        """The names of the fields, in order."""
+        return [part[1:-1] for part in self.parts if part.startswith("{")]
 
     def without(self, field: str) -> Pattern:
-        """The same without the part that this field is."""
-        return Pattern(tuple(part for part in self.parts if part != f"{{{field}}}"))
+        """Returns the pattern without the part that this field is."""
+        return Pattern(".".join(part for part in self.parts if part != f"{{{field}}}"))
 
     def fill(self, numbers: Mapping[str, int]) -> str:
-        """The name for these numbers."""
+        """Returns the name for these numbers."""
         return ".".join(str(numbers[part[1:-1]]) if part.startswith("{") else part for part in self.parts)
 
     def match(self, name_parts: Sequence[str]) -> dict[str, int] | None:
-        """The numbers in a name, given as what stands between its dots, that this pattern means; else None."""
+        """Returns the numbers in a name of as many parts, given as these; None if the name does not match."""
         numbers = {}
         for part, found in zip(self.parts, name_parts, strict=True):
             if not part.startswith("{"):
@@ -47,36 +46,12 @@ class Pattern(NamedTuple):
         return numbers
 
 
-class Around(NamedTuple):
-    """What stands before and after the name of a parameter where something of it has a name:
-    `optimizer.state.{name}.exp_avg`.
-    """
-
-    before: str
-    after: str
-
-    @property
-    def is_of_model(self) -> bool:
-        """Whether it is the parameter itself that has this around it, and not something about it."""
-        return not self.after and self.before.count(".") <= 1
-
-    def around(self, name: str) -> str:
-        return self.before + name + self.after
-
-    def inner(self, fqn: str) -> str | None:
-        """The name in an FQN that has this around it; else None."""
-        is_around = fqn.startswith(self.before) and fqn.endswith(self.after)
-        name = fqn[len(self.before) : len(fqn) - len(self.after)] if is_around else ""
-        return name or None
-
-
 def parse_pattern(text: str) -> Pattern:
     """Raises ValueError, which says what is wrong, for text that is no pattern."""
-    parts = tuple(text.split("."))
-    if not all(parts):
+    pattern = Pattern(text)
+    if not all(pattern.parts):
         raise ValueError(f"{text!r:.200} has nothing between two dots, or at an end")
-    pattern = Pattern(parts)
-    for part in parts:
+    for part in pattern.parts:
         is_field = part.startswith("{") and part.endswith("}") and part[1:-1].isidentifier()
         if not is_field and ("{" in part or "}" in part):
             raise ValueError(
@@ -87,20 +62,45 @@ def parse_pattern(text: str) -> Pattern:
     return pattern
 
 
-def parse_around(text: str) -> Around:
+class NameTemplate(str):
+    """A name that contains a parameter's: `optimizer.state.{name}.exp_avg`."""
+
+    __slots__ = ()
+
+    @property
+    def before(self) -> str:
+        return self.partition("{name}")[0]
+
+    @property
+    def is_of_model(self) -> bool:
+        """True if it names the parameter itself, and not something about it."""
+        return self.endswith("{name}") and self.count(".") <= 1
+
+    def fill(self, name: str) -> str:
+        """Returns the FQN for the name of a parameter."""
+        return self.replace("{name}", name)
+
+    def find_name(self, fqn: str) -> str | None:
+        """Returns the name of the parameter in an FQN; None if the FQN does not match."""
+        before, _, after = self.partition("{name}")
+        matches = fqn.startswith(before) and fqn.endswith(after)
+        return fqn[len(before) : len(fqn) - len(after)] or None if matches else None
+
+
+def parse_template(text: str) -> NameTemplate:
     """Raises ValueError, which says what is wrong, for text that does not have `{name}` once."""
     before, found, after = text.partition("{name}")
     if not found or "{" in before + after or "}" in before + after:
         raise ValueError(f"{text!r:.200} has to have {{name}} in it, once, and no other field")
-    return Around(before, after)
+    return NameTemplate(text)
 
 
 def shape_of_name(name_parts: Sequence[str]) -> tuple[str, ...]:
-    """The same for all names that a pattern means, and for the pattern's own parts: numbers and fields do not count."""
+    """Returns a key that a pattern shares with all names that match it: numbers and fields count alike."""
     return tuple("#" if part.startswith("{") or is_number(part) else part for part in name_parts)
 
 
 def is_number(text: str) -> bool:
-    """Whether this is a number as it stands in names: without leading zeros."""
+    """Returns True for a number as names have it: without leading zeros."""
     is_short = text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
     return is_short and (text == "0" or not text.startswith("0"))

@@ -1,5 +1,5 @@
-"""Tensors made of regions of stored ones, as a manifest of the same files: no byte is copied. Rows of a chunk lie
-together in its file, so that a region of it is a chunk as well, or a few.
+"""Tensors made of regions of stored ones, in the same files: no byte is copied. Rows of a chunk lie together in its
+file, so that a region of it is one chunk again, or a few.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Relinked(NamedTuple):
 
 
 def relink(manifest: Manifest, tensors: Sequence[WantedTensor]) -> Relinked:
-    """These tensors as chunks in the files of the manifest.
+    """Returns these tensors as chunks in the files of the manifest.
 
-    Raises CheckpointMismatchError (conflict) where elements are compressed together with others, or are wanted in
+    Raises CheckpointMismatchError (conflict) if elements are compressed together with others, or are wanted in
     another dtype; and UnsafeCheckpointError (limits_exceeded) for more than MAX_CHUNKS chunks.
     """
     found: dict[str, TensorRecord] = {}
@@ -48,8 +48,8 @@ def relink(manifest: Manifest, tensors: Sequence[WantedTensor]) -> Relinked:
 
 
 def refuse_zeros(manifest: Manifest) -> None:
-    """Raises CheckpointMismatchError (conflict) for a manifest with tensors of which no file holds all: one that is
-    written can only point into files.
+    """Raises CheckpointMismatchError (conflict) if no file holds all of a tensor: a manifest that is written can only
+    point into files.
     """
     zeros_file = manifest.map_notes.zeros_file
     for fqn in manifest.tensors if zeros_file is not None else ():
@@ -59,7 +59,7 @@ def refuse_zeros(manifest: Manifest) -> None:
 
 
 def _chunks(manifest: Manifest, tensor: WantedTensor, piece: CopySource) -> Iterator[Chunk]:
-    """What stored chunks hold of a piece, as chunks of the tensor."""
+    """Yields the parts of stored chunks that hold a piece, as chunks of the tensor."""
     if piece.fqn is None:
         yield Chunk(piece.region, len(manifest.files), 0, piece.region.numel * itemsize(tensor.dtype))
         return
@@ -80,7 +80,7 @@ def _chunks(manifest: Manifest, tensor: WantedTensor, piece: CopySource) -> Iter
 
 
 def _cut(chunk: Chunk, common: Region, piece: CopySource, item_bytes: int) -> Iterator[Chunk]:
-    """The runs of bytes that a part of a chunk is."""
+    """Yields a part of a chunk as runs of bytes."""
     for run in split_at_gaps(common, chunk.region, 0):
         first, last = flat_span(run, chunk.region)
         at = chunk.byte_offset + first * item_bytes
@@ -88,8 +88,8 @@ def _cut(chunk: Chunk, common: Region, piece: CopySource, item_bytes: int) -> It
 
 
 def _moved(region: Region, piece: CopySource) -> Region:
-    """Where a region of the piece's source is in the target, which has the same dimensions but for leading ones of
-    length 1.
+    """Returns a region of the piece's source in the coordinates of the target, which has the same dimensions but for
+    leading ones of length 1.
     """
     source, target = piece.source_region, piece.region
     num_more = len(source.lengths) - len(target.lengths)

@@ -1,6 +1,5 @@
-"""What a conversion writes, before any byte moves: the tensors of the target, and for each from which regions of which
-stored tensors its elements come. Whoever names the tensors makes these records out of a manifest alone, and whoever
-writes a format takes them; neither knows the other. No file is touched here, and no tensor.
+"""The plan of a conversion: the tensors of the target, and the regions of stored tensors from which their elements
+come. Name maps make it from a manifest, and writers of formats carry it out. No file is touched here, and no tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from bytecheckpoint.region import (
 
 
 class CopySource(NamedTuple):
-    """A region of a target's tensor, and where its elements come from."""
+    """A region of a target's tensor, and the stored region of its elements."""
 
     region: Region
     """In the coordinates of the target's tensor."""
     fqn: str | None
-    """Of the stored tensor, as it is stored: aliases are resolved. None where the elements are zeros, which stand
-    nowhere, as those that pad a vocabulary."""
+    """The stored tensor, aliases resolved. None where the elements are zeros that no file holds, as those that pad a
+    vocabulary."""
     source_region: Region
     """In the global coordinates of the stored tensor: as many elements as `region`. The elements of the one in
     row-major order are those of the other in row-major order, whatever their dimensions. Equal to `region` where `fqn`
@@ -38,7 +37,7 @@ class CopySource(NamedTuple):
 
 
 class WantedTensor(NamedTuple):
-    """A tensor as the target is to hold it."""
+    """A tensor of the target."""
 
     fqn: str
     """Its name in the target."""
@@ -49,28 +48,28 @@ class WantedTensor(NamedTuple):
     """In any order. Their regions cover every element of the shape exactly once."""
 
 
-class Copy(NamedTuple):
-    """A part of a range of a tensor's elements, and where these come from."""
+class CopyRun(NamedTuple):
+    """A part of a range of a tensor's elements, and the stored region of these."""
 
     first: int
-    """Where `block` begins, in elements from the start of the range."""
+    """Start of `block`, in elements from the start of the range."""
     block: Region
     """Elements of the range that follow one another."""
     region: Region
-    """What of the block it is; both in the coordinates of the target's tensor."""
+    """The part of the block; both in the coordinates of the target's tensor."""
     fqn: str | None
     source_region: Region
-    """As in a Piece. Its lengths are those of `region`, but for dimensions of length 1."""
+    """As in CopySource. Its lengths are those of `region`, but for dimensions of length 1."""
 
 
 def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str) -> WantedTensor:
-    """A tensor that is all of a stored one."""
+    """Returns a tensor that is all of a stored one."""
     region = whole(shape)
     return WantedTensor(fqn, dtype, shape, [CopySource(region, stored_fqn, region)])
 
 
 def check_wanted(wanted: Sequence[WantedTensor], manifest: Manifest) -> None:
-    """Raises CheckpointMismatchError (coverage) where pieces are not in their tensors, or do not make up one."""
+    """Raises CheckpointMismatchError (coverage) if pieces lie outside their tensors, or do not make up one."""
     for tensor in wanted:
         for piece in tensor.pieces:
             _check_piece(tensor, piece, manifest)
@@ -105,8 +104,8 @@ def _not_made(tensor: WantedTensor, why: str) -> CheckpointMismatchError:
     )
 
 
-def copies_of(wanted: WantedTensor, first: int, numel: int) -> Iterator[Copy]:
-    """How elements `first` to `first + numel` of the row-major flat tensor are put together."""
+def copies_of(wanted: WantedTensor, first: int, numel: int) -> Iterator[CopyRun]:
+    """Yields the copies that make up elements `first` to `first + numel` of the row-major flat tensor."""
     position = 0
     for block in split_flat_range(wanted.shape, first, numel):
         for piece in wanted.pieces:
@@ -116,10 +115,10 @@ def copies_of(wanted: WantedTensor, first: int, numel: int) -> Iterator[Copy]:
         position += block.numel
 
 
-def _copies(first: int, block: Region, common: Region, piece: CopySource) -> Iterator[Copy]:
+def _copies(first: int, block: Region, common: Region, piece: CopySource) -> Iterator[CopyRun]:
     source = same_part(common, piece)
     if source is not None:
-        yield Copy(first, block, common, piece.fqn, source)
+        yield CopyRun(first, block, common, piece.fqn, source)
     elif is_contiguous_in(common, piece.region) and is_contiguous_in(common, block):
         yield from _flat_copies(first, block, common, piece)
     else:
@@ -129,7 +128,9 @@ def _copies(first: int, block: Region, common: Region, piece: CopySource) -> Ite
 
 
 def same_part(common: Region, piece: CopySource) -> Region | None:
-    """What of the source stands for a part of the piece, where both have the same dimensions, but for those of 1."""
+    """Returns the part of the source for a part of the piece; None if their dimensions differ, apart from those of
+    1.
+    """
     source = piece.source_region
     if piece.fqn is None:
         return common
@@ -148,13 +149,13 @@ def same_part(common: Region, piece: CopySource) -> Region | None:
     return Region(tuple(offsets), tuple(lengths))
 
 
-def _flat_copies(first: int, block: Region, common: Region, piece: CopySource) -> Iterator[Copy]:
-    """Where the dimensions differ: run by run, each a block of its own."""
+def _flat_copies(first: int, block: Region, common: Region, piece: CopySource) -> Iterator[CopyRun]:
+    """Yields copies where the dimensions differ: run by run, each a block of its own."""
     start, _ = flat_span(common, piece.region)
     at, _ = flat_span(common, block)
     origin = piece.source_region.offsets
     for part in split_flat_range(piece.source_region.lengths, start, common.numel):
         source = Region(tuple(map(int.__add__, part.offsets, origin)), part.lengths)
         run = Region((0,) * len(part.lengths), part.lengths)
-        yield Copy(first + at, run, run, piece.fqn, source)
+        yield CopyRun(first + at, run, run, piece.fqn, source)
         at += part.numel

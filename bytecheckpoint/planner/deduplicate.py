@@ -1,9 +1,7 @@
-"""Writer of each region that several ranks hold. Small ones stay together on few ranks, so that a load finds them in
-few files; large ones go to the least loaded rank, largest first, and are split by rows where a rank would write more
-than the others.
+"""Replicas: one writer for each region that several ranks hold, and one FQN for each tied tensor.
 
-Which names of tied tensors are aliases for all ranks, and where ranks contradict one another about that. It knows no
-memory: what is tied on a rank is what that rank says.
+Small replicas stay together on few ranks, so that a load finds them in few files; large ones go to the least loaded
+rank, largest first, and are split by rows if a rank would write more than the others.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ from typing import NamedTuple
 
 from bytecheckpoint.planner.file_layout import EXTENT_BYTES, OWN_EXTENT_BYTES
 from bytecheckpoint.planner.shard_owners import disagreement
-from bytecheckpoint.planner.write_items import AlikeRanks
+from bytecheckpoint.planner.write_items import ItemTable
 from bytecheckpoint.region import Region, rows
 
 MIN_SPLIT_BYTES = 1 << 20
-"""A replica is split between its holders into parts no smaller than this."""
+"""Least size of a part when a replica is split between its holders."""
 _SMALL_FRACTION = 32
-"""Small replicas may add one part in so many to what a rank writes. Spreading them more evenly would save less time
+"""Small replicas may add this fraction to the bytes that a rank writes. Spreading them more evenly would save less time
 than opening one more file costs each rank of a load."""
 
 
@@ -31,29 +29,31 @@ class Replica(NamedTuple):
     fqn: str
     region: Region
     byte_length: int
-    offers: Sequence[int]
-    """Of each holder, which of its offers this is."""
+    items: Sequence[int]
+    """Index of the replica among the write items of each holder."""
 
 
 def is_small(byte_length: int) -> bool:
-    """Whether a chunk of this length shares its extents with its neighbours, which a load then reads as well."""
+    """Returns True if a chunk of this length shares its extents with its neighbours, which a load then reads as
+    well.
+    """
     return byte_length < OWN_EXTENT_BYTES
 
 
-def share_out(replicas: Sequence[Replica], loads: list[int]) -> Iterator[tuple[Replica, Region, int]]:
-    """Distributes replicas of one set of holders: each replica, or part of one, with the position of its writer.
+def assign_writers(replicas: Sequence[Replica], loads: list[int]) -> Iterator[tuple[Replica, Region, int]]:
+    """Yields each replica of one set of holders, or its parts, with the position of the writer among the holders.
 
-    Changes `loads`, the bytes that each holder writes.
+    Adds to `loads`, the bytes that each holder writes.
     """
     level = _level(sorted(loads), sum(replica.byte_length for replica in replicas))
     small = [replica for replica in replicas if is_small(replica.byte_length)]
-    for replica, position in _keep_together(small, loads, level):
+    for replica, position in _assign_small(small, loads, level):
         yield replica, replica.region, position
-    yield from _balance([replica for replica in replicas if not is_small(replica.byte_length)], loads, level)
+    yield from _assign_large([replica for replica in replicas if not is_small(replica.byte_length)], loads, level)
 
 
-def _keep_together(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, int]]:
-    """Small replicas, by name, on the first holders: each takes what it may before the next one takes any."""
+def _assign_small(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, int]]:
+    """Assigns small replicas, by name, to the first holders: each is filled before the next one gets any."""
     position, taken = 0, 0
     room = max(level - loads[0], level // _SMALL_FRACTION, EXTENT_BYTES)
     for replica in sorted(replicas, key=lambda replica: (replica.fqn, replica.region)):
@@ -65,8 +65,8 @@ def _keep_together(replicas: Sequence[Replica], loads: list[int], level: int) ->
         yield replica, position
 
 
-def _balance(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, Region, int]]:
-    """Large replicas, largest first, on the least loaded holder."""
+def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, Region, int]]:
+    """Assigns large replicas, largest first, to the least loaded holder."""
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)
     for replica in sorted(replicas, key=lambda replica: (-replica.byte_length, replica.fqn, replica.region)):
@@ -81,7 +81,7 @@ def _balance(replicas: Sequence[Replica], loads: list[int], level: int) -> Itera
 
 
 def _level(loads: Sequence[int], num_bytes: int) -> int:
-    """How high these (sorted) loads stand once `num_bytes` more are spread so that the lowest rise first."""
+    """Returns the level of these (sorted) loads when `num_bytes` more are spread so that the lowest rise first."""
     total = num_bytes
     for count, load in enumerate(loads, start=1):
         total += load
@@ -91,7 +91,7 @@ def _level(loads: Sequence[int], num_bytes: int) -> int:
 
 
 def _split_off(region: Region, item_bytes: int, room_bytes: int) -> tuple[Region, Region | None]:
-    """The region's first rows, about `room_bytes` of them, and the rest; the rest is None where all is taken."""
+    """Returns the region's first rows, about `room_bytes` of them, and the rest; None if there is no rest."""
     dim = next((dim for dim, length in enumerate(region.lengths) if length > 1), None)
     num_bytes = region.numel * item_bytes
     if dim is None or num_bytes - max(room_bytes, MIN_SPLIT_BYTES) < MIN_SPLIT_BYTES:
@@ -104,66 +104,58 @@ def _split_off(region: Region, item_bytes: int, room_bytes: int) -> tuple[Region
 
 
 Aliases = Mapping[str, str]
-"""What one rank says: alias FQN -> FQN under which it offers the tensor."""
+"""Tied tensors of one rank: alias FQN -> FQN of the write item."""
 
 
-def agree_on_aliases(alike: Sequence[AlikeRanks], aliases: Sequence[Aliases], names: Sequence[int]) -> dict[str, str]:
-    """An FQN is an alias unless some rank holds it with memory of its own (as pipeline stages hold tied weights).
+def merge_aliases(
+    tables: Sequence[ItemTable], aliases: Sequence[Aliases], global_ranks: Sequence[int]
+) -> dict[str, str]:
+    """Returns the aliases of all ranks: an FQN is one unless some rank holds it with memory of its own (as pipeline
+    stages hold tied weights).
 
-    Raises CheckpointMismatchError (conflict) where ranks tie a name to tensors that no rank ties to one another, or
-    where what it is tied to on one rank has another dtype or shape than what another one holds under the name.
+    Raises CheckpointMismatchError (conflict) if ranks tie a name to tensors that no rank ties to one another, or if a
+    tensor that it is tied to has another dtype or shape than the tensor that another rank holds under the name.
     """
     first_ranks: dict[tuple[tuple[str, str], ...], int] = {}
     for rank, of_rank in enumerate(aliases):
         first_ranks.setdefault(tuple(of_rank.items()), rank)
-    said = {rank: dict(items) for items, rank in first_ranks.items() if items}
-    if not said:
+    distinct = {rank: dict(items) for items, rank in first_ranks.items() if items}
+    if not distinct:
         return {}
-    merged = {alias: fqn for of_rank in said.values() for alias, fqn in of_rank.items()}
-    real = _real(alike, merged)
-    _refuse_contradictions(said, _described(alike, {*merged, *merged.values()}), real, names)
-    return {alias: fqn for alias, fqn in merged.items() if alias not in real}
-
-
-def _real(alike: Sequence[AlikeRanks], fqns: Collection[str]) -> set[str]:
-    """Those of which some rank holds elements."""
-    return {
+    merged = {alias: fqn for of_rank in distinct.values() for alias, fqn in of_rank.items()}
+    held = {
         fqn
-        for of_ranks in alike
-        for offer, fqn in enumerate(of_ranks.fqns)
-        if fqn in fqns and of_ranks.boxes(offer)[:, 1].all(axis=1).any()
+        for table in tables
+        for item, fqn in enumerate(table.fqns)
+        if fqn in merged and table.boxes(item)[:, 1].all(axis=1).any()
     }
-
-
-def _described(alike: Sequence[AlikeRanks], fqns: Collection[str]) -> dict[str, tuple[str, int]]:
-    """Of these tensors: dtype and shape, as people write them, and the first rank that offers it."""
-    found: dict[str, tuple[str, int]] = {}
-    for of_ranks in alike:
-        for fqn, dtype, shape in zip(of_ranks.fqns, of_ranks.dtypes, of_ranks.shapes, strict=True):
-            if fqn in fqns:
-                found.setdefault(fqn, (f"{dtype}{list(shape)}", int(of_ranks.ranks[0])))
-    return found
-
-
-def _refuse_contradictions(
-    said: Mapping[int, Aliases], described: Mapping[str, tuple[str, int]], real: Collection[str], names: Sequence[int]
-) -> None:
+    described = _describe(tables, {*merged, *merged.values()})
     conflicts: dict[str, tuple[str, tuple[int, ...]]] = {}
-    first_said: dict[str, tuple[int, str]] = {}
-    for rank, of_rank in said.items():
-        for alias, fqn in of_rank.items():
-            other_rank, other = first_said.setdefault(alias, (rank, fqn))
-            what, holder = described.get(alias, ("", rank)) if alias in real else ("", rank)
-            tied_to = described[fqn][0] if fqn in described else ""
-            if what and tied_to and what != tied_to:
-                text = f"{alias}: {what} on rank {names[holder]}, tied to {fqn}, {tied_to}, on rank {names[rank]}"
-                conflicts[alias] = text, (names[holder], names[rank])
-            elif other != fqn and not any(_are_tied(each, other, fqn) for each in said.values()):
-                text = f"{alias}: tied to {other} on rank {names[other_rank]}, to {fqn} on rank {names[rank]}"
-                conflicts[alias] = text, (names[other_rank], names[rank])
+    first_tie: dict[str, tuple[int, str]] = {}
+    for rank, alias, fqn in ((rank, *tie) for rank, of_rank in distinct.items() for tie in of_rank.items()):
+        other_rank, other = first_tie.setdefault(alias, (rank, fqn))
+        tied_to, _ = described.get(fqn, ("", rank))
+        what, holder = described.get(alias, ("", rank)) if alias in held else ("", rank)
+        here = global_ranks[rank]
+        if what and tied_to and what != tied_to:
+            there = global_ranks[holder]
+            conflicts[alias] = (
+                f"{alias}: {what} on rank {there}, tied to {fqn}, {tied_to}, on rank {here}",
+                (there, here),
+            )
+        elif other != fqn and not any(of.get(other, other) == of.get(fqn, fqn) for of in distinct.values()):
+            there = global_ranks[other_rank]
+            conflicts[alias] = f"{alias}: tied to {other} on rank {there}, to {fqn} on rank {here}", (there, here)
     if conflicts:
         raise disagreement(conflicts)
+    return {alias: fqn for alias, fqn in merged.items() if alias not in held}
 
 
-def _are_tied(of_rank: Aliases, first: str, second: str) -> bool:
-    return of_rank.get(first, first) == of_rank.get(second, second)
+def _describe(tables: Sequence[ItemTable], fqns: Collection[str]) -> dict[str, tuple[str, int]]:
+    """Returns dtype and shape of these tensors, as text, and the first rank that has an item of each."""
+    found: dict[str, tuple[str, int]] = {}
+    for table in tables:
+        for fqn, dtype, shape in zip(table.fqns, table.dtypes, table.shapes, strict=True):
+            if fqn in fqns:
+                found.setdefault(fqn, (f"{dtype}{list(shape)}", int(table.ranks[0])))
+    return found

@@ -1,9 +1,4 @@
-"""How what a rank writes is cut into chunks and lies in data files, and where the checksummed extents of a file end.
-It knows no bytes.
-
-Which codec the chunks of a tensor are stored with. It knows names and nothing of the bytes: whether compression pays
-is found when they are there.
-"""
+"""Layout of data files: the order of chunks, the codec of each, and the ends of the checksummed extents."""
 
 from __future__ import annotations
 
@@ -14,37 +9,38 @@ from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.write_items import Offer, Write
+from bytecheckpoint.planner.write_items import ItemRegion, WriteItem
 from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20
-"""A checksum covers at most this much: what a partial read may have to read beyond what it wants, at each end."""
+"""Limit of an extent: a partial read may have to read as much beyond what it wants, at each end."""
 LARGE_CHUNK_BYTES = 16 << 20
-"""From here on parts are wanted that are large themselves, and extents are at most a sixteenth of the chunk."""
+"""Chunks from here on are large: extents are at most a sixteenth of the chunk, because parts that loads want are
+large."""
 LARGE_CHUNK_EXTENT_BYTES = 256 << 10
-"""A checksum in such a chunk covers at most this much, and mostly at least half of it, in a checkpoint that is not
-large itself. Checking so short extents takes a tenth longer than those of 1 MiB; at 64 KiB it would be 45%."""
+"""Limit of an extent in a large chunk of a checkpoint that is not large itself. Checking so short extents takes a tenth
+longer than extents of 1 MiB; at 64 KiB it would be 45%."""
 _MAX_LARGE_EXTENTS = 1 << 20
-"""Of a whole checkpoint, about: the checksums in large chunks then take 8 to 16 MB of its manifest, which all ranks get
-from one. Of more than 256 GiB they cover more, from 1 TiB on EXTENT_BYTES."""
+"""Approximate limit for extents of large chunks in a checkpoint: their checksums take 8 to 16 MB of its manifest, which
+all ranks get from one. Beyond 256 GiB extents are longer, from 1 TiB on EXTENT_BYTES."""
 MIN_EXTENT_BYTES = 128 << 10
-"""What is no longer than this is not cut again: a request reads as much while it begins, and manifests stay short."""
+"""Extents no longer than this are not cut: a range request reads as much while it begins, and manifests stay short."""
 OWN_EXTENT_BYTES = 256 << 10
-"""A chunk this large has extents of its own."""
+"""Chunks from here on have extents of their own."""
 _PARTS_OF_CHUNK = 16
-"""Any part of a chunk costs at most two of these more than it is; half, a quarter or an eighth of it, none."""
+"""Extents of a chunk: reading any part of it reads at most two of these more; half, a quarter or an eighth, none."""
 _EXTENTS_OF_FILE = 768
-"""Chunks that are not large are cut less often where there would be more of theirs, so that manifests of many files
-stay short: they are mostly checksums."""
+"""Extents of a file above which chunks that are not large are cut less often: manifests of many files are mostly
+checksums, and stay short."""
 _HALVES_OF_FILE = 2048
-"""Up to here chunks are cut into halves at least: half of them is what each of twice as many ranks wants."""
+"""Extents of a file up to which chunks are cut into halves at least: each of twice as many ranks wants a half."""
 
 
 class PlacedChunk(NamedTuple):
     """A chunk and its place in a file's data section."""
 
-    offer: int
-    """Index into the rank's offers."""
+    item: int
+    """Index into the rank's write items."""
     fqn: str
     dtype: str
     shape: tuple[int, ...]
@@ -54,38 +50,38 @@ class PlacedChunk(NamedTuple):
     """In bytes from the start of the data section."""
     byte_length: int
     group: int
-    """Chunks of different groups share no extent. 0 is what this rank alone holds, and all that is large."""
+    """Chunks of different groups share no extent. 0: only this rank holds the chunk, or it is large."""
 
 
 def lay_out_files(
-    offers: Sequence[Offer], writes: Iterable[Write], *, together: Sequence[Sequence[int]], max_file_bytes: int
+    items: Sequence[WriteItem], writes: Iterable[ItemRegion], *, groups: Sequence[Sequence[int]], max_file_bytes: int
 ) -> list[tuple[PlacedChunk, ...]]:
-    """One entry a file, its chunks in file order: by falling item size, so that each is aligned to its own, then FQN.
+    """Returns the chunks of each file in file order: by falling dtype size, so that each chunk is aligned, then FQN.
 
-    `together` has groups of offers, each of which is read together and apart from all others; the first group is wanted
-    most. Of the largest items the groups lie at the end, the first one last, and of smaller ones at the front, so that
-    the parts of a group lie side by side where there are two item sizes. A file's data section has at most
-    `max_file_bytes` unless a single chunk is larger.
+    A group of write items is read together and apart from all others; the first group is wanted most. Groups of the
+    largest dtype lie at the end, the first group last, and groups of smaller ones at the front, so that the parts of a
+    group are neighbours if there are two dtype sizes. A file's data section has at most `max_file_bytes` unless a
+    single chunk is larger.
     """
-    groups = {offer: number for number, of_group in enumerate(together, start=1) for offer in of_group}
+    group_of = {item: number for number, group in enumerate(groups, start=1) for item in group}
     ordered = list(writes)
-    largest = max((itemsize(offers[write.offer].dtype) for write in ordered), default=0)
+    largest = max((itemsize(items[write.item].dtype) for write in ordered), default=0)
 
-    def order(write: Write) -> tuple[int, int, str, Region]:
-        offer, place = offers[write.offer], groups.get(write.offer, len(together) + 1)
-        item_bytes = itemsize(offer.dtype)
-        return -item_bytes, -place if item_bytes == largest else place, offer.fqn, write.region
+    def order(write: ItemRegion) -> tuple[int, int, str, Region]:
+        item, place = items[write.item], group_of.get(write.item, len(groups) + 1)
+        item_bytes = itemsize(item.dtype)
+        return -item_bytes, -place if item_bytes == largest else place, item.fqn, write.region
 
     files: list[list[PlacedChunk]] = []
     end = 0
     for index, region in sorted(ordered, key=order):
-        offer = offers[index]
-        byte_length = region.numel * itemsize(offer.dtype)
+        item = items[index]
+        byte_length = region.numel * itemsize(item.dtype)
         if not files or (files[-1] and end + byte_length > max_file_bytes):
             files.append([])
             end = 0
-        group = groups.get(index, 0)
-        files[-1].append(PlacedChunk(index, offer.fqn, offer.dtype, offer.shape, region, end, byte_length, group))
+        group = group_of.get(index, 0)
+        files[-1].append(PlacedChunk(index, item.fqn, item.dtype, item.shape, region, end, byte_length, group))
         end += byte_length
     return [tuple(file) for file in files]
 
@@ -98,14 +94,14 @@ def cut_extents(
     state_bytes: int,
     groups: Sequence[int] = (),
 ) -> list[int]:
-    """The lengths, in bytes, of the extents of a file: the header, then its chunks.
+    """Returns the lengths, in bytes, of the extents of a file: the header, then its chunks.
 
-    `state_bytes` is about how much the checkpoint has in all. `groups` has the group of each chunk; empty where there
-    is but one.
+    `state_bytes` is the approximate size of the checkpoint. `groups` has the group of each chunk; empty if there is
+    one.
 
     Small neighbours of one group share an extent; a large chunk starts one of its own and is cut into equal parts, so
-    that it can be read and verified straight in the memory that it is meant for, and half of it without a byte of the
-    other half. No extent reaches over a multiple of `block_bytes`: files are written in such blocks, each with the
+    that it can be read and verified in its destination memory, and half of it without a byte of the other half. No
+    extent reaches over a multiple of `block_bytes`: files are written in such blocks, each with the
     checksums of its own bytes.
     """
     header = _cut(header_bytes, num_parts=_power_of_two(header_bytes, EXTENT_BYTES))
@@ -114,7 +110,7 @@ def cut_extents(
 
 
 def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], in_large_bytes: int) -> list[int]:
-    """The extents of chunks; those of large chunks are of at most `in_large_bytes`."""
+    """Returns the extents of chunks; extents of large chunks have at most `in_large_bytes`."""
     counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= OWN_EXTENT_BYTES)
     parts_of = _choose_parts(counts, in_large_bytes)
     extents: list[int] = []
@@ -134,7 +130,7 @@ def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], in_large_by
 
 
 def _choose_parts(counts: Mapping[int, int], in_large_bytes: int) -> dict[int, int]:
-    """Into how many parts large chunks are cut, by their bytes; `counts` says how many there are of each."""
+    """Returns the number of extents of a chunk, by its bytes; `counts` are the chunks of each length."""
     large = {
         num_bytes: _power_of_two(num_bytes, in_large_bytes) for num_bytes in counts if num_bytes >= LARGE_CHUNK_BYTES
     }
@@ -154,8 +150,8 @@ def _choose_parts(counts: Mapping[int, int], in_large_bytes: int) -> dict[int, i
 
 
 def _power_of_two(num_bytes: int, max_bytes: int) -> int:
-    """The least that cuts so many bytes into equal parts of at most `max_bytes`: where ranks become twice as many,
-    shards end where parts do.
+    """Returns the least power of two that cuts so many bytes into equal parts of at most `max_bytes`: if the number of
+    ranks doubles, shards end where parts do.
     """
     num_parts = 1
     while num_parts * max_bytes < num_bytes:
@@ -164,7 +160,7 @@ def _power_of_two(num_bytes: int, max_bytes: int) -> int:
 
 
 def _cut(num_bytes: int, *, num_parts: int) -> list[int]:
-    # Multiples of every item size: what ranks exchange is cut where extents end, and never within an element.
+    # Multiples of every dtype size: ranks exchange bytes cut where extents end, and never within an element.
     bounds = [*(num_bytes * number // num_parts // 16 * 16 for number in range(num_parts)), num_bytes]
     return [end - start for start, end in pairwise(bounds) if end > start]
 
@@ -183,13 +179,11 @@ def _split_at_blocks(extents: Iterable[int], block_bytes: int) -> list[int]:
 
 
 CodecOption = str | Mapping[str, str] | Sequence[tuple[str, str]]
+"""`SaveOptions.codec`: one codec for all tensors, or globs of FQNs, each with its own."""
 
 
 def codec_of(fqn: str, codec: CodecOption) -> str:
-    """The codec for a tensor. `codec` is `SaveOptions.codec`: one for all tensors, or globs of FQNs, each with its own.
-
-    The first glob that matches counts; where none does, the codec is `none`.
-    """
+    """Returns the codec for a tensor: that of the first glob that matches, or `none`."""
     if isinstance(codec, str):
         return codec
     rules = codec.items() if isinstance(codec, Mapping) else codec

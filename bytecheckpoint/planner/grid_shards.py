@@ -1,5 +1,5 @@
 """Tensors that ranks hold as the parts of a regular grid, as they mostly do: shards, replicas of the whole, or both.
-They are found in operations on arrays over tensors and ranks: where there are thousands, a look at each takes seconds.
+They are found by operations on arrays over tensors and ranks, because a loop over thousands takes seconds.
 """
 
 from __future__ import annotations
@@ -9,59 +9,61 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from bytecheckpoint.planner.write_items import AlikeRanks
+from bytecheckpoint.planner.write_items import ItemTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from bytecheckpoint.planner.shard_owners import Offered
+    from bytecheckpoint.planner.shard_owners import TensorItems
 
     Int64s = NDArray[np.int64]
 
-_OFFERS_AT_ONCE = 1 << 17
+_ITEMS_AT_ONCE = 1 << 17
 
 
-class Splits(NamedTuple):
-    """Tensors that the same ranks hold in this way, every part of a tensor by as many ranks as its others."""
+class GridShards(NamedTuple):
+    """Tensors that the same ranks hold as grids, every part of a tensor by equally many ranks."""
 
     fqns: Sequence[str]
-    offers: Int64s
-    """For each of the ranks, which of its offers the tensor is."""
+    items: Int64s
+    """Index of each tensor among the write items of each rank."""
     num_parts: Int64s
     num_replicas: Int64s
-    """How many ranks hold each part."""
+    """Ranks that hold each part."""
     holders: NDArray[np.int32]
-    """All these ranks, rising."""
+    """The ranks, rising."""
     order: NDArray[np.intp]
-    """Which of them hold the first part, in row-major order, which the second, ...; each rising. Those without elements
-    stand at the end. Here and below: (tensors, ranks)."""
+    """Indices into `holders`: of the ranks that hold the first part, in row-major order, then the second, ...; each
+    rising; at the end ranks without elements. Shape (tensors, ranks)."""
     boxes: Int64s
-    """Offsets and lengths of what they hold, in this order: (tensors, ranks, 2, dimensions)."""
+    """Offsets and lengths of their regions, in this order. Shape (tensors, ranks, 2, dimensions)."""
 
     @property
     def ranks(self) -> NDArray[np.int32]:
-        """Those that hold the parts, in the order of these."""
+        """The ranks in the order of the parts that they hold."""
         return self.holders[self.order]
 
 
-def find_splits(tensors: Mapping[str, Offered]) -> Iterator[Splits]:
-    """All tensors that are held like this. What is not found may be as good, and has to be looked at by itself."""
-    alike: dict[tuple[int, int], list[str]] = {}
-    for fqn, offered in tensors.items():
-        if len(offered.sources) == 1 and 0 not in offered.shape:
-            alike.setdefault((id(offered.sources[0][0]), len(offered.shape)), []).append(fqn)
-    for fqns in alike.values():
-        of_ranks, _ = tensors[fqns[0]].sources[0]
-        step = max(1, _OFFERS_AT_ONCE // len(of_ranks.ranks))
+def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]:
+    """Yields the tensors that are held like this. A tensor that is not found may be whole still: `find_owners`
+    looks.
+    """
+    tables: dict[tuple[int, int], list[str]] = {}
+    for fqn, tensor in tensors.items():
+        if len(tensor.sources) == 1 and 0 not in tensor.shape:
+            tables.setdefault((id(tensor.sources[0][0]), len(tensor.shape)), []).append(fqn)
+    for fqns in tables.values():
+        table, _ = tensors[fqns[0]].sources[0]
+        step = max(1, _ITEMS_AT_ONCE // len(table.ranks))
         for first in range(0, len(fqns), step):
             some = fqns[first : first + step]
-            offers = np.array([tensors[fqn].sources[0][1] for fqn in some], np.int64)
+            items = np.array([tensors[fqn].sources[0][1] for fqn in some], np.int64)
             shapes = np.array([tensors[fqn].shape for fqn in some], np.int64).reshape(len(some), -1)
-            yield _find(some, of_ranks, offers, shapes)
+            yield _find(some, table, items, shapes)
 
 
-def _find(fqns: Sequence[str], of_ranks: AlikeRanks, offers: Int64s, shapes: Int64s) -> Splits:
-    boxes = of_ranks.boxes_of(offers)
+def _find(fqns: Sequence[str], table: ItemTable, items: Int64s, shapes: Int64s) -> GridShards:
+    boxes = table.boxes_of(items)
     is_filled = (boxes[:, :, 1] != 0).all(axis=2)
     order = _order(boxes[:, :, 0], is_filled, shapes)
     num_filled = np.count_nonzero(is_filled, axis=1)
@@ -74,19 +76,19 @@ def _find(fqns: Sequence[str], of_ranks: AlikeRanks, offers: Int64s, shapes: Int
         & (counts.prod(axis=1, dtype=np.float64) * num_replicas == num_filled)
         & _are_parts(boxes, num_filled, num_replicas, shapes)
     )
-    return Splits(
+    return GridShards(
         fqns=[fqns[tensor] for tensor in found.tolist()],
-        offers=offers[found],
+        items=items[found],
         num_parts=num_parts[found],
         num_replicas=num_replicas[found],
-        holders=of_ranks.ranks,
+        holders=table.ranks,
         order=order[found],
         boxes=boxes[found],
     )
 
 
 def _order(offsets: Int64s, is_filled: NDArray[np.bool_], shapes: Int64s) -> NDArray[np.intp]:
-    """The order in which, of each tensor, regions begin in the flat tensor; those that are empty come last."""
+    """Returns for each tensor the order of its regions in the flat tensor; empty ones come last."""
     strides = np.ones_like(shapes)
     strides[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
     starts = np.where(is_filled, (offsets * strides[:, None]).sum(axis=2), np.iinfo(np.int64).max)
@@ -94,8 +96,8 @@ def _order(offsets: Int64s, is_filled: NDArray[np.bool_], shapes: Int64s) -> NDA
 
 
 def _are_parts(boxes: Int64s, num_filled: Int64s, num_replicas: Int64s, shapes: Int64s) -> NDArray[np.bool_]:
-    """Whether the first `num_filled` boxes of each tensor are parts of a grid (see region.py), each given
-    `num_replicas` times. Whether that are all parts of it is for the caller to see.
+    """Returns True for each tensor whose first `num_filled` boxes are parts of a grid (see region.py), each given
+    `num_replicas` times. The caller checks that they are all parts of it.
     """
     parts = np.maximum(boxes[:, 0, 1], 1)  # where all are empty nothing must be divided by 0
     counts = -(-shapes // parts)

@@ -43,7 +43,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
     """Why the manifest that is on this disk cannot be read."""
 
 
-class There(NamedTuple):
+class TargetFolder(NamedTuple):
     """What is at the path of a save."""
 
     save_id: str | None
@@ -54,7 +54,7 @@ class There(NamedTuple):
     """Path of a committed checkpoint beside which none may be committed there; empty where there is none."""
 
 
-class Task(msgspec.Struct, frozen=True, array_like=True):
+class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
     """What one rank is to do with one folder of its local stage, which is removed in the end."""
 
     name: str
@@ -85,13 +85,13 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
 class RecoveryPlan(NamedTuple):
     """By rank what it does, and what becomes of each save."""
 
-    tasks: Sequence[Sequence[Task]]
+    tasks: Sequence[Sequence[RecoveryTask]]
     verdicts: Sequence[RecoveryVerdict]
 
 
-def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, There]) -> RecoveryPlan:
+def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, TargetFolder]) -> RecoveryPlan:
     """`found` is what each rank sees, `there` what is at the folders that it is about."""
-    tasks: list[list[Task]] = [[] for _ in found]
+    tasks: list[list[RecoveryTask]] = [[] for _ in found]
     loads = [0] * len(found)
     verdicts: list[RecoveryVerdict] = []
     busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
@@ -116,7 +116,7 @@ def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, The
             rank = min(seers, key=lambda seer: loads[seer])
             loads[rank] += sum(part.here[name] for name in uploads)
             stands = there[folder].save_id or ""
-            tasks[rank].append(Task(part.name, part.save_id, folder, uploads, commits, part.overwrite, stands))
+            tasks[rank].append(RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, stands))
     return RecoveryPlan(tasks, verdicts[::-1])
 
 
@@ -130,7 +130,7 @@ def _newest_first(found: Sequence[Sequence[StagedPart]]) -> list[list[StagedPart
 
 
 class _Save:
-    def __init__(self, parts: Sequence[StagedPart], there: There, *, in_the_way: str) -> None:
+    def __init__(self, parts: Sequence[StagedPart], there: TargetFolder, *, in_the_way: str) -> None:
         self._parts = parts
         self._there = there
         self._in_the_way = in_the_way

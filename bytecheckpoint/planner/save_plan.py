@@ -1,5 +1,6 @@
-"""Who writes what. The planner takes what every rank offers to write, drops replicas, balances the bytes and checks
-that every tensor will be whole; it knows neither tensors nor files nor how ranks talk.
+"""The global plan of a save: from the write items of all ranks to the chunks that each rank writes. Replicas are
+dropped, bytes are balanced, and every tensor is checked to be whole. It knows neither tensors nor files nor
+communication.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.planner.deduplicate import Replica, agree_on_aliases, is_small, share_out
-from bytecheckpoint.planner.grid_shards import Splits, find_splits
-from bytecheckpoint.planner.shard_owners import Holders, Offered, Shares, collect_offered, group_holders
-from bytecheckpoint.planner.write_items import AlikeRanks, PackedOffers, Write, unpack_offers
+from bytecheckpoint.planner.deduplicate import Replica, assign_writers, is_small, merge_aliases
+from bytecheckpoint.planner.grid_shards import GridShards, find_grid_shards
+from bytecheckpoint.planner.shard_owners import Holders, RegionOwners, TensorItems, collect_items, find_owners
+from bytecheckpoint.planner.write_items import ItemRegion, ItemTable, PackedItems, unpack_items
 from bytecheckpoint.region import Region, part_of_grid
 
 if TYPE_CHECKING:
@@ -23,238 +24,222 @@ if TYPE_CHECKING:
 
 
 class PlannedTensor(NamedTuple):
-    """The chunks of one tensor, by rising offsets: what they are and who writes them."""
+    """The chunks of one tensor, by rising offsets, and their writers."""
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     part: tuple[int, ...] | None
-    """Where the chunks are a regular grid: the lengths of a part."""
+    """The lengths of a part if the chunks are a regular grid."""
     coordinates: Sequence[int] | NDArray[np.int64]
-    """Of each chunk: its offsets, then its lengths. Empty for a grid."""
+    """Offsets, then lengths of each chunk. Empty for a grid."""
     ranks: Sequence[int] | NDArray[np.int32]
-    """Of each chunk: the rank that writes it."""
+    """The rank that writes each chunk."""
     slots: Sequence[int] | NDArray[np.int32]
-    """Of each chunk: which of its writes it is for that rank. See SavePlan."""
+    """The slot of each chunk among the writes of its rank; see SavePlan."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What each rank writes. A rank's writes are numbered in slots: first, for each of its offers, the whole of it,
-    then parts of offers.
+    """The chunks that each rank writes. A rank's slots are numbered: first the whole of each of its write items, then
+    the parts of items.
     """
 
-    kept: Sequence[NDArray[np.bool_]]
-    """By rank: for each offer, whether all of it is written by the rank that offers it."""
-    parts: Sequence[Sequence[Write]]
-    """By rank: the parts of offers that it writes."""
-    together: Sequence[Sequence[Sequence[int]]]
-    """By rank: groups of its offers, small ones that the same ranks hold, the group with most holders first. A load
-    mostly wants all of a group or nothing of it, so each has extents of its own."""
+    whole_items: Sequence[NDArray[np.bool_]]
+    """By rank: True for each item that the rank writes as a whole."""
+    item_parts: Sequence[Sequence[ItemRegion]]
+    """By rank: the parts of items that it writes."""
+    groups: Sequence[Sequence[Sequence[int]]]
+    """By rank: groups of its small items that the same ranks hold, the group with most holders first. A load mostly
+    wants all of a group or nothing of it, so each has extents of its own."""
     num_bytes: Sequence[int]
-    """By rank: of all values that it writes."""
+    """By rank: bytes of the elements that it writes."""
     tensors: Sequence[PlannedTensor]
     aliases: Mapping[str, str]
     differing_replicas: Sequence[str]
     """FQNs of small tensors that ranks hold with different values; the lowest rank's value is written."""
     compared: Mapping[tuple[int, ...], Sequence[Sequence[int]]]
-    """Small tensors that ranks hold as equal replicas: by ranks, the indices of each one's offers, in one order."""
+    """Small tensors that ranks hold as equal replicas: ranks -> the indices of each rank's items, in one order."""
 
 
 def plan_save(
-    packed: Sequence[PackedOffers], aliases: Sequence[Mapping[str, str]], *, names: Sequence[int]
+    packed: Sequence[PackedItems], aliases: Sequence[Mapping[str, str]], *, global_ranks: Sequence[int]
 ) -> SavePlan:
-    """The plan for what the ranks offer; `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, which
-    errors call `names[r]`.
+    """Plans a save. `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, which errors call
+    `global_ranks[r]`.
 
-    Raises CheckpointMismatchError: `conflict` where ranks disagree about a tensor or a tie, or hold parts that overlap,
-    `coverage` where a part of a tensor is offered by no rank. One error is about all tensors.
+    Raises CheckpointMismatchError: `conflict` if ranks disagree about a tensor or a tie, or hold parts that overlap,
+    `coverage` if no rank holds a part of a tensor. One error is about all tensors.
     """
-    alike = unpack_offers(packed)
-    kept_aliases = agree_on_aliases(alike, aliases, names)
-    tensors = collect_offered(alike, kept_aliases, names)
-    planner = _Planner(alike, num_ranks=len(packed))
+    tables = unpack_items(packed)
+    merged_aliases = merge_aliases(tables, aliases, global_ranks)
+    tensors = collect_items(tables, merged_aliases, global_ranks)
+    planner = _Planner(tables, tensors, num_ranks=len(packed))
     others = dict(tensors)
-    for splits in find_splits(tensors):
-        planner.add_splits(splits, tensors)
-        for fqn in splits.fqns:
+    for grids in find_grid_shards(tensors):
+        planner.add_grids(grids)
+        for fqn in grids.fqns:
             del others[fqn]
-    for fqn, offered, holders in group_holders(others, names):
-        if isinstance(holders, Shares):
-            planner.add_shares(fqn, offered, holders)
+    for fqn, owners in find_owners(others, global_ranks):
+        if isinstance(owners, RegionOwners):
+            planner.add_owners(fqn, owners)
         else:
-            planner.add_holders(fqn, offered, holders)
-    planner.share_out_replicas()
-    return SavePlan(
-        kept=planner.kept(),
-        parts=planner.parts,
-        together=planner.together(),
-        num_bytes=planner.num_bytes(),
-        tensors=planner.tensors(tensors),
-        aliases=kept_aliases,
-        differing_replicas=planner.differing,
-        compared=planner.compared,
-    )
+            planner.add_holders(fqn, owners)
+    planner.assign_replicas()
+    return planner.plan(merged_aliases)
 
 
-class _Holding(NamedTuple):
-    """Who holds one region: ranks, which of its offers this is for each, and what each one's digest is, if any."""
+class _Replicas(NamedTuple):
+    """The holders of one region: ranks, the index among each one's items, and digests, if there are any."""
 
     ranks: Sequence[int]
-    offers: Sequence[int]
+    items: Sequence[int]
     digests: Sequence[int]
 
 
 class _Planner:
-    """The plan while it is made, tensor by tensor: what one rank alone holds is its own to write, replicas wait."""
+    """The plan in the making. A region that one rank holds is written by it; replicas are assigned at the end."""
 
-    def __init__(self, alike: Sequence[AlikeRanks], *, num_ranks: int) -> None:
-        num_offers = [0] * num_ranks
-        for of_ranks in alike:
-            for rank in of_ranks.ranks.tolist():
-                num_offers[rank] = len(of_ranks.fqns)
-        self._num_offers = num_offers
-        self._first_slots = np.array([0, *accumulate(num_offers)])
-        self._is_kept = np.zeros(self._first_slots[-1], bool)
+    def __init__(self, tables: Sequence[ItemTable], tensors: Mapping[str, TensorItems], *, num_ranks: int) -> None:
+        num_items = [0] * num_ranks
+        for table in tables:
+            for rank in table.ranks.tolist():
+                num_items[rank] = len(table.fqns)
+        self._tensors = tensors
+        self._num_items = num_items
+        self._first_slots = np.array([0, *accumulate(num_items)])
+        self._is_whole = np.zeros(self._first_slots[-1], bool)
         self._replicas: dict[tuple[int, ...], list[Replica]] = {}
         self._planned: dict[str, PlannedTensor] = {}
         self._chunks: dict[str, list[tuple[Region, int, int]]] = {}
+        """FQN -> region, writer and slot of each chunk, of tensors that are planned region by region."""
         self._loads = np.zeros(num_ranks, np.int64)
-        self._together: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(num_ranks)]
-        """By writer: the small offers that it shares with other ranks, by all who hold them."""
-        self.parts: list[list[Write]] = [[] for _ in range(num_ranks)]
-        self.differing: list[str] = []
-        self.compared: dict[tuple[int, ...], list[list[int]]] = {}
+        self._groups: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(num_ranks)]
+        """By writer: holders -> small items that these hold."""
+        self._parts: list[list[ItemRegion]] = [[] for _ in range(num_ranks)]
+        self._differing: list[str] = []
+        self._compared: dict[tuple[int, ...], list[list[int]]] = {}
 
-    def kept(self) -> list[NDArray[np.bool_]]:
-        return np.split(self._is_kept, self._first_slots[1:-1])
-
-    def together(self) -> list[list[list[int]]]:
-        def order(holders: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-            return -len(holders), holders
-
-        return [[of_rank[holders] for holders in sorted(of_rank, key=order)] for of_rank in self._together]
-
-    def num_bytes(self) -> list[int]:
-        loads: list[int] = self._loads.tolist()
-        return loads
-
-    def tensors(self, offered: Mapping[str, Offered]) -> list[PlannedTensor]:
+    def plan(self, aliases: Mapping[str, str]) -> SavePlan:
         for fqn, chunks in self._chunks.items():
-            self._planned[fqn] = _planned(fqn, offered[fqn], sorted(chunks))
-        return [self._planned[fqn] for fqn in offered if fqn in self._planned]
-
-    def add_splits(self, splits: Splits, offered: Mapping[str, Offered]) -> None:
-        ranks = splits.ranks
-        is_single = splits.num_replicas == 1
-        is_written = is_single[:, None] & (np.arange(ranks.shape[1]) < splits.num_parts[:, None])
-        slots = self._first_slots[ranks] + splits.offers[:, None]
-        self._is_kept[slots[is_written]] = True
-        item_bytes = np.array([itemsize(offered[fqn].dtype) for fqn in splits.fqns], np.int64)
-        num_bytes = splits.boxes[:, :, 1].prod(axis=2) * item_bytes[:, None]
-        np.add.at(self._loads, ranks[is_written], num_bytes[is_written])
-        offers = np.repeat(splits.offers.astype(np.int32)[:, None], ranks.shape[1], axis=1)
-        parts, num_parts = splits.boxes[:, 0, 1].tolist(), splits.num_parts.tolist()
-        for tensor in np.flatnonzero(is_single).tolist():
-            fqn, part, count = splits.fqns[tensor], tuple(parts[tensor]), num_parts[tensor]
-            dtype, shape, *_ = offered[fqn]
-            self._planned[fqn] = PlannedTensor(
-                fqn, dtype, shape, part, (), ranks[tensor, :count], offers[tensor, :count]
-            )
-        for tensor in np.flatnonzero(~is_single).tolist():
-            self._add_replicated(splits, tensor, offered[splits.fqns[tensor]])
-
-    def _add_replicated(self, splits: Splits, tensor: int, offered: Offered) -> None:
-        """The parts of one of the tensors, each of which several ranks hold."""
-        fqn, num_replicas = splits.fqns[tensor], int(splits.num_replicas[tensor])
-        ((of_ranks, offer),) = offered.sources
-        end = int(splits.num_parts[tensor]) * num_replicas
-        rows = splits.order[tensor, :end]
-        ranks = splits.holders[rows].tolist()
-        column = of_ranks.digest_columns.get(offer)
-        digests = of_ranks.digests[rows, column].tolist() if column is not None else []
-        starts = range(0, end, num_replicas)
-        for start, (offsets, lengths) in zip(starts, splits.boxes[tensor, :end:num_replicas].tolist(), strict=True):
-            held = slice(start, start + num_replicas)
-            holding = _Holding(ranks[held], [offer] * num_replicas, digests[held])
-            self._add_region(fqn, Region(tuple(offsets), tuple(lengths)), itemsize(offered.dtype), holding)
-
-    def add_shares(self, fqn: str, offered: Offered, shares: Shares) -> None:
-        num_holders = np.diff(shares.bounds)
-        if num_holders.max() > 1:
-            for index, (offsets, lengths) in enumerate(shares.boxes.tolist()):
-                of_region = slice(shares.bounds[index], shares.bounds[index + 1])
-                digests = shares.digests[of_region].tolist() if shares.digests is not None else ()
-                holding = _Holding(shares.ranks[of_region].tolist(), shares.offers[of_region].tolist(), digests)
-                self._add_region(fqn, Region(tuple(offsets), tuple(lengths)), itemsize(offered.dtype), holding)
-            return
-        self._is_kept[self._first_slots[shares.ranks] + shares.offers] = True
-        np.add.at(self._loads, shares.ranks, shares.boxes[:, 1].prod(axis=1) * itemsize(offered.dtype))
-        coordinates = shares.boxes.reshape(-1) if shares.part is None else ()
-        self._planned[fqn] = PlannedTensor(
-            fqn, offered.dtype, offered.shape, shares.part, coordinates, shares.ranks, shares.offers
+            self._planned[fqn] = _planned(fqn, self._tensors[fqn], sorted(chunks))
+        return SavePlan(
+            whole_items=np.split(self._is_whole, self._first_slots[1:-1]),
+            item_parts=self._parts,
+            groups=[
+                [groups[holders] for holders in sorted(groups, key=lambda holders: (-len(holders), holders))]
+                for groups in self._groups
+            ],
+            num_bytes=self._loads.tolist(),
+            tensors=[self._planned[fqn] for fqn in self._tensors if fqn in self._planned],
+            aliases=aliases,
+            differing_replicas=self._differing,
+            compared=self._compared,
         )
 
-    def add_holders(self, fqn: str, offered: Offered, holders: Holders) -> None:
-        for region, of_region in holders.items():
-            if not region.numel and 0 not in offered.shape:
-                continue  # this rank's share of an uneven split is empty
-            holding = _Holding(
-                [holder.rank for holder in of_region],
-                [holder.offer for holder in of_region],
-                [holder.digest for holder in of_region if holder.digest is not None],
+    def add_grids(self, grids: GridShards) -> None:
+        ranks = grids.ranks
+        is_single = grids.num_replicas == 1
+        is_written = is_single[:, None] & (np.arange(ranks.shape[1]) < grids.num_parts[:, None])
+        slots = self._first_slots[ranks] + grids.items[:, None]
+        self._is_whole[slots[is_written]] = True
+        item_bytes = np.array([itemsize(self._tensors[fqn].dtype) for fqn in grids.fqns], np.int64)
+        num_bytes = grids.boxes[:, :, 1].prod(axis=2) * item_bytes[:, None]
+        np.add.at(self._loads, ranks[is_written], num_bytes[is_written])
+        items = np.repeat(grids.items.astype(np.int32)[:, None], ranks.shape[1], axis=1)
+        parts, num_parts = grids.boxes[:, 0, 1].tolist(), grids.num_parts.tolist()
+        for tensor in np.flatnonzero(is_single).tolist():
+            fqn, part, count = grids.fqns[tensor], tuple(parts[tensor]), num_parts[tensor]
+            dtype, shape, *_ = self._tensors[fqn]
+            self._planned[fqn] = PlannedTensor(
+                fqn, dtype, shape, part, (), ranks[tensor, :count], items[tensor, :count]
             )
-            self._add_region(fqn, region, itemsize(offered.dtype), holding)
+        for tensor in np.flatnonzero(~is_single).tolist():
+            self._add_replicated(grids, tensor)
 
-    def _add_region(self, fqn: str, region: Region, item_bytes: int, holding: _Holding) -> None:
-        ranks, offers, digests = holding
-        num_bytes = region.numel * item_bytes
+    def _add_replicated(self, grids: GridShards, tensor: int) -> None:
+        """Adds the parts of one of the tensors, each of which several ranks hold."""
+        fqn, num_replicas = grids.fqns[tensor], int(grids.num_replicas[tensor])
+        ((table, item),) = self._tensors[fqn].sources
+        end = int(grids.num_parts[tensor]) * num_replicas
+        rows = grids.order[tensor, :end]
+        ranks = grids.holders[rows].tolist()
+        column = table.digest_columns.get(item)
+        digests = table.digests[rows, column].tolist() if column is not None else []
+        starts = range(0, end, num_replicas)
+        for start, (offsets, lengths) in zip(starts, grids.boxes[tensor, :end:num_replicas].tolist(), strict=True):
+            held = slice(start, start + num_replicas)
+            replicas = _Replicas(ranks[held], [item] * num_replicas, digests[held])
+            self._add_region(fqn, Region(tuple(offsets), tuple(lengths)), replicas)
+
+    def add_owners(self, fqn: str, owners: RegionOwners) -> None:
+        dtype, shape, *_ = self._tensors[fqn]
+        if np.diff(owners.bounds).max() > 1:
+            for index, (offsets, lengths) in enumerate(owners.boxes.tolist()):
+                held = slice(owners.bounds[index], owners.bounds[index + 1])
+                digests = owners.digests[held].tolist() if owners.digests is not None else ()
+                replicas = _Replicas(owners.ranks[held].tolist(), owners.items[held].tolist(), digests)
+                self._add_region(fqn, Region(tuple(offsets), tuple(lengths)), replicas)
+            return
+        self._is_whole[self._first_slots[owners.ranks] + owners.items] = True
+        np.add.at(self._loads, owners.ranks, owners.boxes[:, 1].prod(axis=1) * itemsize(dtype))
+        coordinates = owners.boxes.reshape(-1) if owners.part is None else ()
+        self._planned[fqn] = PlannedTensor(fqn, dtype, shape, owners.part, coordinates, owners.ranks, owners.items)
+
+    def add_holders(self, fqn: str, holders: Holders) -> None:
+        for region, of_region in holders.items():
+            if not region.numel and 0 not in self._tensors[fqn].shape:
+                continue  # this rank's share of an uneven split is empty
+            ranks, items = [holder.rank for holder in of_region], [holder.item for holder in of_region]
+            digests = [holder.digest for holder in of_region if holder.digest is not None]
+            self._add_region(fqn, region, _Replicas(ranks, items, digests))
+
+    def _add_region(self, fqn: str, region: Region, replicas: _Replicas) -> None:
+        ranks, items, digests = replicas
+        num_bytes = region.numel * itemsize(self._tensors[fqn].dtype)
         if len(ranks) > 1 and len(set(digests)) > 1 and is_small(num_bytes):
-            self._together[ranks[0]].setdefault(tuple(ranks), []).append(offers[0])
+            self._groups[ranks[0]].setdefault(tuple(ranks), []).append(items[0])
         if len(set(digests)) > 1:
-            self.differing.append(fqn)
-            ranks, offers = ranks[:1], offers[:1]
+            self._differing.append(fqn)
+            ranks, items = ranks[:1], items[:1]
         elif len(ranks) > 1 and digests:
-            by_holder = self.compared.setdefault(tuple(ranks), [[] for _ in ranks])
-            for of_holder, offer in zip(by_holder, offers, strict=True):
-                of_holder.append(offer)
+            by_holder = self._compared.setdefault(tuple(ranks), [[] for _ in ranks])
+            for of_holder, item in zip(by_holder, items, strict=True):
+                of_holder.append(item)
         if len(ranks) == 1 or not region.numel:
-            self._keep(fqn, region, ranks[0], offers[0])
+            self._write_whole(fqn, region, ranks[0], items[0])
             self._loads[ranks[0]] += num_bytes
         else:
-            replica = Replica(fqn, region, num_bytes, offers)
-            self._replicas.setdefault(tuple(ranks), []).append(replica)
+            self._replicas.setdefault(tuple(ranks), []).append(Replica(fqn, region, num_bytes, items))
 
-    def _keep(self, fqn: str, region: Region, rank: int, offer: int) -> None:
-        self._is_kept[self._first_slots[rank] + offer] = True
-        self._chunks.setdefault(fqn, []).append((region, rank, offer))
+    def _write_whole(self, fqn: str, region: Region, rank: int, item: int) -> None:
+        self._is_whole[self._first_slots[rank] + item] = True
+        self._chunks.setdefault(fqn, []).append((region, rank, item))
 
-    def share_out_replicas(self) -> None:
+    def assign_replicas(self) -> None:
+        """Chooses the writers of replicas, those with fewest holders first."""
         for ranks in sorted(self._replicas, key=lambda ranks: (len(ranks), ranks)):
             loads = self._loads[list(ranks)].tolist()
-            small: dict[int, list[int]] = {}
-            for replica, region, position in share_out(self._replicas[ranks], loads):
-                rank, offer = ranks[position], replica.offers[position]
+            for replica, region, position in assign_writers(self._replicas[ranks], loads):
+                rank, item = ranks[position], replica.items[position]
                 if is_small(replica.byte_length):
-                    small.setdefault(rank, []).append(offer)
+                    self._groups[rank].setdefault(ranks, []).append(item)
                 if region == replica.region:
-                    self._keep(replica.fqn, region, rank, offer)
+                    self._write_whole(replica.fqn, region, rank, item)
                     continue
-                slot = self._num_offers[rank] + len(self.parts[rank])
-                self.parts[rank].append(Write(offer, region))
+                slot = self._num_items[rank] + len(self._parts[rank])
+                self._parts[rank].append(ItemRegion(item, region))
                 self._chunks.setdefault(replica.fqn, []).append((region, rank, slot))
-            for rank, of_rank in small.items():
-                self._together[rank].setdefault(ranks, []).extend(of_rank)
             self._loads[list(ranks)] = loads
 
 
-def _planned(fqn: str, offered: Offered, chunks: Sequence[tuple[Region, int, int]]) -> PlannedTensor:
+def _planned(fqn: str, tensor: TensorItems, chunks: Sequence[tuple[Region, int, int]]) -> PlannedTensor:
     coordinates = [number for region, _, _ in chunks for number in (*region.offsets, *region.lengths)]
-    part = part_of_grid(offered.shape, coordinates, len(chunks))
+    part = part_of_grid(tensor.shape, coordinates, len(chunks))
     return PlannedTensor(
         fqn=fqn,
-        dtype=offered.dtype,
-        shape=offered.shape,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
         part=part,
         coordinates=() if part is not None else coordinates,
         ranks=[rank for _, rank, _ in chunks],

@@ -1,8 +1,6 @@
-"""Who holds which region of a tensor: what all ranks offer of it, replicas found, and seen to tile its shape. Where
-many ranks hold parts that lie as they mostly do, in operations on arrays; region by region otherwise.
-
-Proofs that many regions tile a shape, for the layouts that thousands of ranks have: regular grids, and runs of the
-flat tensor. What is proved here costs a few operations on arrays; what is not has to be looked at region by region.
+"""Owners of the regions of each tensor: write items of all ranks collected, replicas found, and the tiling of the shape
+checked. Layouts that thousands of ranks have, regular grids and runs of the flat tensor, take a few operations on
+arrays; others are looked at region by region.
 """
 
 from __future__ import annotations
@@ -14,19 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
-from bytecheckpoint.planner.write_items import AlikeRanks
-from bytecheckpoint.region import Region, TilingFault, describe, find_tiling_fault, whole
+from bytecheckpoint.planner.write_items import ItemTable
+from bytecheckpoint.region import Region, TilingFault, describe, find_tiling_fault, grid_counts, whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Int64s = NDArray[np.int64]
-from typing import TYPE_CHECKING
 
-from bytecheckpoint.region import grid_counts
-
-MIN_ARRAY_OFFERS = 24
-"""Of a tensor. For fewer, operations on arrays take longer than a loop."""
+MIN_ARRAY_ITEMS = 24
+"""Items of a tensor from which operations on arrays are faster than a loop."""
 
 _NUM_SHOWN = 10
 
@@ -35,69 +30,69 @@ class Holder(NamedTuple):
     """A rank that holds a region."""
 
     rank: int
-    offer: int
-    """Index into that rank's offers."""
+    item: int
+    """Index into that rank's write items."""
     digest: int | None
 
 
-class Offered(NamedTuple):
-    """All that is offered of one tensor."""
+class TensorItems(NamedTuple):
+    """All write items of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     first_rank: int
-    sources: list[tuple[AlikeRanks, int]]
-    """Ranks that hold parts of it, and which of their offers those are."""
+    sources: list[tuple[ItemTable, int]]
+    """Ranks that hold parts of it, and the index among their items."""
 
 
-class Shares(NamedTuple):
-    """The distinct regions of one tensor, as arrays, and who holds them."""
+class RegionOwners(NamedTuple):
+    """The distinct regions of one tensor, as arrays, and the ranks that hold them."""
 
     part: tuple[int, ...] | None
-    """Where they are a regular grid: the lengths of a part."""
+    """The lengths of a part if they are a regular grid."""
     boxes: Int64s
-    """Of each region, by rising offsets: offsets and lengths. Shape (regions, 2, dimensions)."""
+    """Offsets and lengths of each region, by rising offsets. Shape (regions, 2, dimensions)."""
     bounds: Int64s
-    """Where the holders of each begin in what follows, and where the last ones end."""
+    """First index of each region's holders in the arrays below, and the end of the last."""
     ranks: NDArray[np.int32]
     """Rising within a region."""
-    offers: NDArray[np.int32]
+    items: NDArray[np.int32]
     digests: NDArray[np.uint64] | None
 
 
 Holders = dict[Region, list[Holder]]
-"""The same, region by region."""
+"""The ranks that hold each region of one tensor."""
 
 
-def collect_offered(
-    alike: Sequence[AlikeRanks], aliases: Mapping[str, str], names: Sequence[int]
-) -> dict[str, Offered]:
-    """What is offered of each tensor that is no alias.
+def collect_items(
+    tables: Sequence[ItemTable], aliases: Mapping[str, str], global_ranks: Sequence[int]
+) -> dict[str, TensorItems]:
+    """Returns the write items of each tensor that is no alias.
 
-    Raises CheckpointMismatchError (conflict) where ranks disagree about what a tensor is.
+    Raises CheckpointMismatchError (conflict) if ranks disagree about dtype or shape.
     """
-    tensors: dict[str, Offered] = {}
+    tensors: dict[str, TensorItems] = {}
     conflicts: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for of_ranks in alike:
-        for offer, (fqn, dtype, shape) in enumerate(zip(of_ranks.fqns, of_ranks.dtypes, of_ranks.shapes, strict=True)):
+    for table in tables:
+        for item, (fqn, dtype, shape) in enumerate(zip(table.fqns, table.dtypes, table.shapes, strict=True)):
             if fqn in aliases:
                 continue
-            rank = int(of_ranks.ranks[0])
+            rank = int(table.ranks[0])
             tensor = tensors.get(fqn)
             if tensor is None:
-                tensor = tensors[fqn] = Offered(dtype, shape, rank, [])
+                tensor = tensors[fqn] = TensorItems(dtype, shape, rank, [])
             elif (tensor.dtype, tensor.shape) != (dtype, shape):
-                here = f"{dtype}{list(shape)} on rank {names[rank]}"
-                text = f"{fqn}: {tensor.dtype}{list(tensor.shape)} on rank {names[tensor.first_rank]}, {here}"
-                conflicts[fqn] = text, (names[tensor.first_rank], names[rank])
-            tensor.sources.append((of_ranks, offer))
+                here = f"{dtype}{list(shape)} on rank {global_ranks[rank]}"
+                text = f"{fqn}: {tensor.dtype}{list(tensor.shape)} on rank {global_ranks[tensor.first_rank]}, {here}"
+                conflicts[fqn] = text, (global_ranks[tensor.first_rank], global_ranks[rank])
+            tensor.sources.append((table, item))
     if conflicts:
         raise disagreement(conflicts)
     return tensors
 
 
 def disagreement(conflicts: Mapping[str, tuple[str, tuple[int, ...]]]) -> CheckpointMismatchError:
-    """The error for these FQNs: for each a line, and the ranks that it is about."""
+    """Returns the error for these FQNs: for each a line, and the ranks that it is about."""
     return CheckpointMismatchError(
         f"ranks disagree about {len(conflicts)} tensors; nothing was written. Give each its own FQN, or the same "
         "global shape and dtype on every rank, tied to the same, and save again:\n"
@@ -108,49 +103,49 @@ def disagreement(conflicts: Mapping[str, tuple[str, tuple[int, ...]]]) -> Checkp
 
 
 def first_lines(lines: Sequence[str]) -> str:
-    """The first of these lines, indented, and how many there are more: an error is for reading."""
+    """Returns the first of these lines, indented, and the number of the others."""
     return "  " + and_more(lines, _NUM_SHOWN, "\n  ")
 
 
-def group_holders(
-    tensors: Mapping[str, Offered], names: Sequence[int]
-) -> Iterator[tuple[str, Offered, Shares | Holders]]:
-    """Who holds which region of each tensor, one tensor after the other.
+def find_owners(
+    tensors: Mapping[str, TensorItems], global_ranks: Sequence[int]
+) -> Iterator[tuple[str, RegionOwners | Holders]]:
+    """Yields the owners of the regions of each tensor.
 
-    Raises CheckpointMismatchError when all have been seen: `conflict` where one rank offers a region twice or regions
-    overlap, `coverage` where a part is offered by no rank. One error is about all tensors.
+    Raises CheckpointMismatchError after the last: `conflict` if one rank holds a region twice or regions overlap,
+    `coverage` if no rank holds a part. One error is about all tensors.
     """
     conflicts: dict[str, tuple[str, tuple[int, ...]]] = {}
     faults: list[tuple[str, TilingFault]] = []
-    for fqn, offered in tensors.items():
-        shares = _share_at_once(offered)
-        if shares is not None:
-            yield fqn, offered, shares
+    for fqn, tensor in tensors.items():
+        owners = _owners_by_arrays(tensor)
+        if owners is not None:
+            yield fqn, owners
             continue
-        holders = _hold(fqn, offered, names, conflicts)
-        fault = None if list(holders) == [whole(offered.shape)] else find_tiling_fault(offered.shape, list(holders))
+        holders = _holders(fqn, tensor, global_ranks, conflicts)
+        fault = None if list(holders) == [whole(tensor.shape)] else find_tiling_fault(tensor.shape, list(holders))
         if fault is not None:
-            faults.append((f"{fqn}{list(offered.shape)}", fault))
-        yield fqn, offered, holders
+            faults.append((f"{fqn}{list(tensor.shape)}", fault))
+        yield fqn, holders
     if conflicts:
         raise disagreement(conflicts)
     _refuse_faults(faults)
 
 
-def _share_at_once(offered: Offered) -> Shares | None:
-    """None where the offers are few, or not seen at a glance to tile the shape."""
-    if sum(len(of_ranks.ranks) for of_ranks, _ in offered.sources) < MIN_ARRAY_OFFERS or not prod(offered.shape):
+def _owners_by_arrays(tensor: TensorItems) -> RegionOwners | None:
+    """Returns None if the items are few, or arrays do not prove that they tile the shape."""
+    if sum(len(table.ranks) for table, _ in tensor.sources) < MIN_ARRAY_ITEMS or not prod(tensor.shape):
         return None
-    ranks = _joined([of_ranks.ranks for of_ranks, _ in offered.sources])
-    offers = _joined([np.full(len(of_ranks.ranks), offer, np.int32) for of_ranks, offer in offered.sources])
-    boxes = _joined([of_ranks.boxes(offer) for of_ranks, offer in offered.sources])
-    digests = _digests(offered)
-    starts = flat_starts(offered.shape, boxes[:, 0])
+    ranks = _joined([table.ranks for table, _ in tensor.sources])
+    items = _joined([np.full(len(table.ranks), item, np.int32) for table, item in tensor.sources])
+    boxes = _joined([table.boxes(item) for table, item in tensor.sources])
+    digests = _digests(tensor)
+    starts = flat_starts(tensor.shape, boxes[:, 0])
     is_filled = boxes[:, 1].min(axis=1, initial=1) > 0
-    if not is_filled.all() or (np.diff(starts) <= 0).any() or len(offered.sources) > 1:
-        order = np.lexsort((offers, ranks, starts))
+    if not is_filled.all() or (np.diff(starts) <= 0).any() or len(tensor.sources) > 1:
+        order = np.lexsort((items, ranks, starts))
         order = order[is_filled[order]]
-        ranks, offers, boxes, starts = ranks[order], offers[order], boxes[order], starts[order]
+        ranks, items, boxes, starts = ranks[order], items[order], boxes[order], starts[order]
         digests = digests[order] if digests is not None else None
     if not len(ranks):
         return None
@@ -159,47 +154,47 @@ def _share_at_once(offered: Offered) -> Shares | None:
     distinct = boxes[is_first]
     is_same = np.array_equal(boxes, np.repeat(distinct, np.diff(bounds), axis=0))
     is_twice = (ranks[1:] == ranks[:-1]) & ~is_first[1:]
-    part = find_grid(offered.shape, distinct[:, 0], distinct[:, 1])
-    if not is_same or is_twice.any() or not (part or are_runs(offered.shape, starts[is_first], distinct[:, 1])):
+    part = find_grid(tensor.shape, distinct[:, 0], distinct[:, 1])
+    if not is_same or is_twice.any() or not (part or are_runs(tensor.shape, starts[is_first], distinct[:, 1])):
         return None
-    return Shares(part, distinct, bounds, ranks, offers, digests)
+    return RegionOwners(part, distinct, bounds, ranks, items, digests)
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
-def _digests(offered: Offered) -> NDArray[np.uint64] | None:
-    """One for each offer; None unless all have one."""
-    columns = [of_ranks.digest_columns.get(offer) for of_ranks, offer in offered.sources]
+def _digests(tensor: TensorItems) -> NDArray[np.uint64] | None:
+    """Returns the digests of all items; None if an item has none."""
+    columns = [table.digest_columns.get(item) for table, item in tensor.sources]
     known = [column for column in columns if column is not None]
     if len(known) < len(columns):
         return None
-    return _joined([of_ranks.digests[:, column] for (of_ranks, _), column in zip(offered.sources, known, strict=True)])
+    return _joined([table.digests[:, column] for (table, _), column in zip(tensor.sources, known, strict=True)])
 
 
-def _hold(
-    fqn: str, offered: Offered, names: Sequence[int], conflicts: dict[str, tuple[str, tuple[int, ...]]]
+def _holders(
+    fqn: str, tensor: TensorItems, global_ranks: Sequence[int], conflicts: dict[str, tuple[str, tuple[int, ...]]]
 ) -> Holders:
     holders: Holders = {}
-    for region, holder in _in_order(offered):
-        of_region = holders.setdefault(region, [])
-        if of_region and of_region[-1].rank == holder.rank and region.numel:
-            name = names[holder.rank]
+    for region, holder in _items_by_rank(tensor):
+        holders_of_region = holders.setdefault(region, [])
+        if holders_of_region and holders_of_region[-1].rank == holder.rank and region.numel:
+            name = global_ranks[holder.rank]
             conflicts[fqn] = f"{fqn}: rank {name} has two tensors of this name", (name,)
-        of_region.append(holder)
+        holders_of_region.append(holder)
     return holders
 
 
-def _in_order(offered: Offered) -> list[tuple[Region, Holder]]:
-    """All offers, by rank."""
+def _items_by_rank(tensor: TensorItems) -> list[tuple[Region, Holder]]:
+    """Returns all items by rank."""
     found = []
-    for of_ranks, offer in offered.sources:
-        column = of_ranks.digest_columns.get(offer)
-        digests = of_ranks.digests[:, column].tolist() if column is not None else [None] * len(of_ranks.ranks)
-        for rank, region, digest in zip(of_ranks.ranks.tolist(), of_ranks.regions(offer), digests, strict=True):
-            found.append((region, Holder(rank, offer, digest)))
-    return found if len(offered.sources) == 1 else sorted(found, key=lambda each: each[1][:2])
+    for table, item in tensor.sources:
+        column = table.digest_columns.get(item)
+        digests = table.digests[:, column].tolist() if column is not None else [None] * len(table.ranks)
+        for rank, region, digest in zip(table.ranks.tolist(), table.regions(item), digests, strict=True):
+            found.append((region, Holder(rank, item, digest)))
+    return found if len(tensor.sources) == 1 else sorted(found, key=lambda each: each[1][:2])
 
 
 def _refuse_faults(faults: Sequence[tuple[str, TilingFault]]) -> None:
@@ -223,13 +218,13 @@ def _refuse_faults(faults: Sequence[tuple[str, TilingFault]]) -> None:
 
 
 def flat_starts(shape: Sequence[int], offsets: Int64s) -> Int64s:
-    """The number of each region's first element in the row-major flat tensor. Sorts regions as their offsets do."""
+    """Returns the number of each region's first element in the row-major flat tensor, which orders as offsets do."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return offsets @ np.array(strides, np.int64)
 
 
 def find_grid(shape: Sequence[int], offsets: Int64s, lengths: Int64s) -> tuple[int, ...] | None:
-    """The lengths of a part where the regions, sorted by offsets and none empty, are a regular grid; see region.py."""
+    """Returns the lengths of a part if the regions, sorted and none empty, are a regular grid; see region.py."""
     part = lengths[0]
     counts = grid_counts(shape, part.tolist())
     if prod(counts) != len(offsets):
@@ -243,7 +238,7 @@ def find_grid(shape: Sequence[int], offsets: Int64s, lengths: Int64s) -> tuple[i
 
 
 def are_runs(shape: Sequence[int], starts: Int64s, lengths: Int64s) -> bool:
-    """Whether the regions, sorted and none empty, are runs of the flat tensor that follow one another to its end."""
+    """Returns True if the regions, sorted and none empty, are runs of the flat tensor without gaps, to its end."""
     ends = np.cumsum(lengths.prod(axis=1))
     if ends[-1] != prod(shape) or not np.array_equal(starts, np.concatenate([[0], ends[:-1]])):
         return False

@@ -1,5 +1,5 @@
-"""What ranks offer to write: as records on the rank that holds the tensors, packed on the way to the coordinator, and
-there as tables of all ranks that hold parts of the same tensors, because thousands of them mostly do.
+"""Write items, the shards that ranks could write: records on each rank, packed for the coordinator, and tables there of
+all ranks that hold parts of the same tensors, because thousands of them mostly do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZSTD_LEVEL = 1
 _FEW_RANKS = 32
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class WriteItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A shard that a rank holds and could write."""
 
     fqn: str
@@ -39,20 +39,20 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Region(self.offsets, self.lengths)
 
 
-class Write(NamedTuple):
-    """A chunk that a rank is to write."""
+class ItemRegion(NamedTuple):
+    """A write item, or a part of one: the elements of one chunk that a rank writes."""
 
-    offer: int
-    """Index into that rank's offers."""
+    item: int
+    """Index into the rank's items."""
     region: Region
-    """What of the offered region, in global coordinates."""
+    """The elements of the item's region, in global coordinates."""
 
 
-class PackedOffers(msgspec.Struct, frozen=True, array_like=True):
-    """All offers of one rank. Travels between ranks."""
+class PackedItems(msgspec.Struct, frozen=True, array_like=True):
+    """All items of one rank, as a message."""
 
     described: bytes
-    """What they are parts of: the same bytes on ranks that hold parts of the same tensors, in the same order."""
+    """The tensors: the same bytes on ranks that hold parts of the same tensors, in the same order."""
     coordinates: bytes
     digests: bytes
 
@@ -62,20 +62,20 @@ class _Described(msgspec.Struct, frozen=True, array_like=True):
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
     digested: list[int]
-    """Which offers have a digest."""
+    """Indices of the items that have a digest."""
 
 
-def pack_offers(offers: Sequence[Offer]) -> PackedOffers:
-    """The offers of a rank, in few bytes."""
+def pack_items(items: Sequence[WriteItem]) -> PackedItems:
+    """Packs the items of a rank into few bytes."""
     described = _Described(
-        [offer.fqn for offer in offers],
-        [offer.dtype for offer in offers],
-        [offer.shape for offer in offers],
-        [index for index, offer in enumerate(offers) if offer.digest is not None],
+        [item.fqn for item in items],
+        [item.dtype for item in items],
+        [item.shape for item in items],
+        [index for index, item in enumerate(items) if item.digest is not None],
     )
-    coordinates = [number for offer in offers for number in (*offer.offsets, *offer.lengths)]
-    digests = [offer.digest for offer in offers if offer.digest is not None]
-    return PackedOffers(
+    coordinates = [number for item in items for number in (*item.offsets, *item.lengths)]
+    digests = [item.digest for item in items if item.digest is not None]
+    return PackedItems(
         zstandard.compress(msgspec.msgpack.encode(described), _ZSTD_LEVEL),
         zstandard.compress(np.array(coordinates, "<i8").tobytes(), _ZSTD_LEVEL),
         np.array(digests, "<u8").tobytes(),
@@ -83,8 +83,8 @@ def pack_offers(offers: Sequence[Offer]) -> PackedOffers:
 
 
 @dataclass(frozen=True, slots=True)
-class AlikeRanks:
-    """The offers of ranks that hold parts of the same tensors, in the same order."""
+class ItemTable:
+    """The items of ranks that hold parts of the same tensors, in the same order."""
 
     ranks: NDArray[np.int32]
     """Rising."""
@@ -92,46 +92,46 @@ class AlikeRanks:
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     coordinates: NDArray[np.integer]
-    """A row a rank: offsets and lengths of one offer after the other."""
+    """A row a rank: offsets and lengths of one item after the other."""
     rows: Sequence[Sequence[int]]
-    """The same as lists, where the ranks are few: of these, arrays of one offer would be small and slow."""
+    """The coordinates as lists if the ranks are few, because arrays of one item would be small and slow."""
     starts: Sequence[int]
-    """Where those of each offer begin."""
+    """First column of each item."""
     digest_columns: dict[int, int]
-    """Of the offers that have a digest: which column of `digests` has it."""
+    """Item that has a digest -> its column in `digests`."""
     digests: NDArray[np.uint64]
     """A row a rank."""
 
-    def boxes(self, offer: int) -> NDArray[np.int64]:
-        """Offsets and lengths of one offer of all these ranks: shape (ranks, 2, dimensions)."""
-        columns = self.coordinates[:, self.starts[offer] : self.starts[offer + 1]]
-        return columns.astype(np.int64).reshape(len(self.ranks), 2, len(self.shapes[offer]))
+    def boxes(self, item: int) -> NDArray[np.int64]:
+        """Returns offsets and lengths of one item of all these ranks: shape (ranks, 2, dimensions)."""
+        columns = self.coordinates[:, self.starts[item] : self.starts[item + 1]]
+        return columns.astype(np.int64).reshape(len(self.ranks), 2, len(self.shapes[item]))
 
-    def boxes_of(self, offers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same of many offers, of tensors with as many dimensions: shape (offers, ranks, 2, dimensions)."""
-        num_dims = len(self.shapes[offers[0]])
-        columns = np.array(self.starts)[offers][:, None] + np.arange(2 * num_dims)
-        boxes = self.coordinates[:, columns].astype(np.int64).reshape(len(self.ranks), len(offers), 2, num_dims)
+    def boxes_of(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns those of many items, of tensors with equally many dimensions: shape (items, ranks, 2, dimensions)."""
+        num_dims = len(self.shapes[items[0]])
+        columns = np.array(self.starts)[items][:, None] + np.arange(2 * num_dims)
+        boxes = self.coordinates[:, columns].astype(np.int64).reshape(len(self.ranks), len(items), 2, num_dims)
         return boxes.swapaxes(0, 1)
 
-    def regions(self, offer: int) -> list[Region]:
-        """Of one offer of all these ranks."""
+    def regions(self, item: int) -> list[Region]:
+        """Returns the regions of one item of all these ranks."""
         if not self.rows:
-            return [Region(tuple(offsets), tuple(lengths)) for offsets, lengths in self.boxes(offer).tolist()]
-        start, end = self.starts[offer : offer + 2]
+            return [Region(tuple(offsets), tuple(lengths)) for offsets, lengths in self.boxes(item).tolist()]
+        start, end = self.starts[item : item + 2]
         middle = (start + end) // 2
         return [Region(tuple(row[start:middle]), tuple(row[middle:end])) for row in self.rows]
 
 
-def unpack_offers(packed: Sequence[PackedOffers]) -> list[AlikeRanks]:
-    """The offers of all ranks, `packed[r]` those of rank r, by what they are parts of; in the order of lowest ranks."""
-    alike: dict[bytes, list[int]] = {}
+def unpack_items(packed: Sequence[PackedItems]) -> list[ItemTable]:
+    """Returns a table for ranks with items of the same tensors, by rising first rank; `packed[r]` comes from rank r."""
+    by_tensors: dict[bytes, list[int]] = {}
     for rank, of_rank in enumerate(packed):
-        alike.setdefault(of_rank.described, []).append(rank)
-    return [_unpack(described, ranks, packed) for described, ranks in alike.items()]
+        by_tensors.setdefault(of_rank.described, []).append(rank)
+    return [_unpack(described, ranks, packed) for described, ranks in by_tensors.items()]
 
 
-def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedOffers]) -> AlikeRanks:
+def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedItems]) -> ItemTable:
     decompressor = zstandard.ZstdDecompressor()
     described = msgspec.msgpack.decode(decompressor.decompress(content), type=_Described)
     starts = [0, *accumulate(2 * len(shape) for shape in described.shapes)]
@@ -145,7 +145,7 @@ def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedOffers]
             coordinates = coordinates.astype(np.int64)  # it is wrong, and is refused with these numbers
         coordinates[row] = of_rank
         digests[row] = np.frombuffer(packed[rank].digests, "<u8")
-    return AlikeRanks(
+    return ItemTable(
         ranks=np.array(ranks, np.int32),
         fqns=described.fqns,
         dtypes=described.dtypes,
@@ -153,6 +153,6 @@ def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedOffers]
         coordinates=coordinates,
         rows=coordinates.tolist() if len(ranks) <= _FEW_RANKS else (),
         starts=starts,
-        digest_columns={offer: column for column, offer in enumerate(described.digested)},
+        digest_columns={item: column for column, item in enumerate(described.digested)},
         digests=digests,
     )

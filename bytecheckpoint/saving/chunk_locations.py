@@ -15,7 +15,7 @@ import zstandard
 from bytecheckpoint.manifest import Columns
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import PlannedTensor
-from bytecheckpoint.planner.write_items import Write
+from bytecheckpoint.planner.write_items import ItemRegion
 from bytecheckpoint.saving.plan_cache import RankPlan
 from bytecheckpoint.staging.compress import ChunkLocation
 
@@ -41,13 +41,13 @@ class _RankLocations(msgspec.Struct, frozen=True, array_like=True):
 
 def pack_locations(locations: Iterable[tuple[PlacedChunk, int, ChunkLocation]], plan: RankPlan) -> bytes:
     """Packs the chunk locations of a rank: of each chunk the number of its file and the location there."""
-    slots_of_parts = {part: plan.num_offers + index for index, part in enumerate(plan.parts)}
-    num_slots = plan.num_offers + len(plan.parts)
+    slots_of_parts = {part: plan.num_items + index for index, part in enumerate(plan.parts)}
+    num_slots = plan.num_items + len(plan.parts)
     files, codecs = np.full(num_slots, _NOT_WRITTEN, "<u4"), np.zeros(num_slots, "<u4")
     byte_offsets, byte_lengths = np.zeros(num_slots, "<u8"), np.zeros(num_slots, "<u8")
     indices = {"none": 0}
     for chunk, number, location in locations:
-        slot = slots_of_parts.get(Write(chunk.offer, chunk.region), chunk.offer)
+        slot = slots_of_parts.get(ItemRegion(chunk.item, chunk.region), chunk.item)
         files[slot], byte_offsets[slot], byte_lengths[slot] = number, location.byte_offset, location.byte_length
         codecs[slot] = indices.setdefault(location.codec, len(indices))
     packed = _RankLocations(

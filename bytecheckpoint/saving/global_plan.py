@@ -21,7 +21,7 @@ from bytecheckpoint.errors import CheckpointSaveError, and_more
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
-from bytecheckpoint.planner.write_items import Offer, PackedOffers, Write, pack_offers
+from bytecheckpoint.planner.write_items import ItemRegion, PackedItems, WriteItem, pack_items
 from bytecheckpoint.region import Region
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
@@ -58,10 +58,11 @@ class LocalSavePlan(NamedTuple):
     cached: RankPlan | None = None
     """Plan of an earlier save with this fingerprint; valid if all ranks have it and replicas are still alike."""
 
-    def offers(self) -> list[Offer]:
+    def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""
         return [
-            Offer(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, *_ in self.shards
+            WriteItem(fqn, dtype, shape, region.offsets, region.lengths)
+            for fqn, dtype, shape, region, *_ in self.shards
         ]
 
 
@@ -73,7 +74,7 @@ class _LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
     """Id of the plan that this rank has cached for it; empty if it has none."""
     digests: list[int]
     """One digest for each of the compared groups of the cached plan."""
-    offers: PackedOffers | None
+    items: PackedItems | None
     """None where a plan is cached."""
     aliases: dict[str, str]
     """Empty where a plan is cached."""
@@ -91,11 +92,11 @@ class _PlanReply(msgspec.Struct, frozen=True, array_like=True):
     save_id: str = ""
     plan_id: str = ""
     whole: bytes = b""
-    """A bit for each offer of this rank: it writes all of it."""
+    """A bit for each write item of this rank: it writes all of it."""
     parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    """Index of the offer, offsets and lengths of the part that this rank writes."""
+    """Index of the item, offsets and lengths of the part that this rank writes."""
     together: list[list[int]] = []
-    """Groups of its offers; see SavePlan."""
+    """Groups of its items; see SavePlan."""
     compared: list[list[int]] = []
     differing_replicas: list[str] = []
     is_cached: bool = False
@@ -178,7 +179,7 @@ def _cached_message(local_plan: LocalSavePlan, cached: RankPlan) -> _LocalPlanMe
         target=local_plan.target,
         plan_id=cached.plan_id,
         digests=[combined_digest([local_plan.shards[index].tensor for index in group]) for group in cached.compared],
-        offers=None,
+        items=None,
         aliases={},
         plain=dict(local_plan.plain),
         stages={fqn: local_plan.stages[fqn] for fqn in cached.in_stages if fqn in local_plan.stages},
@@ -189,16 +190,16 @@ def _cached_message(local_plan: LocalSavePlan, cached: RankPlan) -> _LocalPlanMe
 
 @gc_paused()
 def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[str] = ()) -> _LocalPlanMessage:
-    offers = local_plan.offers()
+    items = local_plan.items()
     if ranks.num_ranks > 1:
         for index, digest in enumerate(small_digests(local_plan.shards)):
             if digest is not None:
-                offers[index] = msgspec.structs.replace(offers[index], digest=digest)
+                items[index] = msgspec.structs.replace(items[index], digest=digest)
     return _LocalPlanMessage(
         target=local_plan.target,
         plan_id="",
         digests=[],
-        offers=pack_offers(offers),
+        items=pack_items(items),
         aliases=dict(local_plan.aliases),
         plain=dict(local_plan.plain),
         stages=dict(local_plan.stages),
@@ -248,8 +249,8 @@ class _GlobalPlanner:
             replies = [_PlanReply(send_all=True, digested=self._in_stages)]
         else:
             check_pipeline_stages(self._in_stages, stages, global_ranks)
-            packed = [message.offers for message in messages if message.offers is not None]
-            self.plan = plan_save(packed, [message.aliases for message in messages], names=global_ranks)
+            packed = [message.items for message in messages if message.items is not None]
+            self.plan = plan_save(packed, [message.aliases for message in messages], global_ranks=global_ranks)
             replies = _new_replies(save_id, self.plan)
         if not replies[COORDINATOR].send_all:
             self.objects, self.rank_objects = merge_plain([message.plain for message in messages], global_ranks)
@@ -271,34 +272,34 @@ def _still_holds(cached: RankPlan, messages: Sequence[_LocalPlanMessage]) -> boo
 
 
 def _new_replies(save_id: str, plan: SavePlan) -> list[_PlanReply]:
-    compared: list[list[list[int]]] = [[] for _ in plan.kept]
-    for ranks, offers in plan.compared.items():
-        for rank, of_rank in zip(ranks, offers, strict=True):
+    compared: list[list[list[int]]] = [[] for _ in plan.whole_items]
+    for ranks, items in plan.compared.items():
+        for rank, of_rank in zip(ranks, items, strict=True):
             compared[rank].append(list(of_rank))
     return [
         _PlanReply(
             save_id,
             save_id,
             np.packbits(kept).tobytes(),
-            [(offer, *region) for offer, region in parts],
-            [list(group) for group in plan.together[rank]],
+            [(item, *region) for item, region in parts],
+            [list(group) for group in plan.groups[rank]],
             compared[rank],
             list(plan.differing_replicas),
         )
-        for rank, (kept, parts) in enumerate(zip(plan.kept, plan.parts, strict=True))
+        for rank, (kept, parts) in enumerate(zip(plan.whole_items, plan.item_parts, strict=True))
     ]
 
 
 @gc_paused()
 def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[str], num_ranks: int) -> RankPlan:
-    offers = local_plan.offers()
-    whole = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(offers))).tolist()
-    parts = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in reply.parts]
+    items = local_plan.items()
+    whole = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(items))).tolist()
+    parts = [ItemRegion(item, Region(offsets, lengths)) for item, offsets, lengths in reply.parts]
     return RankPlan(
         plan_id=reply.plan_id,
         files=plan_files(
-            offers,
-            [*(Write(offer, offers[offer].region) for offer in whole), *parts],
+            items,
+            [*(ItemRegion(item, items[item].region) for item in whole), *parts],
             together=reply.together,
             max_file_bytes=local_plan.max_file_bytes,
             codec=local_plan.codec,
@@ -307,7 +308,7 @@ def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence
         compared=reply.compared,
         differing_replicas=reply.differing_replicas,
         in_stages=in_stages,
-        num_offers=len(offers),
+        num_items=len(items),
         parts=parts,
     )
 

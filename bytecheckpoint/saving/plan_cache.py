@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bytecheckpoint.manifest import TensorRecord
 from bytecheckpoint.planner.save_plan import SavePlan
-from bytecheckpoint.planner.write_items import Write
+from bytecheckpoint.planner.write_items import ItemRegion
 from bytecheckpoint.staging.file_image import PlannedFile
 
 _MAX_PLANS = 8
@@ -26,14 +26,14 @@ class RankPlan:
     files: Sequence[PlannedFile]
     """Data files of this rank."""
     compared: Sequence[Sequence[int]]
-    """Groups of this rank's offers that other ranks hold as small replicas: each group has one common digest."""
+    """Groups of this rank's items that other ranks hold as small replicas: each group has one common digest."""
     differing_replicas: Sequence[str]
     """FQNs of replicas whose values differed when the plan was made."""
     in_stages: Sequence[str]
     """FQNs that several pipeline stages hold: the plan is right only while each is one tensor."""
-    num_offers: int
-    parts: Sequence[Write]
-    """Writes of a part of an offer; see SavePlan."""
+    num_items: int
+    parts: Sequence[ItemRegion]
+    """Parts of write items; see SavePlan."""
     global_plan: SavePlan | None = None
     """None but on the coordinator."""
     written: WrittenTensors | None = None

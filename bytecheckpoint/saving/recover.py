@@ -24,7 +24,14 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import Outcome, RecoveredSave
 from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.options import SaveOptions
-from bytecheckpoint.planner.recovery_plan import RecoveryPlan, RecoveryVerdict, StagedPart, Task, There, plan_recovery
+from bytecheckpoint.planner.recovery_plan import (
+    RecoveryPlan,
+    RecoveryTask,
+    RecoveryVerdict,
+    StagedPart,
+    TargetFolder,
+    plan_recovery,
+)
 from bytecheckpoint.saving.in_flight import wait_until_numbered
 from bytecheckpoint.saving.local_stage import upload_files
 from bytecheckpoint.storage import deletion, layout, stage_folder
@@ -108,7 +115,7 @@ def recover(
 class _RecoveryAssignment(msgspec.Struct, frozen=True, array_like=True):
     """The tasks of one rank, and the verdict on each save."""
 
-    tasks: list[Task]
+    tasks: list[RecoveryTask]
     verdicts: list[RecoveryVerdict]
 
 
@@ -187,13 +194,13 @@ def _plan(store: Store, by_rank: Sequence[Sequence[StagedPart]]) -> RecoveryPlan
     return plan_recovery(by_rank, {folder: _there(store, folder, is_step=is_step[folder]) for folder in is_step})
 
 
-def _there(store: Store, folder: str, *, is_step: bool) -> There:
+def _there(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
     listing = store.list(join_name(folder, layout.DATA_FOLDER))
     sizes = {f"{layout.DATA_FOLDER}/{name}": size for name, size in listing.items() if size is not None}
     save_id = None
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
         save_id = layout.committed_save_id(store, folder)
-    return There(save_id, sizes, checkpoint_in_the_way(store, folder, is_step=is_step))
+    return TargetFolder(save_id, sizes, checkpoint_in_the_way(store, folder, is_step=is_step))
 
 
 def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
@@ -208,7 +215,7 @@ def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
     return bool(finished)
 
 
-def _take_over(stage: str, task: Task, *, writer_threads: int) -> StagedFolder:
+def _take_over(stage: str, task: RecoveryTask, *, writer_threads: int) -> StagedFolder:
     folder = stage_folder.take_over(stage, task.name, writer_threads=writer_threads)
     if folder is None:
         raise CheckpointSaveError(
@@ -220,7 +227,7 @@ def _take_over(stage: str, task: Task, *, writer_threads: int) -> StagedFolder:
 
 
 def _upload_all(
-    ranks: Ranks, store: Store, folders: Sequence[tuple[Task, StagedFolder]], options: SaveOptions
+    ranks: Ranks, store: Store, folders: Sequence[tuple[RecoveryTask, StagedFolder]], options: SaveOptions
 ) -> Mapping[str, str]:
     """Uploads the files of all tasks. Returns, when all ranks have, the saves that a disk has damaged, each with the
     damage.
@@ -257,7 +264,7 @@ def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> Recover
     return msgspec.structs.replace(verdict, outcome="kept", what=what)
 
 
-def _commit(store: Store, task: Task, folder: StagedFolder) -> Sequence[str]:
+def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[str]:
     """Creates the manifest; returns the files of the checkpoint that it replaces."""
     content = folder.manifest() or b""
     manifest = decode_manifest(content)

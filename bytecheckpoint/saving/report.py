@@ -145,7 +145,7 @@ def build_manifest(
 def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], global_ranks: Sequence[int]) -> WrittenTensors:
     locations = ChunkLocations([report.locations for report in reports])
     for rank, report in enumerate(reports):
-        planned = np.concatenate([plan.kept[rank], np.ones(len(plan.parts[rank]), bool)])
+        planned = np.concatenate([plan.whole_items[rank], np.ones(len(plan.item_parts[rank]), bool)])
         written = locations.is_written(rank)
         num_bytes = sum(report.file_lengths)
         if not np.array_equal(planned, written) or num_bytes < locations.num_bytes(rank):

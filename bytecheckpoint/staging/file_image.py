@@ -19,7 +19,7 @@ from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.tensor_bytes import narrowed, to_host, view_region
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption, PlacedChunk, codec_of, cut_extents, lay_out_files
-from bytecheckpoint.planner.write_items import Offer, Write
+from bytecheckpoint.planner.write_items import ItemRegion, WriteItem
 from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 from bytecheckpoint.storage.safetensors_header import chunk_entry, encode_header
@@ -63,8 +63,8 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
 
 
 def plan_files(
-    offers: Sequence[Offer],
-    writes: Sequence[Write],
+    items: Sequence[WriteItem],
+    writes: Sequence[ItemRegion],
     *,
     together: Sequence[Sequence[int]],
     max_file_bytes: int,
@@ -74,26 +74,26 @@ def plan_files(
     """The data files that hold these writes of one rank, of so many that write about as much: those of compressed
     tensors last, and none of them large. `together` is as in `lay_out_files`.
     """
-    codecs = {index: codec_of(offers[index].fqn, codec) for index in {write.offer for write in writes}}
-    raw = [write for write in writes if codecs[write.offer] == "none"]
-    others = [write for write in writes if codecs[write.offer] != "none"]
-    laid_out = lay_out_files(offers, raw, together=together, max_file_bytes=max_file_bytes)
+    codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
+    raw = [write for write in writes if codecs[write.item] == "none"]
+    others = [write for write in writes if codecs[write.item] != "none"]
+    laid_out = lay_out_files(items, raw, groups=together, max_file_bytes=max_file_bytes)
     state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
-    files = [_plan_file(chunks, offers, state_bytes) for chunks in laid_out]
+    files = [_plan_file(chunks, items, state_bytes) for chunks in laid_out]
     max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
-    compressed = lay_out_files(offers, others, together=together, max_file_bytes=max_bytes)
+    compressed = lay_out_files(items, others, groups=together, max_file_bytes=max_bytes)
     return files + [
-        _plan_compressed_file(chunks, offers, [codecs[chunk.offer] for chunk in chunks]) for chunks in compressed
+        _plan_compressed_file(chunks, items, [codecs[chunk.item] for chunk in chunks]) for chunks in compressed
     ]
 
 
-def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], state_bytes: int) -> PlannedFile:
+def _plan_file(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], state_bytes: int) -> PlannedFile:
     lengths = [chunk.byte_length for chunk in chunks]
     header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in chunks])
     num_bytes = len(header) + sum(lengths)
     return PlannedFile(
         chunks=chunks,
-        parts=_parts(chunks, offers),
+        parts=_parts(chunks, items),
         codecs=(),
         header=header,
         extent_lengths=cut_extents(
@@ -108,7 +108,9 @@ def _plan_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], state_byt
     )
 
 
-def _plan_compressed_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer], codecs: Sequence[str]) -> PlannedFile:
+def _plan_compressed_file(
+    chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], codecs: Sequence[str]
+) -> PlannedFile:
     """Gathered in whole frames, as many as a block takes."""
     frames = [
         frame_bytes(chunk.byte_length, number) for chunk in chunks for number in range(count_frames(chunk.byte_length))
@@ -122,11 +124,11 @@ def _plan_compressed_file(chunks: Sequence[PlacedChunk], offers: Sequence[Offer]
         length += num_bytes
     if length:
         blocks.append((start, length))
-    return PlannedFile(chunks, _parts(chunks, offers), codecs, b"", (), blocks, start + length)
+    return PlannedFile(chunks, _parts(chunks, items), codecs, b"", (), blocks, start + length)
 
 
-def _parts(chunks: Sequence[PlacedChunk], offers: Sequence[Offer]) -> list[Region | None]:
-    return [None if chunk.region == offers[chunk.offer].region else chunk.region for chunk in chunks]
+def _parts(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem]) -> list[Region | None]:
+    return [None if chunk.region == items[chunk.item].region else chunk.region for chunk in chunks]
 
 
 def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
@@ -154,7 +156,7 @@ class LiveFile:
         """By index: what is not flat, or not on the host. Its address is 0."""
         lengths, addresses = [len(planned.header)], [_address_of(planned.header)]
         for chunk, part in zip(planned.chunks, planned.parts, strict=True):
-            shard = shards[chunk.offer]
+            shard = shards[chunk.item]
             tensor = shard.tensor if part is None else view_region(shard, part)
             # `is_flat`, written out: a file may have 100,000 small tensors, and this is done on every save.
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():

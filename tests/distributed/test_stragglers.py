@@ -19,7 +19,7 @@ from bytecheckpoint.distributed.polling import store_lost
 from bytecheckpoint.distributed.ranks import SoleRank
 from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.planner.save_plan import plan_save
-from bytecheckpoint.planner.write_items import Offer, pack_offers
+from bytecheckpoint.planner.write_items import WriteItem, pack_items
 from distributed.workers import WorkerPool
 
 IMPATIENT_S = 1.0
@@ -76,8 +76,8 @@ def test_a_store_that_is_gone_is_no_rank_that_is_late(names: tuple[int, int]) ->
     """Its message names rank 0 of the whole job, which may be the coordinator, or of no rank of the group."""
     ranks = SoleRank()
     ranks.global_ranks, ranks.num_ranks = names, 2
-    offered = [[Offer("a", "float32", (4,), (0,), (4,), None)], []]
-    plan = plan_save(list(map(pack_offers, offered)), [{}, {}], names=names)
+    offered = [[WriteItem("a", "float32", (4,), (0,), (4,), None)], []]
+    plan = plan_save(list(map(pack_items, offered)), [{}, {}], global_ranks=names)
     lost = store_lost(ConnectionError("gone"))
     with pytest.raises(bcp.CheckpointError) as error, report_straggler_rate(ranks, plan, 1.0):
         raise lost

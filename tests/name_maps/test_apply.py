@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, MapNotes, tensor_record
 from bytecheckpoint.name_maps import operations
-from bytecheckpoint.name_maps.apply import Asked, Contents, Mapped, apply_map, in_a_state
+from bytecheckpoint.name_maps.apply import MapInput, Mapped, MapRequest, apply_map, in_a_state
 from bytecheckpoint.name_maps.parameters import Facts, parse_options
-from bytecheckpoint.name_maps.records import MapFile
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros, relink
-from bytecheckpoint.name_maps.schema import parse_map
+from bytecheckpoint.name_maps.schema import MapFile, parse_map
 from bytecheckpoint.planner.copy_plan import WantedTensor
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions
 
@@ -72,9 +71,9 @@ def carry_out(tensors: list[WantedTensor], sources: Mapping[str, np.ndarray]) ->
     return made
 
 
-def contents(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], aliases: Mapping[str, str]) -> Contents:
+def contents(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], aliases: Mapping[str, str]) -> MapInput:
     described = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
-    return Contents(described, aliases, Facts(facts))
+    return MapInput(described, aliases, Facts(facts))
 
 
 def apply(
@@ -88,7 +87,7 @@ def apply(
     **options: int | str,
 ) -> Mapped:
     """With a tensor for each layer, unless that is asked for otherwise."""
-    asked = Asked(side, {"stacked": "no", **options}, keep_unmapped=keep_unmapped)
+    asked = MapRequest(side, {"stacked": "no", **options}, keep_unmapped=keep_unmapped)
     return apply_map(name_map, contents(arrays, facts or {}, aliases or {}), asked)
 
 
@@ -233,7 +232,7 @@ def test_megatron_becomes_llama_and_llama_megatron_to_the_bit(
     unstacked = model.megatron(variant=variant, ranks=ranks)
     megatron = stacked(unstacked, model.layers) if is_stacked else unstacked
     there = apply(megatron, facts=model.facts, fc1_ranks=ranks)
-    assert (there.sides, there.dropped, there.kept) == (("megatron-gpt", "hf-llama"), [], [])
+    assert (there.sides, there.dropped, there.unmapped) == (("megatron-gpt", "hf-llama"), [], [])
     llama = carry_out(there.tensors, megatron)
     assert_equal(llama, model.llama)
     how = "yes" if is_stacked else "no"
@@ -292,7 +291,7 @@ def assembled(record: Any, content: bytes) -> np.ndarray:
 
 def test_megatron_gets_all_layers_in_one_tensor_unless_that_is_refused() -> None:
     model = Model()
-    plan = apply_map(GPT_TO_LLAMA, contents(model.llama, model.facts, {}), Asked(None, {}, keep_unmapped=False))
+    plan = apply_map(GPT_TO_LLAMA, contents(model.llama, model.facts, {}), MapRequest(None, {}, keep_unmapped=False))
     assert_equal(carry_out(plan.tensors, model.llama), stacked(model.megatron(), model.layers))
 
 
@@ -378,7 +377,10 @@ def test_what_has_no_counterpart_is_an_error_unless_it_is_kept_or_the_map_drops_
         apply(megatron, facts=model.facts)
     assert failed.value.kind == "unexpected_key"
     plan = apply(megatron, facts=model.facts, keep_unmapped=True)
-    assert (plan.kept, plan.dropped) == (["decoder.odd"], ["decoder.layers.0.self_attention.linear_qkv._extra_state"])
+    assert (plan.unmapped, plan.dropped) == (
+        ["decoder.odd"],
+        ["decoder.layers.0.self_attention.linear_qkv._extra_state"],
+    )
     assert_equal(carry_out(plan.tensors, megatron), model.llama | {"decoder.odd": np.ones(2)})
 
 
@@ -387,7 +389,7 @@ def test_what_is_none_of_the_model_stays_as_it_is() -> None:
     model = Model()
     others = {"rng_state.0.torch_rng_state": np.ones(4, np.uint8), "optimizer.distributed.bucket_0": np.ones(9)}
     plan = apply(model.megatron() | others, facts=model.facts)
-    assert (plan.kept, plan.others) == ([], sorted(others))
+    assert (plan.unmapped, plan.others) == ([], sorted(others))
     assert_equal(carry_out(plan.tensors, model.megatron() | others), model.llama | others)
     in_entry = {f"model.{name}": array for name, array in model.megatron().items()}
     with pytest.raises(CheckpointMismatchError, match=r"does not know 1 tensors of this model: model\.vision\.w;"):
@@ -567,9 +569,9 @@ def test_what_cannot_be_read_in_place_says_so() -> None:
         ('sides = ["a", "b"]', 'sides = ["a", "a"]', r"sides: it has to name the two sides"),
         ('sides = ["a", "b"]', 'sides = "ab"', r"sides: it has to name the two sides"),
         ('sides = ["a", "b"]', "", r"sides: it has to name the two sides"),
-        ('a = "norm"', "a = 3", r"Expected `str \| array`, got `int` - at `tensors\[2\] \(line 18\)\.a`"),
-        ('a = "norm"', 'c = "norm"', r"unknown field `c` - at `tensors\[2\] \(line 18\)`"),
-        ('a = "norm"', "", r"missing required field `a` - at `tensors\[2\] \(line 18\)`"),
+        ('a = "norm"', "a = 3", r"tensors\[2\] \(line 18\)\.a: Expected `str \| array`, got `int`"),
+        ('a = "norm"', 'c = "norm"', r"tensors\[2\] \(line 18\): .* unknown field `c`"),
+        ('a = "norm"', "", r"tensors\[2\] \(line 18\): .* missing required field `a`"),
         ('a = "norm"', 'a = "embed"', r"tensors\[2\] \(line 18\): 'embed' is in tensors\[1\] \(line 14\) as well"),
         ('a = "norm"', 'a = "norm..w"', r"tensors\[2\] \(line 18\): 'norm\.\.w' has nothing between two dots"),
         ('a = "norm"', 'a = "norm.{layer}"', r"tensors\[2\] \(line 18\): its names do not all have the same fields"),
@@ -580,28 +582,36 @@ def test_what_cannot_be_read_in_place_says_so() -> None:
         ('b = ["y.{layer}.p", "y.{layer}.q"]', 'b = ["y.{layer}.p"]', r"has 0 sizes for 1 parts"),
         ('"groups" }\n[[tensors]]\na = "embed"', '"no" }\n[[tensors]]\na = "embed"', r"needs 'no', which is no option"),
         ('groups = "groups" }', 'groups = "groups", rows = [1] }', r"interleave\.rows has 1 sizes for 2 parts"),
-        ('groups = "groups" }', 'groups = "groups +" }', r"'groups \+' is no size"),
+        (
+            'groups = "groups" }',
+            'groups = "groups +" }',
+            r"tensors\[0\] \(line \d+\)\.interleave\.groups: 'groups \+' is no size",
+        ),
         ('groups = "groups" }', 'groups = "a.b" }', r"'a\.b', which is no option's name"),
         ('groups = "groups" }', "groups = 0 }", r"0 is not a number from 1"),
         ('groups = "groups" }', 'groups = "groups" }\npadding = { side = "a", rows = 1, without = 1 }', r"cannot both"),
         ('side = "a"', 'side = "c"', r"padding: 'c' is no side, those are a and b"),
         ('default = "groups * 2"', 'default = "size"', r"options: the defaults of size need one another"),
         ('default = "groups * 2"', 'default = "nothing"', r"the default of 'size' needs 'nothing'"),
-        ('from = ["args.groups"]', "from = [{ dim = 1 }]", r"options\.groups: a source has either a value"),
+        ('from = ["args.groups"]', "from = [{ dim = 1 }]", r"options\.groups\.from\[0\]: a source has either a value"),
         ("[options.groups]", "[options.stacked]", r"options\.stacked: 'stacked' cannot be the name of an option"),
         ("[options.groups]", "[stacked]\na = 'layers'\n[options.groups]", r"stacked\.a: 'layers' is no field"),
         ("[options.groups]", "[stacked]\nc = 'layer'\n[options.groups]", r"stacked: 'c' is no side"),
         (
             "[options.groups]",
             "[[around]]\na = 'x'\nb = '{name}'\n[options.groups]",
-            r"around\[0\] \(line 4\): 'x' has to",
+            r"around\[0\] \(line 4\)\.a: 'x' has to",
         ),
         (
             "[options.groups]",
             "[[around]]\na = 'x.{name}'\nb = '{name}'\nentry = 'm'\n[options.groups]",
             r"an entry is for",
         ),
-        ("[options.groups]", "[[refuse]]\nvalue = 'x'\n[options.groups]", r"missing required field `is`.*refuse\[0\]"),
+        (
+            "[options.groups]",
+            "[[refuse]]\nvalue = 'x'\n[options.groups]",
+            r"refuse\[0\] \(line 4\): .* missing required field `is`",
+        ),
         ("[options.groups]", "more = 1\n[options.groups]", r"unknown field `more`"),
     ],
 )
@@ -638,7 +648,7 @@ def test_a_map_with_a_piece_missing_or_added_is_read_or_refused(start: int, end:
     text = SMALL[: min(start, end)] + more + SMALL[max(start, end) :]
     with suppress(CheckpointError):
         found = parse_map(text, "m")
-        apply_map(found, contents({"norm": np.ones(2)}, {}, {}), Asked(0, {}, keep_unmapped=True))
+        apply_map(found, contents({"norm": np.ones(2)}, {}, {}), MapRequest(0, {}, keep_unmapped=True))
 
 
 def test_two_rules_that_mean_one_name_are_refused() -> None:

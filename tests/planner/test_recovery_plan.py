@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bytecheckpoint.planner.recovery_plan import StagedPart, There, plan_recovery
+from bytecheckpoint.planner.recovery_plan import StagedPart, TargetFolder, plan_recovery
 
-NOTHING = There("", {})
+NOTHING = TargetFolder("", {})
 
 
 def name_of(save_id: str, rank: int) -> str:
@@ -38,7 +38,7 @@ def part(rank: int, *, save_id: str = "a", num_ranks: int = 2, **fields: Any) ->
 
 
 def decide(
-    *found: list[StagedPart], there: There = NOTHING
+    *found: list[StagedPart], there: TargetFolder = NOTHING
 ) -> tuple[list[list[tuple[str, list[str], bool]]], list[str]]:
     """By rank the folders with what is uploaded and committed; and the outcome of each save."""
     plan = plan_recovery(found, {"step_00000001": there})
@@ -63,9 +63,9 @@ def test_ranks_that_share_a_disk_share_the_work() -> None:
 
 
 def test_what_is_at_the_path_is_not_uploaded_again() -> None:
-    tasks, outcomes = decide([part(0), part(1)], there=There("", {name_of("a", 1): 11}))
+    tasks, outcomes = decide([part(0), part(1)], there=TargetFolder("", {name_of("a", 1): 11}))
     assert tasks == [[("a-00000", [name_of("a", 0)], True), ("a-00001", [], False)]]
-    tasks, outcomes = decide([part(0)], there=There("", {name_of("a", 1): 11}))
+    tasks, outcomes = decide([part(0)], there=TargetFolder("", {name_of("a", 1): 11}))
     assert outcomes == ["a: committed: every rank's data was there"]
 
 
@@ -80,7 +80,7 @@ def test_what_is_missing_is_named_and_the_rest_kept() -> None:
 def test_a_part_that_is_not_whole_is_missing() -> None:
     _, (outcome,) = decide([part(0), part(1, here={})])
     assert outcome.startswith("a: kept: 1 of 2")
-    _, (outcome,) = decide([part(0), part(1, here={})], there=There("", {name_of("a", 1): 7}))
+    _, (outcome,) = decide([part(0), part(1, here={})], there=TargetFolder("", {name_of("a", 1): 7}))
     assert outcome.startswith("a: kept: 1 of 2")
 
 
@@ -93,7 +93,7 @@ def test_without_the_manifest_it_depends_on_whether_rank_0_is_seen() -> None:
     assert outcome.startswith("a: kept: the local stage of rank 0 of 2")
 
 
-def may_arrive(*parts: StagedPart, there: There) -> bool:
+def may_arrive(*parts: StagedPart, there: TargetFolder) -> bool:
     (verdict,) = plan_recovery([parts], {"step_00000001": there}).verdicts
     assert verdict.outcome == "removed"
     assert ("left to `bcp gc`" in verdict.what) == verdict.may_arrive
@@ -103,16 +103,16 @@ def may_arrive(*parts: StagedPart, there: There) -> bool:
 def test_the_data_of_a_save_stays_that_may_have_sent_its_manifest() -> None:
     """Which it does when all data is at the path; by then another has committed there."""
     sizes = {name_of("a", 0): 10, name_of("a", 1): 11}
-    assert may_arrive(part(0), part(1), there=There("b", sizes))
-    assert not may_arrive(part(0), part(1), there=There("b", {name_of("a", 0): 10}))
-    assert not may_arrive(part(0), part(1), there=There("b", {**sizes, name_of("a", 1): 5}))
+    assert may_arrive(part(0), part(1), there=TargetFolder("b", sizes))
+    assert not may_arrive(part(0), part(1), there=TargetFolder("b", {name_of("a", 0): 10}))
+    assert not may_arrive(part(0), part(1), there=TargetFolder("b", {**sizes, name_of("a", 1): 5}))
 
 
 def test_a_save_whose_manifest_had_no_room_in_the_stage_may_have_sent_it() -> None:
-    there = There("", {name_of("a", 1): 11})
+    there = TargetFolder("", {name_of("a", 1): 11})
     assert may_arrive(part(0, needed=None), part(1), there=there)
     assert not may_arrive(part(0, needed=None), part(1, is_complete=False), there=there)
-    assert not may_arrive(part(0, needed=None), part(1), there=There("", {name_of("b", 1): 11}))
+    assert not may_arrive(part(0, needed=None), part(1), there=TargetFolder("", {name_of("b", 1): 11}))
 
 
 @pytest.mark.parametrize("alive", [0, 1])
@@ -123,7 +123,7 @@ def test_what_lives_is_left_alone(alive: int) -> None:
 
 
 def test_what_was_committed_is_removed_whatever_is_missing() -> None:
-    tasks, outcomes = decide([part(1)], there=There("a", {}))
+    tasks, outcomes = decide([part(1)], there=TargetFolder("a", {}))
     assert tasks == [[("a-00001", [], False)]]
     assert outcomes == ["a: removed: it had been committed"]
 
@@ -141,7 +141,7 @@ def test_what_was_committed_is_removed_whatever_is_missing() -> None:
 )
 def test_only_what_was_to_be_replaced_is(overwrite: bool, replaces: list[str], there: str | None, outcome: str) -> None:
     parts = [part(rank, overwrite=overwrite, replaces=replaces) for rank in range(2)]
-    _, (found,) = decide(parts, there=There(there, {}))
+    _, (found,) = decide(parts, there=TargetFolder(there, {}))
     assert found.split(": ")[1] == outcome
 
 

@@ -19,52 +19,52 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.planner import save_plan, shard_owners
 from bytecheckpoint.planner.deduplicate import MIN_SPLIT_BYTES
 from bytecheckpoint.planner.file_layout import EXTENT_BYTES, LARGE_CHUNK_BYTES, PlacedChunk, cut_extents, lay_out_files
-from bytecheckpoint.planner.grid_shards import Splits, find_splits
+from bytecheckpoint.planner.grid_shards import GridShards, find_grid_shards
 from bytecheckpoint.planner.save_plan import PlannedTensor, SavePlan, plan_save
-from bytecheckpoint.planner.shard_owners import collect_offered
-from bytecheckpoint.planner.write_items import Offer, Write, pack_offers, unpack_offers
+from bytecheckpoint.planner.shard_owners import collect_items
+from bytecheckpoint.planner.write_items import ItemRegion, WriteItem, pack_items, unpack_items
 from bytecheckpoint.region import Region, find_tiling_fault, grid_regions, intersect, split_flat_range, whole
 
 MiB = 1 << 20
 
 
-def offer(
+def item(
     fqn: str, shape: Sequence[int], region: Region | None = None, *, dtype: str = "float32", digest: int | None = None
-) -> Offer:
+) -> WriteItem:
     region = region or whole(tuple(shape))
-    return Offer(fqn, dtype, tuple(shape), region.offsets, region.lengths, digest)
+    return WriteItem(fqn, dtype, tuple(shape), region.offsets, region.lengths, digest)
 
 
 class Planned(NamedTuple):
     """A plan, and what each rank writes by it."""
 
     plan: SavePlan
-    writes: list[list[Write]]
+    writes: list[list[ItemRegion]]
 
     @property
     def aliases(self) -> Mapping[str, str]:
         return self.plan.aliases
 
 
-def plan(offers: Sequence[Sequence[Offer]], aliases: Sequence[dict[str, str]] | None = None) -> Planned:
-    """Of offers that travel as they do between ranks. What ranks write is what the plan says of the tensors."""
-    found = plan_save(list(map(pack_offers, offers)), aliases or [{}] * len(offers), names=range(len(offers)))
+def plan(items: Sequence[Sequence[WriteItem]], aliases: Sequence[dict[str, str]] | None = None) -> Planned:
+    """Of items that travel as they do between ranks. What ranks write is what the plan says of the tensors."""
+    found = plan_save(list(map(pack_items, items)), aliases or [{}] * len(items), global_ranks=range(len(items)))
     writes = [
-        [*(Write(index, of_rank[index].region) for index in np.flatnonzero(kept).tolist()), *parts]
-        for of_rank, kept, parts in zip(offers, found.kept, found.parts, strict=True)
+        [*(ItemRegion(index, of_rank[index].region) for index in np.flatnonzero(kept).tolist()), *parts]
+        for of_rank, kept, parts in zip(items, found.whole_items, found.item_parts, strict=True)
     ]
-    slots = [[*map(Write, range(len(of_rank)), [each.region for each in of_rank])] for of_rank in offers]
+    slots = [[*map(ItemRegion, range(len(of_rank)), [each.region for each in of_rank])] for of_rank in items]
     written = [
-        (rank, (slots[rank] + list(found.parts[rank]))[slot], tensor.fqn, region)
+        (rank, (slots[rank] + list(found.item_parts[rank]))[slot], tensor.fqn, region)
         for tensor in found.tensors
         for rank, slot, region in zip(tensor.ranks, tensor.slots, regions_of(tensor), strict=True)
     ]
     assert sorted((rank, write) for rank, write, _, _ in written) == sorted(
         (rank, write) for rank, of_rank in enumerate(writes) for write in of_rank
     )
-    assert all(write.region == region and offers[rank][write.offer].fqn == fqn for rank, write, fqn, region in written)
+    assert all(write.region == region and items[rank][write.item].fqn == fqn for rank, write, fqn, region in written)
     planned = Planned(found, writes)
-    assert found.num_bytes == bytes_by_rank(planned, offers)
+    assert found.num_bytes == bytes_by_rank(planned, items)
     return planned
 
 
@@ -81,20 +81,20 @@ def regions_of(tensor: PlannedTensor) -> list[Region]:
     return regions
 
 
-def bytes_by_rank(found: Planned, offers: Sequence[Sequence[Offer]]) -> list[int]:
+def bytes_by_rank(found: Planned, items: Sequence[Sequence[WriteItem]]) -> list[int]:
     return [
-        sum(write.region.numel * itemsize(of_rank[write.offer].dtype) for write in writes)
-        for writes, of_rank in zip(found.writes, offers, strict=True)
+        sum(write.region.numel * itemsize(of_rank[write.item].dtype) for write in writes)
+        for writes, of_rank in zip(found.writes, items, strict=True)
     ]
 
 
-def check_whole(found: Planned, offers: Sequence[Sequence[Offer]]) -> None:
+def check_whole(found: Planned, items: Sequence[Sequence[WriteItem]]) -> None:
     """Every tensor is tiled by what is written, and a rank writes only what it offered."""
     written: dict[str, list[Region]] = {}
-    shapes = {each.fqn: each.shape for of_rank in offers for each in of_rank}
-    for writes, of_rank in zip(found.writes, offers, strict=True):
+    shapes = {each.fqn: each.shape for of_rank in items for each in of_rank}
+    for writes, of_rank in zip(found.writes, items, strict=True):
         for write in writes:
-            own = of_rank[write.offer]
+            own = of_rank[write.item]
             written.setdefault(own.fqn, []).append(write.region)
             assert not write.region.numel or intersect(write.region, own.region) == write.region
     assert written.keys() == shapes.keys() - found.aliases.keys()
@@ -109,10 +109,10 @@ dtypes = st.sampled_from(["float32", "bfloat16", "int8", "complex128"])
 @given(st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=12), st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
 def test_replicas_are_written_once_and_evenly(tensors: list[tuple[tuple[int, ...], str]], num_ranks: int) -> None:
-    offers = [[offer(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]] * num_ranks
-    found = plan(offers)
-    check_whole(found, offers)
-    loads = bytes_by_rank(found, offers)
+    items = [[item(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]] * num_ranks
+    found = plan(items)
+    check_whole(found, items)
+    loads = bytes_by_rank(found, items)
     row_bytes = max((np.prod(shape[1:]) * itemsize(dtype) for shape, dtype in tensors if len(shape)), default=0)
     assert max(loads) - sum(loads) / num_ranks <= 2 * MIN_SPLIT_BYTES + row_bytes
 
@@ -124,37 +124,37 @@ def gpt_shapes() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8, 16, 64])
 def test_data_parallel_ranks_each_write_an_equal_part(num_ranks: int) -> None:
-    offers = [[offer(f"t{index:03d}", shape) for index, shape in enumerate(gpt_shapes())]] * num_ranks
-    found = plan(offers)
-    loads = bytes_by_rank(found, offers)
+    items = [[item(f"t{index:03d}", shape) for index, shape in enumerate(gpt_shapes())]] * num_ranks
+    found = plan(items)
+    loads = bytes_by_rank(found, items)
     assert max(loads) <= 1.02 * sum(loads) / num_ranks
-    check_whole(found, offers)
+    check_whole(found, items)
 
 
 def test_one_large_tensor_is_split_by_rows_over_its_holders() -> None:
-    offers = [[offer("t", (4096, 4096))]] * 4
-    found = plan(offers)
+    items = [[item("t", (4096, 4096))]] * 4
+    found = plan(items)
     assert [write.region for writes in found.writes for write in writes] == [
         Region((1024 * rank, 0), (1024, 4096)) for rank in range(4)
     ]
 
 
 def test_replicas_even_out_what_only_one_rank_holds() -> None:
-    own = [[offer("own", (4 * MiB,))], [], []]
-    replicas = [offer(f"r{index}", (MiB,)) for index in range(8)]
-    offers = [[*of_rank, *replicas] for of_rank in own]
-    assert bytes_by_rank(plan(offers), offers) == [16 * MiB] * 3
+    own = [[item("own", (4 * MiB,))], [], []]
+    replicas = [item(f"r{index}", (MiB,)) for index in range(8)]
+    items = [[*of_rank, *replicas] for of_rank in own]
+    assert bytes_by_rank(plan(items), items) == [16 * MiB] * 3
 
 
 def test_shards_of_a_hybrid_mesh_are_written_by_one_replica_each() -> None:
     """HSDP 2 x 2: two shards, each on two ranks."""
-    offers = [
-        [offer(f"t{index}", (512, 256), Region((256 * (rank % 2), 0), (256, 256))) for index in range(40)]
+    items = [
+        [item(f"t{index}", (512, 256), Region((256 * (rank % 2), 0), (256, 256))) for index in range(40)]
         for rank in range(4)
     ]
-    found = plan(offers)
-    check_whole(found, offers)
-    assert bytes_by_rank(found, offers) == [40 * 512 * 256 * 4 // 4] * 4
+    found = plan(items)
+    check_whole(found, items)
+    assert bytes_by_rank(found, items) == [40 * 512 * 256 * 4 // 4] * 4
 
 
 @given(st.integers(0, 7), st.integers(1, 6))
@@ -162,51 +162,51 @@ def test_uneven_shards_with_empty_ones(length: int, num_ranks: int) -> None:
     part = -(-length // num_ranks)
     starts = [min(rank * part, length) for rank in range(num_ranks)]
     lengths = [min(part, length - start) for start in starts]
-    offers = [
-        [offer("t", (length, 3), Region((start, 0), (count, 3)))] for start, count in zip(starts, lengths, strict=True)
+    items = [
+        [item("t", (length, 3), Region((start, 0), (count, 3)))] for start, count in zip(starts, lengths, strict=True)
     ]
-    check_whole(plan(offers), offers)
+    check_whole(plan(items), items)
 
 
 def test_scalars_and_empty_tensors_are_written_once() -> None:
-    offers = [[offer("scalar", ()), offer("empty", (0, 5)), offer("empty too", (5, 0))]] * 3
-    found = plan(offers)
-    check_whole(found, offers)
+    items = [[item("scalar", ()), item("empty", (0, 5)), item("empty too", (5, 0))]] * 3
+    found = plan(items)
+    check_whole(found, items)
     assert sum(map(len, found.writes)) == 3
 
 
 def test_the_plan_is_the_same_each_time_and_whatever_the_order_of_offers() -> None:
-    offers = [[offer(f"t{index}", (500 + index, 700)) for index in range(20)]] * 3
-    turned = [list(reversed(of_rank)) for of_rank in offers]
+    items = [[item(f"t{index}", (500 + index, 700)) for index in range(20)]] * 3
+    turned = [list(reversed(of_rank)) for of_rank in items]
     by_name = [
         [
-            sorted((of_rank[write.offer].fqn, write.region) for write in writes)
+            sorted((of_rank[write.item].fqn, write.region) for write in writes)
             for writes, of_rank in zip(plan(these).writes, these, strict=True)
         ]
-        for these in (offers, offers, turned)
+        for these in (items, items, turned)
     ]
     assert by_name[0] == by_name[1] == by_name[2]
 
 
 def test_differing_small_replicas_are_told_and_the_lowest_rank_writes() -> None:
-    offers = [[offer("x", (4,), digest=rank), offer("same", (4,), digest=7)] for rank in (5, 1, 1)]
-    found = plan(offers)
+    items = [[item("x", (4,), digest=rank), item("same", (4,), digest=7)] for rank in (5, 1, 1)]
+    found = plan(items)
     assert list(found.plan.differing_replicas) == ["x"]
-    assert Write(0, whole((4,))) in found.writes[0]
+    assert ItemRegion(0, whole((4,))) in found.writes[0]
 
 
 def test_aliases_are_not_written_but_where_a_rank_holds_the_tensor_alone() -> None:
-    tied = [[offer("a", (4,))]] * 2
+    tied = [[item("a", (4,))]] * 2
     found = plan(tied, [{"b": "a"}] * 2)
     assert found.aliases == {"b": "a"}
-    stages = [[offer("a", (4,))], [offer("b", (4,))]]
+    stages = [[item("a", (4,))], [item("b", (4,))]]
     found = plan(stages, [{"b": "a"}, {}])
     assert found.aliases == {}
     check_whole(found, stages)
 
 
 @pytest.mark.parametrize(
-    ("offers", "aliases", "text"),
+    ("items", "aliases", "text"),
     [
         pytest.param(
             [["a", "c"], ["a", "c"]],
@@ -229,10 +229,10 @@ def test_aliases_are_not_written_but_where_a_rank_holds_the_tensor_alone() -> No
     ],
 )
 def test_ranks_that_tie_a_name_to_what_cannot_be_the_same_are_refused(
-    offers: list[list[str]], aliases: list[dict[str, str]], text: str
+    items: list[list[str]], aliases: list[dict[str, str]], text: str
 ) -> None:
     with pytest.raises(CheckpointMismatchError, match="ranks disagree about 1 tensors; nothing was written") as error:
-        plan([[offer(fqn, (9,) if fqn == "wide" else (4,)) for fqn in of_rank] for of_rank in offers], aliases)
+        plan([[item(fqn, (9,) if fqn == "wide" else (4,)) for fqn in of_rank] for of_rank in items], aliases)
     assert text in str(error.value)
     assert error.value.kind == "conflict"
     assert error.value.ranks is not None
@@ -240,7 +240,7 @@ def test_ranks_that_tie_a_name_to_what_cannot_be_the_same_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("offers", "aliases", "expected"),
+    ("items", "aliases", "expected"),
     [
         pytest.param([["a"], ["b"]], [{"b": "a", "c": "a"}, {"c": "b"}], {"c": "b"}, id="the second of three names"),
         pytest.param([["a"], ["b"]], [{"b": "a"}, {"a": "b"}], {}, id="each the other's first"),
@@ -249,44 +249,42 @@ def test_ranks_that_tie_a_name_to_what_cannot_be_the_same_are_refused(
     ],
 )
 def test_ranks_may_hold_different_names_of_one_tied_tensor(
-    offers: list[list[str]], aliases: list[dict[str, str]], expected: dict[str, str]
+    items: list[list[str]], aliases: list[dict[str, str]], expected: dict[str, str]
 ) -> None:
-    assert plan([[offer(fqn, (4,)) for fqn in of_rank] for of_rank in offers], aliases).aliases == expected
+    assert plan([[item(fqn, (4,)) for fqn in of_rank] for of_rank in items], aliases).aliases == expected
 
 
-def refused(offers: Sequence[Sequence[Offer]], kind: str) -> str:
+def refused(items: Sequence[Sequence[WriteItem]], kind: str) -> str:
     with pytest.raises(CheckpointMismatchError) as error:
-        plan(offers)
+        plan(items)
     assert error.value.kind == kind
     return str(error.value)
 
 
 def test_ranks_that_disagree_about_a_tensor() -> None:
-    text = refused(
-        [[offer("s", (4,)), offer("d", (4,))], [offer("s", (5,)), offer("d", (4,), dtype="int8")]], "conflict"
-    )
+    text = refused([[item("s", (4,)), item("d", (4,))], [item("s", (5,)), item("d", (4,), dtype="int8")]], "conflict")
     assert "s: float32[4] on rank 0, float32[5] on rank 1" in text
     assert "d: float32[4] on rank 0, int8[4] on rank 1" in text
 
 
 def test_shards_that_overlap() -> None:
-    parts = [[offer("t", (4, 4), Region((0, 0), (3, 4)))], [offer("t", (4, 4), Region((2, 0), (2, 4)))]]
+    parts = [[item("t", (4, 4), Region((0, 0), (3, 4)))], [item("t", (4, 4), Region((2, 0), (2, 4)))]]
     assert "[2:3, 0:4]" in refused(parts, "conflict")
 
 
 def test_a_part_that_no_rank_holds() -> None:
-    parts = [[offer("t", (4, 4), Region((0, 0), (1, 4)))], [offer("t", (4, 4), Region((3, 0), (1, 4)))]]
+    parts = [[item("t", (4, 4), Region((0, 0), (1, 4)))], [item("t", (4, 4), Region((3, 0), (1, 4)))]]
     assert "no rank holds [1:3, 0:4]" in refused(parts, "coverage")
 
 
 def test_the_first_ten_are_listed() -> None:
-    text = refused([[offer(f"t{index:02d}", (4,), Region((0,), (2,))) for index in range(15)]], "coverage")
+    text = refused([[item(f"t{index:02d}", (4,), Region((0,), (2,))) for index in range(15)]], "coverage")
     assert "t09" in text
     assert "t10" not in text
     assert "and 5 more" in text
 
 
-def adamw_offers(num_ranks: int, *, num_tensors: int, own_bytes: int, num_replicas: int = 1) -> list[list[Offer]]:
+def adamw_items(num_ranks: int, *, num_tensors: int, own_bytes: int, num_replicas: int = 1) -> list[list[WriteItem]]:
     """Shards of so many bytes, in HSDP where there are replicas of them, with a step and a norm for each tensor."""
     num_parts, rows = num_ranks // num_replicas, own_bytes // 4
     return [
@@ -294,20 +292,20 @@ def adamw_offers(num_ranks: int, *, num_tensors: int, own_bytes: int, num_replic
             each
             for index in range(num_tensors)
             for each in (
-                offer(f"w{index:03d}", (num_parts * rows,), Region((rank % num_parts * rows,), (rows,))),
-                offer(f"s{index:03d}", ()),
-                offer(f"n{index:03d}", (64,), dtype="bfloat16"),
+                item(f"w{index:03d}", (num_parts * rows,), Region((rank % num_parts * rows,), (rows,))),
+                item(f"s{index:03d}", ()),
+                item(f"n{index:03d}", (64,), dtype="bfloat16"),
             )
         ]
         for rank in range(num_ranks)
     ]
 
 
-def files_of(found: Planned, offers: Sequence[Sequence[Offer]]) -> list[list[tuple[PlacedChunk, ...]]]:
+def files_of(found: Planned, items: Sequence[Sequence[WriteItem]]) -> list[list[tuple[PlacedChunk, ...]]]:
     """Of each rank."""
     return [
-        lay_out_files(of_rank, writes, together=groups, max_file_bytes=1 << 40)
-        for of_rank, writes, groups in zip(offers, found.writes, found.plan.together, strict=True)
+        lay_out_files(of_rank, writes, groups=groups, max_file_bytes=1 << 40)
+        for of_rank, writes, groups in zip(items, found.writes, found.plan.groups, strict=True)
     ]
 
 
@@ -329,11 +327,11 @@ def bytes_read(file: Sequence[PlacedChunk], wanted: set[tuple[str, Region]]) -> 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])
 @pytest.mark.parametrize("own_bytes", [1700, 100 << 10, 600 << 10])
 def test_a_load_of_small_replicas_reads_nothing_else_and_opens_one_file_more(own_bytes: int, num_replicas: int) -> None:
-    offers = adamw_offers(16, num_tensors=30, own_bytes=own_bytes, num_replicas=num_replicas)
-    found = plan(offers)
-    check_whole(found, offers)
-    files = files_of(found, offers)
-    for of_rank in offers:
+    items = adamw_items(16, num_tensors=30, own_bytes=own_bytes, num_replicas=num_replicas)
+    found = plan(items)
+    check_whole(found, items)
+    files = files_of(found, items)
+    for of_rank in items:
         wanted = {(each.fqn, each.region) for each in of_rank}
         read = [bytes_read(file, wanted) for of_writer in files for file in of_writer]
         wanted_bytes = sum(each.region.numel * itemsize(each.dtype) for each in of_rank)
@@ -344,30 +342,30 @@ def test_a_load_of_small_replicas_reads_nothing_else_and_opens_one_file_more(own
 
 
 def test_more_small_replicas_than_one_rank_should_write_are_spread_in_long_runs() -> None:
-    offers = [[offer(f"t{index:03d}", (25 << 10,)) for index in range(400)]] * 4
-    found = plan(offers)
-    loads = bytes_by_rank(found, offers)
+    items = [[item(f"t{index:03d}", (25 << 10,)) for index in range(400)]] * 4
+    found = plan(items)
+    loads = bytes_by_rank(found, items)
     assert max(loads) - min(loads) <= 4 * (100 << 10)
-    by_name = [sorted(offers[0][write.offer].fqn for write in writes) for writes in found.writes]
+    by_name = [sorted(items[0][write.item].fqn for write in writes) for writes in found.writes]
     assert [names[-1] < following[0] for names, following in pairwise(by_name)] == [True] * 3
 
 
 def test_a_rank_with_more_than_its_share_still_takes_a_run_of_small_replicas() -> None:
-    replicas = [offer(f"r{index}", (1000,)) for index in range(50)]
-    offers = [[offer("own", (MiB,)), *replicas], replicas, replicas]
-    found = plan(offers)
+    replicas = [item(f"r{index}", (1000,)) for index in range(50)]
+    items = [[item("own", (MiB,)), *replicas], replicas, replicas]
+    found = plan(items)
     assert [len(writes) for writes in found.writes] == [51, 0, 0]
-    assert [len(group) for group in found.plan.together[0]] == [50]
+    assert [len(group) for group in found.plan.groups[0]] == [50]
 
 
 def test_small_tensors_that_differ_between_ranks_lie_beside_small_replicas() -> None:
-    offers = [
-        [offer("own", (4, 8), Region((rank, 0), (1, 8))), offer("same", (4,), digest=7), offer("x", (), digest=rank)]
+    items = [
+        [item("own", (4, 8), Region((rank, 0), (1, 8))), item("same", (4,), digest=7), item("x", (), digest=rank)]
         for rank in range(4)
     ]
-    found = plan(offers)
+    found = plan(items)
     assert list(found.plan.differing_replicas) == ["x"]
-    assert [sorted(offers[0][index].fqn for index in group) for group in found.plan.together[0]] == [["same", "x"]]
+    assert [sorted(items[0][index].fqn for index in group) for group in found.plan.groups[0]] == [["same", "x"]]
 
 
 @given(st.lists(st.tuples(shapes, dtypes), max_size=12), st.integers(MiB, 8 * MiB))
@@ -375,10 +373,10 @@ def test_small_tensors_that_differ_between_ranks_lie_beside_small_replicas() -> 
 def test_files_hold_all_chunks_without_gaps_each_aligned(
     tensors: list[tuple[tuple[int, ...], str]], max_file_bytes: int
 ) -> None:
-    offers = [offer(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]
-    writes = [Write(index, each.region) for index, each in enumerate(offers)]
-    files = lay_out_files(offers, reversed(writes), together=(), max_file_bytes=max_file_bytes)
-    assert sorted(chunk.offer for file in files for chunk in file) == list(range(len(offers)))
+    items = [item(f"t{index}", shape, dtype=dtype) for index, (shape, dtype) in enumerate(tensors)]
+    writes = [ItemRegion(index, each.region) for index, each in enumerate(items)]
+    files = lay_out_files(items, reversed(writes), groups=(), max_file_bytes=max_file_bytes)
+    assert sorted(chunk.item for file in files for chunk in file) == list(range(len(items)))
     order = [(-itemsize(chunk.dtype), chunk.fqn, chunk.region) for file in files for chunk in file]
     assert order == sorted(order)
     for file in files:
@@ -451,26 +449,26 @@ def test_the_files_of_many_ranks_have_few_extents_and_none_across_the_middle_of_
 
 def test_two_tensors_of_one_name_on_one_rank_are_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="rank 0 has two tensors of this name") as error:
-        plan([[offer("w", (4,)), offer("w", (4,))], []])
+        plan([[item("w", (4,)), item("w", (4,))], []])
     assert error.value.kind == "conflict"
     assert error.value.ranks == (0,)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> list[list[Offer]]:
+def layouts(draw: st.DrawFn) -> list[list[WriteItem]]:
     """A few tensors on up to 12 ranks: cut along two dimensions, or as runs of the flat tensor, by groups of replicas,
     now and then with something wrong.
     """
     num_ranks, num_replicas = draw(st.integers(1, 6)), draw(st.integers(1, 2))
-    offers: list[list[Offer]] = [[] for _ in range(num_ranks * num_replicas)]
+    items: list[list[WriteItem]] = [[] for _ in range(num_ranks * num_replicas)]
     for index in range(draw(st.integers(1, 3))):
         shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
         regions = draw(st.sampled_from([by_rows, by_runs, by_both]))(shape, num_ranks)
         if draw(st.integers(0, 9)) == 0:
             regions[-1:] = [draw(st.sampled_from([[], [whole(shape)], regions[0]]))]
-        for rank, of_rank in enumerate(offers):
-            of_rank += [offer(f"t{index}", shape, region) for region in regions[rank % num_ranks]]
-    return offers
+        for rank, of_rank in enumerate(items):
+            of_rank += [item(f"t{index}", shape, region) for region in regions[rank % num_ranks]]
+    return items
 
 
 def by_rows(shape: tuple[int, ...], num_ranks: int) -> list[list[Region]]:
@@ -500,25 +498,25 @@ def by_both(shape: tuple[int, ...], num_ranks: int) -> list[list[Region]]:
 
 @given(layouts())
 @settings(max_examples=100, deadline=None)
-def test_at_once_or_region_by_region_the_plan_is_the_same(offers: list[list[Offer]]) -> None:
+def test_at_once_or_region_by_region_the_plan_is_the_same(items: list[list[WriteItem]]) -> None:
     outcomes = []
     for least, takes_splits in ((1, False), (1000, False), (1000, True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shard_owners, "MIN_ARRAY_OFFERS", least)
+            patch.setattr(shard_owners, "MIN_ARRAY_ITEMS", least)
             if not takes_splits:
-                patch.setattr(save_plan, "find_splits", no_splits)
+                patch.setattr(save_plan, "find_grid_shards", no_splits)
             try:
-                found = plan(offers)
+                found = plan(items)
             except CheckpointMismatchError as error:
                 outcomes.append((error.kind, str(error), error.ranks))
             else:
-                check_whole(found, offers)
+                check_whole(found, items)
                 tensors = {tensor.fqn: (tensor.part, regions_of(tensor)) for tensor in found.plan.tensors}
                 outcomes.append((tensors, [sorted(of_rank) for of_rank in found.writes], found.plan.aliases))
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
-def no_splits(_: object) -> Iterator[Splits]:
+def no_splits(_: object) -> Iterator[GridShards]:
     return iter(())
 
 
@@ -536,8 +534,8 @@ def test_every_grid_and_its_replicas_are_seen_at_once_whichever_rank_holds_which
     nothing = [Region(shape, (0,) * len(shape))] * (2 if shape else 0)
     regions += nothing
     rng.shuffle(regions)
-    offers = [[offer("t", shape, region), offer("u", shape, region)] for region in regions]
-    (splits,) = find_splits(collect_offered(unpack_offers(list(map(pack_offers, offers))), {}, range(len(offers))))
+    items = [[item("t", shape, region), item("u", shape, region)] for region in regions]
+    (splits,) = find_grid_shards(collect_items(unpack_items(list(map(pack_items, items))), {}, range(len(items))))
     assert splits.fqns == ["t", "u"]
     assert splits.num_replicas.tolist() == [num_replicas] * 2
     assert splits.num_parts.tolist() == [len(grid_regions(shape, part))] * 2
@@ -554,30 +552,30 @@ def test_what_only_looks_like_a_grid_is_none() -> None:
         Region((0, 0), (3, 2)),
     ]
     for region in wrong:
-        packed = [pack_offers([offer("t", (2, 2)), offer("u", (2, 2), region)])]
-        (splits,) = find_splits(collect_offered(unpack_offers(packed), {}, [0]))
+        packed = [pack_items([item("t", (2, 2)), item("u", (2, 2), region)])]
+        (splits,) = find_grid_shards(collect_items(unpack_items(packed), {}, [0]))
         assert splits.fqns == ["t"], region
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_many_ranks_are_planned_as_grids(num_replicas: int) -> None:
     regions = by_rows((1000, 3), 64) * num_replicas
-    offers = [[offer("t", (1000, 3), region), offer("s", (), digest=5)] for (region,) in regions]
-    found = plan(offers)
-    check_whole(found, offers)
+    items = [[item("t", (1000, 3), region), item("s", (), digest=5)] for (region,) in regions]
+    found = plan(items)
+    check_whole(found, items)
     parts = {tensor.fqn: tensor.part for tensor in found.plan.tensors}
     assert parts == {"t": (16, 3), "s": ()}
     assert found.plan.compared == {tuple(range(64 * num_replicas)): [[1]] * 64 * num_replicas}
 
 
 def test_one_of_many_replicas_that_differs_is_told() -> None:
-    found = plan([[offer("x", (4,), digest=7 + (rank == 31))] for rank in range(64)])
+    found = plan([[item("x", (4,), digest=7 + (rank == 31))] for rank in range(64)])
     assert found.plan.differing_replicas == ["x"]
     assert found.plan.compared == {}
     assert [len(of_rank) for of_rank in found.writes] == [1, *[0] * 63]
 
 
 def test_ranks_that_hold_the_same_tensors_send_the_same_description() -> None:
-    packed = [pack_offers([offer("t", (64, 3), region)]) for (region,) in by_rows((64, 3), 64)]
+    packed = [pack_items([item("t", (64, 3), region)]) for (region,) in by_rows((64, 3), 64)]
     assert len({of_rank.described for of_rank in packed}) == 1
     assert len({of_rank.coordinates for of_rank in packed}) == 64

@@ -298,7 +298,7 @@ def test_a_hit_describes_no_tensor_to_others(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise AssertionError("an offer")
 
-    monkeypatch.setattr("bytecheckpoint.saving.global_plan.Offer", refuse)
+    monkeypatch.setattr("bytecheckpoint.saving.global_plan.WriteItem", refuse)
     bcp.save(tmp_path, state, step=1)
     with pytest.raises(bcp.CheckpointError, match="an offer"):
         bcp.save(tmp_path, state | {"c": torch.ones(1)}, step=2)
@@ -318,7 +318,7 @@ def test_states_that_take_turns_are_saved_right_whether_their_plans_are_kept_or_
 def test_the_plan_that_was_used_longest_ago_goes_first() -> None:
     cache = PlanCache()
     plans = [
-        RankPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], in_stages=[], num_offers=0, parts=[])
+        RankPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], in_stages=[], num_items=0, parts=[])
         for n in range(MAX_PLANS + 1)
     ]
     for number, plan in enumerate(plans[:MAX_PLANS]):

@@ -14,7 +14,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, SelectionRequest
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, with_separate_experts
-from bytecheckpoint.name_maps.load import Beside
+from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.name_maps.rewrite_manifest import relink
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.copy_plan import same_tensor
@@ -46,7 +46,7 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
     left_out = list(selection.left_out)
     if to == "hf":  # which has tensors only
         left_out += [LeftOut(fqn, 0, 0, "plain data") for fqn in (*manifest.objects, *manifest.rank_objects)]
-        experts = names_for_experts(request, source, Beside(beside.store, beside.folder))
+        experts = names_for_experts(request, source, CheckpointFolder(beside.store, beside.folder))
         manifest = replace(_with_separate_experts(manifest, experts), objects={}, rank_objects={})
     return ExportView(opened._replace(manifest=manifest), left_out)
 
