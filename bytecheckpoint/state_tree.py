@@ -12,13 +12,13 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.key_map import listed_globs
 from bytecheckpoint.checkpoint import read_whole
 from bytecheckpoint.loading.mismatches import refuse_unused
-from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, reading_again, wanted_step
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, retry_replaced, wanted_step
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.select import SelectionRequest, select
 from bytecheckpoint.options import LoadOptions
 
 
-@reading_again
+@retry_replaced
 def load_tree(
     path: str | os.PathLike[str],
     step: int | Literal["latest"] | None = "latest",

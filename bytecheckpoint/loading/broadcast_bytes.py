@@ -16,8 +16,8 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import Arrivals
 from bytecheckpoint.loading.scatter import Targets
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams
-from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_plan import Extents, Run
 
 
@@ -76,7 +76,7 @@ class CommonBytes:
         ]
         reads = [
             read._replace(place=partial(keep, number), wanted_by=lambda *_: "what all ranks want")
-            for number, read in enumerate(source.reads(fetches, targets, ()))
+            for number, read in enumerate(source.with_targets(fetches, targets, ()))
         ]
         source.run(reads, lanes)
         return b"".join(parts)

@@ -43,13 +43,12 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import Arrivals
 from bytecheckpoint.loading.scatter import Targets
 from bytecheckpoint.manifest.frames import FRAME_BYTES
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_plan import Extents
 from bytecheckpoint.planner.exchange_split import Arrival, Unit, Work, can_share, divide_work, wanted_runs
 from bytecheckpoint.runtime.buffers import ByteBudget
-from bytecheckpoint.storage.range_reader import Read
 
 _GRACE_S = 1.0
 """How long a rank that lost another one waits for news of what happened, and for its own farewell to be sent."""
@@ -168,7 +167,7 @@ class _Exchange:
         by_reader: dict[int, list[Arrival]] = {reader: [] for reader in assigned.addresses}
         for arrival in work.received:
             by_reader[arrival.reader].append(arrival)
-        alone = self._source.reads(work.alone, self._targets, self._stored_fqns)
+        alone = self._source.with_targets(work.alone, self._targets, self._stored_fqns)
         reads = [*map(self._passing_on, work.passed_on), *map(self._counted, alone)]
         num_others = len(by_reader) + len(assigned.share.takers)
         with ThreadPoolExecutor(num_others + 1, thread_name_prefix="bcp-exchange") as pool:
@@ -193,7 +192,7 @@ class _Exchange:
         for outbox in self._admit(listener, assigned.share.takers):
             yield pool.submit(self._send_all, outbox)
 
-    def _read_all(self, reads: Sequence[Read]) -> None:
+    def _read_all(self, reads: Sequence[Fetch]) -> None:
         """Reads, and has what others want sent."""
         self._source.run(reads, self._lanes)
         for outbox in self._outboxes:
@@ -225,7 +224,7 @@ class _Exchange:
             self._takers_of.setdefault(unit, {}).setdefault(pieces, []).append(outbox)
         return outbox
 
-    def _counted(self, read: Read) -> Read:
+    def _counted(self, read: Fetch) -> Fetch:
         """A read that others do not want, but that shows them that this rank gets on."""
 
         def place(content: memoryview) -> None:
@@ -235,9 +234,9 @@ class _Exchange:
 
         return read._replace(place=place)
 
-    def _passing_on(self, fetch: Fetch) -> Read:
+    def _passing_on(self, fetch: Fetch) -> Fetch:
         """The read of a unit, after which those who want parts of it get them."""
-        read = self._source.reads([fetch], self._targets, self._stored_fqns)[0]
+        read = self._source.with_targets([fetch], self._targets, self._stored_fqns)[0]
         unit = Unit(fetch.file, fetch.byte_offset, fetch.end)
 
         def pass_on(content: memoryview) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.wire import Header, check_digest
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.overwrite_state import Changes
-from bytecheckpoint.loading.read import frame_read
+from bytecheckpoint.loading.overwrite_state import StateChanges
+from bytecheckpoint.loading.read import frame_with_target
 from bytecheckpoint.loading.scatter import Targets, memory_of, place_all
+from bytecheckpoint.manifest.ranges import Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.byte_ranges import piece_of
-from bytecheckpoint.planner.coalesce import Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_split import Arrival, packed
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
@@ -35,7 +35,7 @@ class Arrivals:
         *,
         scratch_bytes: int,
         verify: bool,
-        changes: Changes,
+        changes: StateChanges,
     ) -> None:
         self._targets = targets
         self._stored_fqns = stored_fqns
@@ -99,7 +99,7 @@ class Arrivals:
         return memory_of(item, self._targets)
 
     def _place_frame(self, item: Frame, content: memoryview) -> None:
-        frame = frame_read(item, self._targets, self._changes)
+        frame = frame_with_target(item, self._targets, self._changes)
         raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
         decode_frame(frame.codec, content, frame.item_bytes, raw)
         frame.place(raw)

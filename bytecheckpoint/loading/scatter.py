@@ -14,11 +14,11 @@ import torch
 from bytecheckpoint.adapters.shards import LocalShard, flat_bytes, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest.ranges import BoxPart, FlatPart, Part
 from bytecheckpoint.memory.batched_copy import FEW_PIECES, scatter_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.host_to_device import CopyStream, CopyStreams
 from bytecheckpoint.memory.tensor_bytes import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
-from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.errors import and_more
-from bytecheckpoint.planner.coalesce import BoxPart, Fetch, Frame, Part
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, Frame, Part
 
 
 class ByteRange(NamedTuple):

@@ -6,85 +6,16 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
-from bytecheckpoint.manifest import Chunk, DataFile
-from bytecheckpoint.region import Region
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Fetch, FlatPart, Frame, Part
 
 MIN_DIRECT_BYTES = 1 << 20
 """What is smaller goes through scratch memory, where it shares a read with its neighbours."""
 MAX_DIRECT_BYTES = 16 << 20
 """Of a read into a target: short enough for several threads to share a large tensor."""
-
-
-class FlatPart(NamedTuple):
-    """Bytes of a file that are, in this order, bytes of a target's memory."""
-
-    want: int
-    """Index into the wants of the load plan."""
-    byte_offset: int
-    """From the start of the file."""
-    byte_length: int
-    target_byte_offset: int
-    """From the start of the target's memory."""
-
-
-class BoxPart(NamedTuple):
-    """A region of a chunk whose elements do not follow one another in the file or in the target."""
-
-    want: int
-    byte_offset: int
-    byte_length: int
-    """From the region's first element to its last, gaps included."""
-    region: Region
-    chunk: Chunk
-
-
-Part = FlatPart | BoxPart
-
-
-class Frame(NamedTuple):
-    """A frame of a compressed chunk that is wanted, and what its raw bytes are for."""
-
-    byte_offset: int
-    """From the start of the file. A frame is one extent."""
-    byte_length: int
-    raw_bytes: int
-    """How long it is when decompressed."""
-    codec: str
-    item_bytes: int
-    parts: tuple[Part, ...]
-    """Their byte offsets count from the first raw byte of the frame."""
-
-    @property
-    def is_direct(self) -> bool:
-        """The raw bytes are exactly those of the one part, a FlatPart, and can be made in its target's memory."""
-        first = self.parts[0]
-        return len(self.parts) == 1 and isinstance(first, FlatPart) and first.byte_length == self.raw_bytes
-
-
-class Fetch(NamedTuple):
-    """One read of a file, and what its bytes are for."""
-
-    file: int
-    byte_offset: int
-    byte_length: int
-    parts: tuple[Part, ...]
-    is_direct: bool
-    """The bytes are exactly those of the one part, a FlatPart, and can be read into its target's memory."""
-    frames: tuple[Frame, ...] = ()
-    """What has to be decompressed; it is not in `parts`."""
-
-    @property
-    def end(self) -> int:
-        return self.byte_offset + self.byte_length
-
-    @property
-    def all_parts(self) -> tuple[Part, ...]:
-        """Those in frames as well, whose byte offsets count from elsewhere."""
-        return (*self.parts, *(part for frame in self.frames for part in frame.parts))
 
 
 class ExtentIndex:

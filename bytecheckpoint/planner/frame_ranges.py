@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.manifest.frames import FRAME_BYTES, frame_bytes
-from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Frame, Part
+from bytecheckpoint.manifest.ranges import BoxPart, FlatPart, Frame, Part
 from bytecheckpoint.region import Region, flat_span, intersect, is_contiguous_in, split_flat_range
 
 

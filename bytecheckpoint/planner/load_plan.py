@@ -15,7 +15,8 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, SoleChunks
 from bytecheckpoint.manifest.frames import CODECS, unknown_codec
-from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
+from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
 from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
 from bytecheckpoint.planner.shard_owners import first_lines
 from bytecheckpoint.region import (

@@ -16,9 +16,9 @@ from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.sender import Activity, Outbox
 from bytecheckpoint.distributed.wire import FAREWELL, HEADER_BYTES, SIGN_OF_LIFE, Header, Parcel, decode_header
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.overwrite_state import Changes
+from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Arrivals
-from bytecheckpoint.planner.coalesce import FlatPart
+from bytecheckpoint.manifest.ranges import FlatPart
 from bytecheckpoint.planner.exchange_split import Arrival, Unit
 from bytecheckpoint.runtime.buffers import ByteBudget
 
@@ -276,7 +276,7 @@ class Sender:
 
 
 def test_a_parcel_of_another_length_than_was_asked_for_is_refused_before_it_is_taken() -> None:
-    arrivals = Arrivals([], ["w"], scratch_bytes=100, verify=False, changes=Changes())
+    arrivals = Arrivals([], ["w"], scratch_bytes=100, verify=False, changes=StateChanges())
     arrival = Arrival(1, Unit(0, 0, 100), (FlatPart(0, 0, 8, 0),))
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
         arrivals.take_in(Sender(), Header(0, 0, 9, 0), arrival)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.distributed.wire import pack, slices
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_plan import Extents, Share, share_out
 from bytecheckpoint.planner.exchange_split import Work, can_share, divide_work, packed, wanted_runs
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
