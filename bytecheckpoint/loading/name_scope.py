@@ -1,5 +1,5 @@
-"""Finds the names under which a state meets the tensors of a checkpoint, which has those of the state that was saved. But
-files of one model have no name for the model, nor has a checkpoint that was converted or saved without one.
+"""Finds the names under which a state meets the tensors of a checkpoint, which has those of the state that was saved. Files of
+one model have no name for the model, nor has a checkpoint that was converted or saved without one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class NameScope(NamedTuple):
     exclude: Sequence[str] | None
 
     def view(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
-        """Returns the checkpoint as these entries see it, with all of its names below `below`, but for those at and below
-        the names `beside`, which are below "".
+        """Returns the checkpoint as these entries see it, with all of its names below `below`, except those at and
+        below the names `beside`, which are below "".
         """
         forms = forms_of(entries)
         return CheckpointView(
