@@ -24,7 +24,7 @@ DEMO_FOLDER := demo-out
 # A tenth of the full size, for a few minutes; `make bench BENCH_ARGS=` runs all of it, for hours and with 20 GiB.
 BENCH_ARGS ?= --size 0.1 --rounds 3
 BENCH_LOAD_ARGS ?= --size 0.1
-BENCH_RANKS_ARGS ?= --ranks 8 32 --rounds 2 --share-out 1024
+BENCH_RANKS_ARGS ?= --ranks 8 32 --rounds 2 --assign 1024
 BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 BENCH_OBJECTS_ARGS ?= --size 0.25
 
@@ -59,19 +59,19 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py --out $(DEMO_FOLDER)
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/manifest.py
-	$(BIN)/python benchmarks/codec.py
-	$(BIN)/python benchmarks/plan_cache.py
-	$(BIN)/python benchmarks/planning.py
-	$(BIN)/python benchmarks/ranks.py $(BENCH_RANKS_ARGS)
-	$(BIN)/python benchmarks/save.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/run.py manifest
+	$(BIN)/python benchmarks/run.py codec
+	$(BIN)/python benchmarks/run.py plan_cache
+	$(BIN)/python benchmarks/run.py planning
+	$(BIN)/python benchmarks/run.py ranks $(BENCH_RANKS_ARGS)
+	$(BIN)/python benchmarks/run.py save $(BENCH_ARGS)
 
 bench-load: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/load.py $(BENCH_LOAD_ARGS)
-	$(BIN)/python benchmarks/cold.py $(BENCH_COLD_ARGS)
+	$(BIN)/python benchmarks/run.py load $(BENCH_LOAD_ARGS)
+	$(BIN)/python benchmarks/run.py cold $(BENCH_COLD_ARGS)
 
 bench-objects: $(VENV)/.installed-bench
-	$(BIN)/python benchmarks/object_store.py $(BENCH_OBJECTS_ARGS)
+	$(BIN)/python benchmarks/run.py object_store $(BENCH_OBJECTS_ARGS)
 
 cli-doc: $(VENV)/.installed-test
 	$(BIN)/python tests/tools/cli_page.py

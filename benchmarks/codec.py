@@ -1,7 +1,7 @@
-"""What compressing random weights costs and saves, on one core, and for which storage it pays.
+"""Costs and savings of compressing random weights on one core, and the storage for which it pays.
 
-    python benchmarks/codec.py               # 64 MiB of bfloat16 and of float32
-    python benchmarks/codec.py --mib 512
+    python benchmarks/run.py codec               # 64 MiB of bfloat16 and of float32
+    python benchmarks/run.py codec --mib 512
 
 The weights are normal random numbers: their exponents compress, their signs and mantissas do not. Chunks are compressed
 while others are written, so a save gains from a codec where the storage, or a rank's part of it, is slower than the
@@ -25,21 +25,22 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Cost(NamedTuple):
-    """Of one codec on one dtype."""
+    """Cost of one codec on one dtype."""
 
     ratio: float
     """Bytes stored for each byte of weights."""
     encode: float
     """Bytes of weights a second, on one core."""
     decode: float
-    """As above, on the way back."""
+    """Bytes of weights a second, decompressed."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=int, default=64, help="of weights, for each dtype")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     print(
         "| weights | codec | size | compress, MB/s a core | decompress, MB/s a core | pays for storage below, a core |"
@@ -60,7 +61,7 @@ def random_weights(dtype: torch.dtype, num_bytes: int) -> memoryview:
 
 
 def measure(codec: str, raw: memoryview, item_bytes: int, rounds: int) -> Cost:
-    """Medians. Raises RuntimeError where the weights do not come back."""
+    """Returns medians. Raises RuntimeError if the weights do not come back."""
     encoder = FrameEncoder()
     frames = encode_all(encoder, codec, raw, item_bytes)
     back = memoryview(bytearray(raw.nbytes))
@@ -99,7 +100,3 @@ def line(dtype: torch.dtype, codec: str, cost: Cost) -> str:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-if __name__ == "__main__":
-    main()

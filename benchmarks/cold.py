@@ -1,10 +1,10 @@
-"""Whether a load from files that are not in the page cache is as fast as the disk gives them: a load of one checkpoint
+"""Compares loads from files that are not in the page cache with the speed of the disk: a load of one checkpoint
 beside preadv of that very file, and of a plain copy of it, in an order that is drawn anew in every round. Needs Linux.
 
-    python benchmarks/cold.py                            # 805 MB, some minutes
-    python benchmarks/cold.py --size 0.1 --rounds 3
+    python benchmarks/run.py cold                            # 805 MB, some minutes
+    python benchmarks/run.py cold --size 0.1 --rounds 3
 
-The limits of benchmarks/load.py read files of their own instead, which lie elsewhere on the disk and may be kept by the
+The limits of the load benchmark read files of their own instead, which lie elsewhere on the disk and may be kept by the
 host of a virtual one.
 """
 
@@ -24,38 +24,39 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from machine import machine_facts
-from page_cache import drop
-from report_tables import spread, table
 
 import bytecheckpoint as bcp
+from shared.machine import facts_line, machine_facts
+from shared.page_cache import drop, opened
+from shared.tables import spread, table
 
 NUM_TENSORS = 64
 TENSOR_NUMEL = 3 << 20
 BLOCK_BYTES = 16 << 20
-"""Of one preadv: as much as a load reads at once."""
+"""Bytes of one preadv: as much as a load reads at once."""
 THREADS = (2, 4, 8)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=float, default=1.0, help="1.0 is 64 tensors of 12.6 MB")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder if not given")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         facts = machine_facts(folder)
         seconds = measure(folder, max(round(NUM_TENSORS * arguments.size), 1), arguments.rounds)
     finally:
         shutil.rmtree(folder)
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print(facts_line(facts))
     rows = [[f"{what}, {threads} threads", spread(of_way)] for (what, threads), of_way in seconds.items()]
     print("\n".join(["", *table(["from files that are not in the page cache", "s"], rows)]))
 
 
 def measure(folder: Path, num_tensors: int, rounds: int) -> dict[tuple[str, int], list[float]]:
-    """Seconds by what was done and with how many threads, after a round that does not count."""
+    """Returns seconds by way and number of threads, after a round that does not count."""
     state = {"model": {f"w{number}": torch.randn(TENSOR_NUMEL) for number in range(num_tensors)}}
     bcp.save(folder / "saved", state)
     (own,) = (folder / "saved").rglob("*.safetensors")
@@ -81,17 +82,9 @@ def measure(folder: Path, num_tensors: int, rounds: int) -> dict[tuple[str, int]
 
 
 def read(path: Path, memory: np.ndarray, threads: int) -> None:
-    """All of a file, by threads that each read a block at a time."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            starts = range(0, memory.nbytes, BLOCK_BYTES)
-            found = sum(pool.map(lambda start: os.preadv(fd, [memory[start : start + BLOCK_BYTES]], start), starts))
-    finally:
-        os.close(fd)
+    """Reads all of a file, by threads that each read a block at a time."""
+    with opened(path) as fd, ThreadPoolExecutor(threads) as pool:
+        starts = range(0, memory.nbytes, BLOCK_BYTES)
+        found = sum(pool.map(lambda start: os.preadv(fd, [memory[start : start + BLOCK_BYTES]], start), starts))
     if found != memory.nbytes:
         raise OSError(f"{found} bytes of {path} were read, which has {memory.nbytes}")
-
-
-if __name__ == "__main__":
-    main()

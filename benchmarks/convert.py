@@ -1,9 +1,9 @@
-"""What it costs to convert a checkpoint to Hugging Face's layout, against the ways that torch has for it; and what a
-link costs to write and to load through. Contestants take turns in each round, each in a process of its own, and end
-when their files are on the disk.
+"""Costs of converting a checkpoint to Hugging Face's layout, against torch's tools for it, and of writing a link and
+loading through it. Candidates are interleaved in each round, each in a process of its own, and end when their files are
+on the disk.
 
-    python benchmarks/convert.py                      2 GB, in folders under /tmp
-    python benchmarks/convert.py --gb 0.5 --folder /data
+    python benchmarks/run.py convert                      2 GB, in folders under /tmp
+    python benchmarks/run.py convert --gb 0.5 --folder /data
 
 The targets: half the time of torch's consolidation; no more memory than --memory and 300 MB; a link of less than 1 % of
 the bytes, through which a load takes at most 1.2 times that of the same bytes as the library saves them.
@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -35,6 +34,9 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 import bytecheckpoint as bcp
 import bytecheckpoint.conversion.convert
 from bytecheckpoint.tools.main import cli
+from shared.child_process import in_a_process
+from shared.memory import PeakMemory, own_memory
+from shared.page_cache import opened
 
 LAYER_BYTES = 1 << 26
 PARTS_OF_LAYER = 8
@@ -43,13 +45,14 @@ MEMORY = "512MB"
 CONVERT_TARGET, LOAD_TARGET, LINK_TARGET = 0.5, 1.2, 0.01
 
 
-def main() -> None:
-    """Prints a line for each contestant, and how it compares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gb", type=float, default=2.0, help="of the checkpoint")
     parser.add_argument("--rounds", type=int, default=3, help="that count; one more goes before them")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room for them")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a line for each conversion, and one for loads."""
     folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="bcp-convert-"))
     try:
         for write in (write_sharded, write_dcp, write_own):
@@ -71,7 +74,7 @@ def state(gb: float) -> dict[str, torch.Tensor]:
 
 
 def write_sharded(folder: Path, gb: float) -> None:
-    """As ranks of FSDP write it with HuggingFaceStorageWriter: files of parts of tensors, cut by rows."""
+    """Writes as ranks of FSDP do with HuggingFaceStorageWriter: files of parts of tensors, cut by rows."""
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=write_shard, args=(folder, gb, rank)) for rank in range(NUM_SHARDS)]
     for process in ranks:
@@ -149,8 +152,8 @@ def compare_conversions(folder: Path, rounds: int) -> None:
     for name, pair in PAIRS.items():
         found: list[list[tuple[float, float]]] = [[], []]
         for round_number in range(rounds + 1):
-            for index, contestant in enumerate(pair):
-                measured = timed(contestant, folder)
+            for index, candidate in enumerate(pair):
+                measured = timed(candidate, folder)
                 if round_number:
                     found[index].append(measured)
         seconds = [statistics.median(each[0] for each in of_one) for of_one in found]
@@ -161,51 +164,27 @@ def compare_conversions(folder: Path, rounds: int) -> None:
         print(row + verdict, flush=True)
 
 
-def timed(contestant: Callable[[Path], None], folder: Path) -> tuple[float, float]:
-    """Seconds until the files are on the disk, and the peak of memory beyond that of the imports, in MB."""
+def timed(candidate: Callable[[Path], None], folder: Path) -> tuple[float, float]:
+    """Returns seconds until the files are on the disk, and the peak of memory beyond that of the imports, in MB."""
     for target in (folder / "target", folder / "target.pt"):
         if target.is_dir():
             shutil.rmtree(target)
         target.unlink(missing_ok=True)
     os.sync()
-    results: multiprocessing.Queue[tuple[float, float]] = multiprocessing.get_context("forkserver").Queue()
-    in_a_process(measure, contestant, folder, results)
-    return results.get()
+    return in_a_process(measure, candidate, folder)
 
 
-def measure(
-    contestant: Callable[[Path], None], folder: Path, results: multiprocessing.Queue[tuple[float, float]]
-) -> None:
+def measure(candidate: Callable[[Path], None], folder: Path) -> tuple[float, float]:
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - of this process, which ends with it
-    before, peak, is_over = memory_bytes(), [0], threading.Event()
-    watch = threading.Thread(target=watch_memory, args=(peak, is_over), daemon=True)
-    watch.start()
-    started = time.perf_counter()
-    contestant(folder)
-    for path in [folder / "target", folder / "target.pt", *(folder / "target").glob("*")]:
-        if path.exists():
-            sync(path)
-    seconds = time.perf_counter() - started
-    is_over.set()
-    watch.join()
-    results.put((seconds, (peak[0] - before) / 1e6))
-
-
-def sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def watch_memory(peak: list[int], is_over: threading.Event) -> None:
-    while not is_over.wait(0.01):
-        peak[0] = max(peak[0], memory_bytes())
-
-
-def memory_bytes() -> int:
-    """What is the process's own: pages of files that it has mapped are not counted."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    with PeakMemory(own_memory) as peak:
+        started = time.perf_counter()
+        candidate(folder)
+        for path in [folder / "target", folder / "target.pt", *(folder / "target").glob("*")]:
+            if path.exists():
+                with opened(path) as fd:
+                    os.fsync(fd)
+        seconds = time.perf_counter() - started
+    return seconds, peak.bytes / 1e6
 
 
 def compare_loads(folder: Path, rounds: int) -> None:
@@ -218,32 +197,19 @@ def compare_loads(folder: Path, rounds: int) -> None:
     seconds: dict[str, list[float]] = {"link": [], "own": []}
     for round_number in range(rounds + 1):
         for name, of_name in seconds.items():
-            results: multiprocessing.Queue[float] = multiprocessing.get_context("forkserver").Queue()
-            in_a_process(load_once, folder / name, results)
+            load_s = in_a_process(load_once, folder / name)
             if round_number:
-                of_name.append(results.get())
+                of_name.append(load_s)
     medians = {name: statistics.median(of_name) for name, of_name in seconds.items()}
     ratio = medians["link"] / medians["own"]
     verdict = "" if ratio <= LOAD_TARGET else "  MISSED"
     print(f"a load takes {medians['link']:.2f} s through it, {medians['own']:.2f} s natively, {ratio:.2f}{verdict}")
 
 
-def load_once(path: Path, results: multiprocessing.Queue[float]) -> None:
+def load_once(path: Path) -> float:
     options = bcp.LoadOptions(follow_links=True)
     described = bcp.open(path, options=options)
     target = {fqn: torch.ones(described[fqn].shape, dtype=described[fqn].dtype) for fqn in described}
     started = time.perf_counter()
     bcp.load(path, target, options=options)
-    results.put(time.perf_counter() - started)
-
-
-def in_a_process(function: Callable[..., None], *args: object) -> None:
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"{getattr(function, '__name__', function)} ended with {process.exitcode}")
-
-
-if __name__ == "__main__":
-    main()
+    return time.perf_counter() - started

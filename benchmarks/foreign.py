@@ -1,8 +1,8 @@
-"""What it costs to open a checkpoint that another program wrote: seconds until its tensors are known, those that the
-processor was at work, and peak memory above that of the imports.
+"""Costs of opening a checkpoint that another program wrote: seconds until its tensors are known, processor time, and
+peak memory above that of the imports.
 
-    python benchmarks/foreign.py                      2 GiB of each format, in folders under /tmp
-    python benchmarks/foreign.py --gib 0.5 --folder /data
+    python benchmarks/run.py foreign                      2 GiB of each format, in folders under /tmp
+    python benchmarks/run.py foreign --gib 0.5 --folder /data
 
 The targets, for 2 GB: under 2 s and under 300 MB.
 """
@@ -10,7 +10,6 @@ The targets, for 2 GB: under 2 s and under 300 MB.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import resource
 import shutil
 import statistics
@@ -29,22 +28,24 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
+from shared.child_process import in_a_process
 
 LAYER_BYTES = 1 << 24
 PARTS_OF_LAYER = 12
-"""Tensors of a layer: 2 GiB are about 1,500 of them."""
+"""Number of tensors of a layer: 2 GiB are about 1,500 of them."""
 NUM_RANKS = 2
-"""Of formats in which each rank has files of its own."""
+"""Number of ranks of formats in which each has files of its own."""
 ROUNDS = 5
 SECONDS_TARGET, MB_TARGET = 2.0, 300.0
 
 
-def main() -> None:
-    """Prints a line for each format."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="of each checkpoint")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room for them")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a line for each format."""
     folder = Path(tempfile.mkdtemp(dir=arguments.folder, prefix="bcp-foreign-"))
     print(f"{'format':>30}{'tensors':>9}{'open s':>9}{'spread':>14}{'cpu s':>8}{'peak MB':>9}")
     try:
@@ -82,7 +83,7 @@ def write_dcp(path: Path, gib: float) -> None:
 
 
 def write_megatron(path: Path, gib: float) -> None:
-    """Half of it by each of two ranks of tensor parallelism: rows of one kind, columns of another."""
+    """Writes half of it by each of two ranks of tensor parallelism: rows of one kind, columns of another."""
     names = ("linear_qkv.weight", "linear_proj.weight")
     for rank in range(NUM_RANKS):
         (path / f"mp_rank_0{rank}").mkdir(parents=True)
@@ -94,7 +95,7 @@ def write_megatron(path: Path, gib: float) -> None:
 
 
 def write_files_of_ranks(path: Path, gib: float) -> None:
-    """DTensors, half of each by each of two ranks."""
+    """Writes DTensors, half of each by each of two ranks."""
     path.mkdir()
     for rank in range(NUM_RANKS):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
@@ -121,20 +122,8 @@ WRITERS: dict[str, Callable[[Path, float], None]] = {
 }
 
 
-def in_a_process(function: Callable[..., None], *args: object) -> None:
-    process = multiprocessing.get_context("forkserver").Process(target=function, args=args)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"{function.__name__} ended with {process.exitcode}")
-
-
 def measure(name: str, path: Path) -> None:
-    results: multiprocessing.Queue[tuple[int, float, float, float]] = multiprocessing.get_context("forkserver").Queue()
-    found = []
-    for _ in range(ROUNDS):
-        in_a_process(open_once, path, results)
-        found.append(results.get())
+    found = [in_a_process(open_once, path) for _ in range(ROUNDS)]
     seconds = [of_round[1] for of_round in found]
     cpu, peak = statistics.median(of_round[2] for of_round in found), max(of_round[3] for of_round in found)
     spread = f"{min(seconds):.3f}-{max(seconds):.3f}"
@@ -143,15 +132,11 @@ def measure(name: str, path: Path) -> None:
     print(f"{name:>30}{found[0][0]:>9}{times}{peak:>9.1f}{verdict}", flush=True)
 
 
-def open_once(path: Path, results: multiprocessing.Queue[tuple[int, float, float, float]]) -> None:
+def open_once(path: Path) -> tuple[int, float, float, float]:
     open_checkpoint = bcp.open  # which imports torch
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, cpu_started = time.perf_counter(), time.process_time()
     num_tensors = len(open_checkpoint(path))
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    results.put((num_tensors, seconds, cpu_seconds, (peak - before) / 1024))
-
-
-if __name__ == "__main__":
-    main()
+    return num_tensors, seconds, cpu_seconds, (peak - before) / 1024

@@ -1,7 +1,7 @@
-"""What a manifest of many chunks costs: seconds to build, encode, decode and read it whole, bytes on disk, peak memory.
+"""Costs of a manifest of many chunks: seconds to build, encode, decode and read it whole, bytes on disk, peak memory.
 
-    python benchmarks/manifest.py                                   three layouts of 1,000,000 chunks
-    python benchmarks/manifest.py --tensors 500 --chunks 2000       500 tensors of 2,000 chunks each
+    python benchmarks/run.py manifest                                   three layouts of 1,000,000 chunks
+    python benchmarks/run.py manifest --tensors 500 --chunks 2000       500 tensors of 2,000 chunks each
 
 The targets, for 1,000,000 chunks: encode and decode in about a second each, at most 40 MB on disk, checksums included.
 """
@@ -9,11 +9,11 @@ The targets, for 1,000,000 chunks: encode and decode in about a second each, at 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from bytecheckpoint.manifest import (
@@ -28,6 +28,7 @@ from bytecheckpoint.manifest import (
 from bytecheckpoint.planner.file_layout import cut_extents
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
+from shared.child_process import in_a_process
 
 TITLES = ("build s", "encode s", "decode s", "records s", "MB", "peak MB")
 LAYOUTS = ((500, 2000), (20_000, 50), (1_000_000, 1))
@@ -37,39 +38,31 @@ COLUMNS = 1024
 T = TypeVar("T")
 
 
-def main() -> None:
-    """Prints a line for each layout."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, help="tensors of one layout, instead of the three")
     parser.add_argument("--chunks", type=int, help="chunks of each tensor: as many ranks hold a part of each")
     parser.add_argument("--files", type=int, help="data files; by default one for each chunk of a tensor, at least 64")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a line for each layout."""
     one = arguments.tensors is not None or arguments.chunks is not None
     layouts = [(arguments.tensors or 500, arguments.chunks or 2000)] if one else LAYOUTS
     print(f"{'tensors x chunks':>18}" + "".join(f"{title:>10}" for title in TITLES))
     for num_tensors, num_chunks in layouts:
-        # A process each, because a process remembers its peak memory for ever.
-        process = multiprocessing.get_context("spawn").Process(
-            target=measure, args=(num_tensors, num_chunks, arguments.files or max(64, num_chunks))
-        )
-        process.start()
-        process.join()
+        in_a_process(measure, num_tensors, num_chunks, arguments.files or max(64, num_chunks))
 
 
 def measure(num_tensors: int, num_chunks: int, num_files: int) -> None:
-    """Prints what one layout costs."""
-    build_s, data, encode_s = _build_and_encode(num_tensors, num_chunks, num_files)
+    """Prints the costs of one layout."""
+    build_s, manifest = _timed(lambda: build(num_tensors, num_chunks, num_files))
+    encode_s, data = _timed(partial(encode_manifest, manifest))
+    del manifest  # so that the peak is not of two
     decode_s, decoded = _timed(lambda: decode_manifest(data))
     records_s, _ = _timed(lambda: sum(len(record.chunks) for record in decoded.tensors.values()))
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     times = "".join(f"{seconds:>10.2f}" for seconds in (build_s, encode_s, decode_s, records_s))
     print(f"{num_tensors:>10} x {num_chunks:<5}{times}{len(data) / 1e6:>10.1f}{peak_mb:>10.0f}", flush=True)
-
-
-def _build_and_encode(num_tensors: int, num_chunks: int, num_files: int) -> tuple[float, bytes, float]:
-    build_s, manifest = _timed(lambda: build(num_tensors, num_chunks, num_files))
-    encode_s, data = _timed(lambda: encode_manifest(manifest))
-    return build_s, data, encode_s
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T]:
@@ -79,7 +72,7 @@ def _timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 def build(num_tensors: int, num_chunks: int, num_files: int) -> Manifest:
-    """Each tensor cut by rows over the files; chunks of about 1 MiB of bfloat16 that differ from tensor to tensor."""
+    """Cuts each tensor by rows over the files: chunks of about 1 MiB of bfloat16 that differ from tensor to tensor."""
     rng = random.Random(0)
     ends = [HEADER_BYTES] * num_files
     chunk_bytes: list[list[int]] = [[] for _ in ends]
@@ -104,7 +97,3 @@ def build(num_tensors: int, num_chunks: int, num_files: int) -> Manifest:
 def _data_file(index: int, extent_lengths: list[int], rng: random.Random) -> DataFile:
     digests = [rng.getrandbits(64) for _ in extent_lengths]
     return DataFile(f"data/{SAVE_ID}-{index:05d}-0.safetensors", sum(extent_lengths), extent_lengths, digests)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,11 @@
 """How long a save to an object store takes and a load from it, beside torch DCP's FsspecWriter and FsspecReader and
-beside what s3fs, boto3 and obstore need to move the same bytes without making anything of them. All interleaved in one
-run, against benchmarks/object_server.py: a fast S3 on this machine, which shares its cores.
+beside what s3fs, boto3 and obstore need to move the same bytes as plain objects. All interleaved in one
+run, against objects/server.py: a fast S3 on this machine, which shares its cores.
 
-    python benchmarks/object_store.py --size 0.25             # 0.5 GB
-    python benchmarks/object_store.py --size 0.25 --latency 0.02
+    python benchmarks/run.py object_store --size 0.25             # 0.5 GB
+    python benchmarks/run.py object_store --size 0.25 --latency 0.02
 
-The state is W2 of benchmarks/save.py: fully_shard on 4 gloo ranks. It is loaded on 2. Bare transfers move as many bytes
+The state is W2 of the save benchmark: fully_shard on 4 gloo ranks. It is loaded on 2. Bare transfers move as many bytes
 on as many ranks: 4 objects go up, one a rank; 2 come down to each of 2 ranks. Seconds are the slowest rank's.
 """
 
@@ -22,33 +22,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from crew import Crew, CrewError
-from machine import machine_facts, version
-from report_tables import spread, table, times
-from results import Row
-from save_memory import PeakMemory, memory_of
+from shared.machine import facts_line, machine_facts, version
+from shared.memory import PeakMemory, memory_of
+from shared.process_pool import PoolError, ProcessPool
+from shared.results import Row
+from shared.tables import spread, table, times
 
-WORKER = Path(__file__).with_name("object_store_worker.py")
-SERVER = Path(__file__).with_name("object_server.py")
+SERVER = Path(__file__).parent / "objects" / "server.py"
 SETTINGS = ("8x8", "16x4", "16x8", "64x4")
-"""MiB of a part, and parts at once."""
+"""MiB of a part, and number of parts at the same time."""
 CHECKPOINTS = ("bcp", "dcp", "dcp-4")
 TITLES = {"bcp": "bytecheckpoint", "dcp": "torch DCP", "dcp-4": "torch DCP, 4 threads"}
 LIBRARIES = ("s3fs", "boto3", "obstore")
 
 
-class Rounds:
-    """What is measured; rows fill up as it goes."""
+class ObjectRounds:
+    """Rows of all candidates, up and down; they fill up as it goes."""
 
     def __init__(self, arguments: argparse.Namespace, port: int) -> None:
         bulk = [f"{library} {setting}" for library in arguments.libraries for setting in arguments.settings]
         self.names = [*CHECKPOINTS, *bulk]
         self.rows = {side: {name: Row() for name in self.names} for side in ("up", "down")}
         self.memory_bytes = 0
-        """The most that all ranks together took beyond their state in two saves."""
-        command = [sys.executable, str(WORKER), "--size", str(arguments.size), "--endpoint", f"http://127.0.0.1:{port}"]
-        self._source = Crew([*command, "--side", "source"], num_ranks=4, timeout_s=arguments.timeout)
-        self._target = Crew([*command, "--side", "target"], num_ranks=2, timeout_s=arguments.timeout)
+        """Peak of all ranks together beyond their state in two saves."""
+        settings = {"size": arguments.size, "endpoint": f"http://127.0.0.1:{port}"}
+        self._source, self._target = (
+            ProcessPool("objects.worker", {**settings, "side": side}, num_ranks=ranks, timeout_s=arguments.timeout)
+            for side, ranks in (("source", 4), ("target", 2))
+        )
         self.state_bytes = int(self._source.facts[0]["state_bytes"])
 
     def end(self) -> None:
@@ -56,13 +57,12 @@ class Rounds:
         self._target.end()
 
     def run(self, rounds: int) -> None:
-        """The first round is not counted: it looks at what has come."""
-        before = memory_of(self._source.sessions)
-        with PeakMemory(self._source.sessions) as peak:
+        """Runs the rounds. The first one does not count: it checks what was loaded."""
+        with PeakMemory(lambda: memory_of(self._source.sessions)) as peak:
             for number in range(2):
-                self._source.run("bcp", Path(f"memory-{number}"), task="up")
-                self._source.run("bcp", Path(f"memory-{number}"), task="remove")
-        self.memory_bytes = peak.bytes - before
+                for task in ("up", "remove"):
+                    self._source.run(candidate="bcp", folder=f"memory-{number}", task=task)
+        self.memory_bytes = peak.bytes
         rng = random.Random(0)
         for number in range(rounds + 1):
             for name in rng.sample(self.names, len(self.names)):
@@ -73,20 +73,20 @@ class Rounds:
         row = self.rows[side][name]
         if row.skipped is not None:
             return
-        crew = self._source if side == "up" else self._target
-        folder = Path(f"{name.replace(' ', '-')}-{number}")
-        seconds = max(answer["seconds"] for answer in crew.run(name, folder, task=side))
+        pool = self._source if side == "up" else self._target
+        command = {"candidate": name, "folder": f"{name.replace(' ', '-')}-{number}"}
+        seconds = max(answer["seconds"] for answer in pool.run(**command, task=side))
         if number > 0:
             row.rounds.append({"seconds": seconds})
         elif side == "down":
-            self._target.run(name, folder, task="check")
+            self._target.run(**command, task="check")
         if side == "down":
-            self._source.run(name, folder, task="remove")
+            self._source.run(**command, task="remove")
         print(f"  {number} {side} {name}: {seconds:.3f} s", file=sys.stderr, flush=True)
 
 
-def report(rounds: Rounds, facts: dict[str, Any]) -> Iterator[str]:
-    yield ", ".join(f"{name} {value}" for name, value in facts.items())
+def report(rounds: ObjectRounds, facts: dict[str, Any]) -> Iterator[str]:
+    yield facts_line(facts)
     yield ""
     titles = ["what", "up, s", "up, GB/s", "x best of a library", "x DCP", "down, s", "down, GB/s", "x best", "x DCP"]
     best = {side: min(medians(rounds, side, rounds.names[len(CHECKPOINTS) :])) for side in rounds.rows}
@@ -115,14 +115,14 @@ def report(rounds: Rounds, facts: dict[str, Any]) -> Iterator[str]:
             yield f"bytecheckpoint beside the best of {library}: {', '.join(ratios)}"
 
 
-def medians(rounds: Rounds, side: str, names: Sequence[str]) -> list[float]:
+def medians(rounds: ObjectRounds, side: str, names: Sequence[str]) -> list[float]:
     found = [rounds.rows[side][name].median("seconds") for name in names]
     return [value for value in found if value is not None]
 
 
 @contextmanager
 def serving(latency_s: float) -> Iterator[int]:
-    """A server of objects; its port."""
+    """Serves objects; yields the port."""
     command = [sys.executable, str(SERVER), "--latency", str(latency_s)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -132,8 +132,7 @@ def serving(latency_s: float) -> Iterator[int]:
         server.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=float, default=1.0, help="1.0 is the full size of W2, 2.1 GB")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer of the server")
@@ -141,14 +140,16 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds after which a transfer has failed")
     parser.add_argument("--json", type=Path, help="write all figures there")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
     facts = machine_facts(Path(tempfile.gettempdir()))
     facts |= {name: version(name) for name in ("botocore", *LIBRARIES)}
     with serving(arguments.latency) as port:
-        rounds = Rounds(arguments, port)
+        rounds = ObjectRounds(arguments, port)
         try:
             rounds.run(arguments.rounds)
-        except CrewError:
+        except PoolError:
             print(rounds._source.log_tail(), rounds._target.log_tail(), file=sys.stderr)
             raise
         finally:
@@ -160,7 +161,3 @@ def main() -> None:
             side: {name: row.values("seconds") for name, row in rows.items()} for side, rows in rounds.rows.items()
         }
         arguments.json.write_text(json.dumps({"facts": facts, "seconds": seconds}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,10 @@
-"""What planning costs when many ranks save: the coordinator's work and memory, the manifest, and what a rank that loads
-its part spends before it reads. Thousands of ranks are played by one process; their messages are real, and travel
-through a store as those of a process group do. The coordinator does all that it does in a save but for its own data.
+"""Costs of planning when many ranks save: the coordinator's work and memory, the manifest, and what a rank that loads
+its part spends before it reads. One process simulates thousands of ranks; their messages are real, and travel through
+a store as those of a process group do. The coordinator does all that it does in a save but write its own data.
 
-    python benchmarks/planning.py                                       500 tensors on 64 to 1,024 ranks, beside DCP
-    python benchmarks/planning.py --adam --ranks 1024 2048 4096 8192    with two Adam states: up to 12 million chunks
-    python benchmarks/planning.py --json r.json --markdown r.md
+    python benchmarks/run.py planning                                       500 tensors on 64 to 1,024 ranks, beside DCP
+    python benchmarks/run.py planning --adam --ranks 1024 2048 4096 8192    two Adam states: up to 12 million chunks
+    python benchmarks/run.py planning --json r.json --markdown r.md
 
 Every tensor is cut by rows over all ranks, as FSDP2 does. torch DCP's planner is measured up to --dcp-up-to ranks.
 Seconds are of processor time, of one thread: what else the machine does changes them little.
@@ -20,8 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from planning_parts import Cost, coordinate, load
-from planning_ranks import PlayedRanks, Setting, Tensor, model
+from simulated_ranks.coordinator import Cost, coordinate, load
+from simulated_ranks.ranks import NamedShape, Setting, SimulatedRanks, model
 
 TITLES = {
     "ranks": "{:,}",
@@ -43,43 +43,44 @@ TITLES = {
 
 
 @dataclasses.dataclass
-class Row:
-    """What one number of ranks costs."""
+class PlanningRow:
+    """Costs of one number of ranks."""
 
     ranks: int
     chunks: int
     request_kb: float
-    """What a rank sends to offer its shards, on average."""
+    """Size of a rank's request, which offers its shards, on average."""
     plan_s: float
-    """On the coordinator, from its state and the others' requests to the orders, and to its own files."""
+    """Time of the coordinator, from its state and the others' requests to the answers, and to its own files."""
     manifest_s: float
-    """There, from the reports to the manifest's bytes, which are decoded and checked once more."""
+    """Time from the reports to the manifest's bytes, which are decoded and checked once more."""
     commit_s: float
-    """There, until the manifest is in its place, all files were seen and the others have sent their acks."""
+    """Time until the manifest is in its place, all files were checked and the others have acknowledged the end."""
     coordinator_mb: float
-    """Its peak memory, all messages included, beyond what it had before."""
+    """Peak memory of the coordinator, all messages included, beyond what it had before."""
     manifest_mb: float
     load_s: float
-    """From the manifest's bytes to a plan of all reads of one rank with the same layout, its files looked at."""
+    """Time from the manifest's bytes to a plan of all reads of one rank with the same layout, its files checked."""
     load_mb: float
     us_a_chunk: float
-    """The coordinator's microseconds in all, by chunks: what grows no worse than linearly does not rise."""
+    """Microseconds of the coordinator in all, by chunks: constant if the costs are linear."""
     dcp_plan_s: float | None = None
     dcp_metadata_mb: float | None = None
     plan_ratio: float | None = None
     manifest_ratio: float | None = None
 
 
-def main() -> None:
-    """Prints a line for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--tensors", type=int, default=500)
     parser.add_argument("--adam", action="store_true", help="two more tensors for each")
     parser.add_argument("--dcp-up-to", type=int, default=1024, metavar="RANKS", help="0 leaves DCP out")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--markdown", type=Path, help="write the table there")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a line for each number of ranks."""
     tensors = model(arguments.tensors, with_adam=arguments.adam)
     rows, lines = [], table_head(len(tensors))
     print("\n".join(lines), flush=True)
@@ -98,16 +99,16 @@ def table_head(num_tensors: int) -> list[str]:
     return [f"{num_tensors} tensors", "", "| " + " | ".join(titles) + " |", "| --- " * len(titles) + "|"]
 
 
-def table_line(row: Row) -> str:
+def table_line(row: PlanningRow) -> str:
     values = ((getattr(row, name), form) for name, form in TITLES.items())
     return "| " + " | ".join(form.format(value) if value is not None else "" for value, form in values) + " |"
 
 
-def measure(tensors: list[Tensor], num_ranks: int, *, with_dcp: bool) -> Row:
+def measure(tensors: list[NamedShape], num_ranks: int, *, with_dcp: bool) -> PlanningRow:
     with tempfile.TemporaryDirectory() as root:
         setting = Setting(tensors, num_ranks, Path(root))
         with Helper(coordinate, setting) as coordinator:
-            ranks = PlayedRanks(setting, port=coordinator.connection.recv())
+            ranks = SimulatedRanks(setting, port=coordinator.connection.recv())
             ranks.ask()
             coordinator.go_on()
             coordinator.connection.recv()
@@ -116,7 +117,7 @@ def measure(tensors: list[Tensor], num_ranks: int, *, with_dcp: bool) -> Row:
             cost: Cost = coordinator.connection.recv()
         with Helper(load, setting) as loader:
             load_s, load_mb = loader.connection.recv()
-    row = Row(
+    row = PlanningRow(
         ranks=num_ranks,
         chunks=cost.num_chunks,
         request_kb=ranks.request_bytes / max(num_ranks - 1, 1) / 1e3,
@@ -130,7 +131,7 @@ def measure(tensors: list[Tensor], num_ranks: int, *, with_dcp: bool) -> Row:
         us_a_chunk=(cost.plan_s + cost.manifest_s + cost.commit_s) / cost.num_chunks * 1e6,
     )
     if with_dcp:
-        from planning_dcp import measure_dcp  # noqa: PLC0415  the helpers import this script too: DCP takes seconds
+        from simulated_ranks.dcp_planner import measure_dcp  # noqa: PLC0415  the helpers import this script too: DCP takes seconds
 
         seconds, num_bytes = measure_dcp(tensors, num_ranks)
         row.dcp_plan_s, row.dcp_metadata_mb = seconds, num_bytes / 1e6
@@ -149,7 +150,7 @@ class Helper:
 
     def __enter__(self) -> Self:
         self._process.start()
-        self._theirs.close()  # else nobody would hear that the process has failed
+        self._theirs.close()  # else its end would not show when the process fails
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -158,7 +159,3 @@ class Helper:
 
     def go_on(self) -> None:
         self.connection.send(None)
-
-
-if __name__ == "__main__":
-    main()

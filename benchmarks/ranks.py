@@ -1,10 +1,10 @@
-"""Costs of a save and of loads by their number of ranks: processor time of a rank, bytes read, files opened,
+"""Costs of saves and loads by the number of ranks: processor time of a rank, bytes read, files opened,
 connections and threads, for tensors so small that what does not shrink with the shards decides.
 
-    python benchmarks/ranks.py                                 8, 16, 32 and 64 ranks; DCP up to 16
-    python benchmarks/ranks.py --ranks 8 64 --states dict --libraries bcp
-    python benchmarks/ranks.py --share-out 1024 2048           also the coordinator's part of an exchange, played alone
-    python benchmarks/ranks.py --json r.json --markdown r.md
+    python benchmarks/run.py ranks                                 8, 16, 32 and 64 ranks; DCP up to 16
+    python benchmarks/run.py ranks --ranks 8 64 --states dict --libraries bcp
+    python benchmarks/run.py ranks --assign 1024 2048           also the coordinator's part of an exchange, alone
+    python benchmarks/run.py ranks --json r.json --markdown r.md
 
 One process imports torch and starts no thread; the ranks are forked from it, and apart from them a process with the
 TCPStore server. All ranks begin a call at one moment; a call ends with the last of them. N ranks share the machine's
@@ -33,10 +33,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from machine import machine_facts
-from ranks_crew import ForkedRanks, RanksError
-from ranks_shares import measure_share_out
-from report_tables import table
+from forked_ranks.assignment import measure_assignment
+from forked_ranks.pool import ForkedRanks
+from shared.machine import facts_line, machine_facts
+from shared.process_pool import PoolError
+from shared.tables import table
 
 CALLS = ("save", "load", "load, exchanged", "load on half", "load on half, exchanged")
 EXCHANGED = ", exchanged"
@@ -47,7 +48,7 @@ TITLES += ["files", "connections", "threads"]
 
 
 @dataclasses.dataclass
-class Row:
+class RankRow:
     """One call of one library on so many ranks: medians of the rounds."""
 
     state: str
@@ -56,63 +57,64 @@ class Row:
     call: str
     wall_s: float
     cpu_ms: float
-    """Of a rank, the mean of all."""
+    """Processor time of a rank, the mean of all."""
     cpu_ms_rank_0: float
     wanted_bytes: int
-    """Local bytes of all ranks."""
+    """Sum of the local bytes of all ranks."""
     read_bytes: int
-    """Of all ranks."""
+    """Sum of the bytes read by all ranks."""
     files: int
-    """Here and below, of the rank with most."""
+    """Count of the rank with most, as below."""
     connections: int
     threads: int
 
 
-def main() -> None:
-    """Prints a table for each state."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--tensors", type=int, default=200, help="weights in the state, each with what AdamW keeps")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--dcp-up-to", type=int, default=16, metavar="RANKS", help="more take it minutes a call")
-    parser.add_argument("--share-out", type=int, nargs="*", default=[], metavar="RANKS")
+    parser.add_argument("--assign", type=int, nargs="*", default=[], metavar="RANKS", help="time the coordinator alone")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of a call")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
-    arguments = parser.parse_args()
-    lines: list[str] = []
-    rows: list[Row] = []
 
-    def tell(more: Iterator[str] | list[str]) -> None:
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a table for each state."""
+    lines: list[str] = []
+    rows: list[RankRow] = []
+
+    def emit(more: Iterator[str] | list[str]) -> None:
         for line in more:
             lines.append(line)
             print(line, flush=True)
 
     with tempfile.TemporaryDirectory() as root:
         facts = machine_facts(Path(root))
-        tell([", ".join(f"{name} {value}" for name, value in facts.items())])
+        emit([facts_line(facts)])
         for state in arguments.states:
-            tell(["", f"## {state}, {arguments.tensors} weights with AdamW's state", ""])
-            tell(table(TITLES, []))
+            emit(["", f"## {state}, {arguments.tensors} weights with AdamW's state", ""])
+            emit(table(TITLES, []))
             for row in measure_state(state, arguments, Path(root)):
                 if isinstance(row, str):
-                    tell([row])
+                    emit([row])
                     continue
                 rows.append(row)
-                tell([table_line(row)])
-    if arguments.share_out:
-        tell(["", "## Sharing out what ranks read, on the coordinator", ""])
-        tell(measure_share_out(arguments.share_out))
+                emit([table_line(row)])
+    if arguments.assign:
+        emit(["", "## Assigning reads to ranks, on the coordinator", ""])
+        emit(measure_assignment(arguments.assign))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"machine": facts, "rows": list(map(dataclasses.asdict, rows))}, indent=1))
     if arguments.markdown is not None:
         arguments.markdown.write_text("\n".join(lines) + "\n")
 
 
-def measure_state(state: str, arguments: argparse.Namespace, root: Path) -> Iterator[Row | str]:
-    """The rows of a table, or why there is none."""
+def measure_state(state: str, arguments: argparse.Namespace, root: Path) -> Iterator[RankRow | str]:
+    """Yields the rows of a table, or the line of a library that failed."""
     for num_ranks in arguments.ranks:
         for library in arguments.libraries:
             name = LIBRARIES[library]
@@ -121,14 +123,14 @@ def measure_state(state: str, arguments: argparse.Namespace, root: Path) -> Iter
             folder = root / f"{state}-{library}-{num_ranks}"
             try:
                 yield from measure_ranks(state, library, num_ranks, folder=folder, arguments=arguments)
-            except RanksError as error:
+            except PoolError as error:
                 yield f"| {name} | {num_ranks} | failed: {str(error).replace('|', '/')} |" + " |" * (len(TITLES) - 3)
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure_ranks(
     state: str, library: str, num_ranks: int, *, folder: Path, arguments: argparse.Namespace
-) -> Iterator[Row]:
+) -> Iterator[RankRow]:
     setting = {"library": library, "state": state, "tensors": arguments.tensors, "parts": num_ranks}
     calls = [call for call in CALLS if library == "bcp" or not call.endswith(EXCHANGED)]
     halves = max(num_ranks // 2, 1)
@@ -140,13 +142,13 @@ def measure_ranks(
                     yield row_of(rounds[1:], state=state, library=LIBRARIES[library], ranks=num_ranks, call=call)
 
 
-def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, ranks: int, call: str) -> Row:
-    """Of what each rank measured in each round."""
+def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, ranks: int, call: str) -> RankRow:
+    """Returns the medians of what each rank measured in each round."""
 
     def median(measure: str, of_ranks: Any) -> float:
         return statistics.median(of_ranks([answer[measure] for answer in answers]) for answers in rounds)
 
-    return Row(
+    return RankRow(
         state=state,
         library=library,
         ranks=ranks,
@@ -162,7 +164,7 @@ def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, rank
     )
 
 
-def table_line(row: Row) -> str:
+def table_line(row: RankRow) -> str:
     is_load = row.call.startswith("load")
     cells = [
         row.library,
@@ -175,7 +177,3 @@ def table_line(row: Row) -> str:
     read = [f"{row.read_bytes / row.wanted_bytes:.3f}", f"{row.read_bytes / 1e6:.1f}", str(row.files)]
     cells += [*(read if is_load else [""] * len(read)), str(row.connections), str(row.threads)]
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    main()

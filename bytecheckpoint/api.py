@@ -39,7 +39,7 @@ from bytecheckpoint.saving.write import Saving, check_metadata, refuse_existing,
 from bytecheckpoint.staging.choose import allocate, kind_of_snapshot
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.location import check_step, root_of, save_location
+from bytecheckpoint.storage.layout import check_step, root_of, save_location
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of

@@ -18,7 +18,7 @@ from sample_tensors import DTYPES, LAYOUTS, SHAPE, bits_of, random_bits
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving import write as writing
-from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage
 
 OPTIONS = {
     "copy": bcp.SaveOptions(snapshot="copy"),
@@ -154,7 +154,7 @@ def between_blocks(do: Callable[[int], object]) -> Iterator[None]:
     """Within the block, `do` is called with the byte offset before each block of a data file is asked for."""
     write_image = writing.write_image
 
-    def write(store: Any, name: str, image: Image, *arguments: Any) -> Any:
+    def write(store: Any, name: str, image: FileImage, *arguments: Any) -> Any:
         @contextmanager
         def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
             do(byte_offset)

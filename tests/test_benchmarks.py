@@ -1,6 +1,4 @@
-"""Every benchmark runs, as small as it goes: a script that nobody runs for weeks does not notice that what it measures
-has changed. What a figure is, no test says.
-"""
+"""Every benchmark runs at its least size, so that it follows the library. No test compares figures."""
 
 from __future__ import annotations
 
@@ -13,50 +11,58 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+RUN = BENCHMARKS / "run.py"
 QUICK_S, LONG_S = 170, 840
 
 QUICK = {
-    "manifest.py --tensors 2 --chunks 2": [r"\n +2 x 2 +[\d.]+ "],
-    "ranks.py --ranks 2 --tensors 8 --rounds 1 --share-out 16": [
+    "manifest --tensors 2 --chunks 2": [r"\n +2 x 2 +[\d.]+ "],
+    "ranks --ranks 2 --tensors 8 --rounds 1 --assign 16": [
         r"\n\| bytecheckpoint \| 2 \| load, exchanged \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| bytecheckpoint \| 2 \| load on half \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| torch DCP \| 2 \| load \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| in every file \| 16 \| [\d.]+ \|",
     ],
-    "codec.py --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
-    # Two blocks of ranks, so that one of them has a leader who passes messages on.
-    "planning.py --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],
-    "save.py --size 0.001 --rounds 1 --workloads W1 --contestants bcp-copy limit --memory": [
+    "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
+    # Two blocks of ranks, so that the leader of one forwards messages.
+    "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],
+    "save --size 0.001 --rounds 1 --workloads W1 --candidates bcp-copy limit --memory": [
         r"\n\| bytecheckpoint, async, copy \| [\d.]+ \(",
         r"\n\| limit: O_DIRECT \+ fsync \| [\d.]+ \(",
     ],
-    "load.py --size 0.001 --rounds 1 --workloads W1 --contestants bcp limit-2": [
+    "load --size 0.001 --rounds 1 --workloads W1 --candidates bcp limit-2": [
         r"\n\| bytecheckpoint \| [\d.]+ \(",
         r"\n\| limit: preadv into place, 2 threads \| [\d.]+ \(",
     ],
 }
 LONG = {
-    "plan_cache.py --tensors 4 --saves 1 --ranks 1 2": [
+    "save --size 0.001 --rounds 1 --workloads W1 --candidates bcp --memory --against {checkout}": [
+        r"\n\| W1 \| bcp \| durable \| [\d.]+ \| [\d.]+ \| [\d.]+x \| [\d.]+x - ",
+    ],
+    "load --size 0.001 --rounds 1 --workloads W1 --candidates bcp --against {checkout}": [
+        r"\n\| W1 \| bcp \| warm \| [\d.]+ \| [\d.]+ \| [\d.]+x \| [\d.]+x - ",
+    ],
+    "plan_cache --tensors 4 --saves 2 --ranks 1 --against {checkout}": [r"\n\| dict \| 4 \| 1 \| .* \| [\d.]+x \|"],
+    "plan_cache --tensors 4 --saves 1 --ranks 1 2": [
         rf"\n\| {re.escape(state)} \| 4 \| {ranks} \| \d" for state in ("dict", "model and AdamW") for ranks in (1, 2)
     ],
-    "save.py --size 0.001 --rounds 1 --workloads W2 --contestants bcp-lazy dcp --memory W2": [
+    "save --size 0.001 --rounds 1 --workloads W2 --candidates bcp-lazy dcp --memory W2": [
         r"\n\| bytecheckpoint, async, lazy \| [\d.]+ \(",
         r"\n\| torch DCP \| [\d.]+ \(",
     ],
-    "load.py --size 0.001 --rounds 1 --workloads 4to2 slow-ddp --contestants bcp dcp": [
+    "load --size 0.001 --rounds 1 --workloads 4to2 slow-ddp --candidates bcp dcp": [
         r"4 ranks.*\n(.*\n)*?\| bytecheckpoint \| [\d.]+ \((.*\n)*\| bytecheckpoint \| [\d.]+ \(",
     ],
-    "cold.py --size 0.001 --rounds 1": [r"\n\| bytecheckpoint, 2 threads \| \d", r"\n\| preadv of a copy of it, 8 th"],
-    "foreign.py --gib 0.001": [
+    "cold --size 0.001 --rounds 1": [r"\n\| bytecheckpoint, 2 threads \| \d", r"\n\| preadv of a copy of it, 8 th"],
+    "foreign --gib 0.001": [
         rf"\n +{re.escape(name)} +\d+ +[\d.]+"
         for name in ("safetensors", "torch.save", "torch.distributed.checkpoint", "megatron", "torch.save of ranks")
     ],
-    "convert.py --gb 0.001 --rounds 1": [
+    "convert --gb 0.001 --rounds 1": [
         r"\n +sharded safetensors to hf +\d",
         r"\n +DCP to torch.save +\d",
         r"\na load takes [\d.]+ s through it, [\d.]+ s natively",
     ],
-    "object_store.py --size 0.001 --rounds 1 --libraries s3fs --settings 8x8": [
+    "object_store --size 0.001 --rounds 1 --libraries s3fs --settings 8x8": [
         r"\n\| bytecheckpoint \| [\d.]+ \(",
         r"\n\| torch DCP \| [\d.]+ \(",
         r"\nbytecheckpoint beside the best of s3fs: up [\d.]+x",
@@ -73,21 +79,20 @@ def test_a_benchmark_runs_at_its_least_size(tmp_path: Path, call: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("call", LONG)
 def test_a_benchmark_that_starts_many_processes_runs_at_its_least_size(tmp_path: Path, call: str) -> None:
-    if call.startswith("object_store.py"):
+    if call.startswith("object_store"):
         pytest.importorskip("s3fs")
     check_that_it_runs(call, tmp_path, LONG[call], within_s=LONG_S)
 
 
 def test_no_benchmark_is_left_out() -> None:
-    """But the scripts that others start."""
-    with_main = {path.name for path in BENCHMARKS.glob("*.py") if "argparse.ArgumentParser(" in path.read_text()}
-    started_by_others = {name for name in with_main if name.endswith("_worker.py")} | {"object_server.py"}
-    assert {call.split()[0] for call in (*QUICK, *LONG)} == with_main - started_by_others
+    listed = subprocess.run([sys.executable, RUN, "--help"], capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"^  (\w+) ", listed.partition("benchmarks:")[2], re.MULTILINE)
+    modules = {path.stem for path in BENCHMARKS.glob("*.py")} - {"run", "worker"}
+    assert {call.split()[0] for call in (*QUICK, *LONG)} == set(names) == modules
 
 
 def check_that_it_runs(call: str, folder: Path, patterns: list[str], *, within_s: float) -> None:
-    script, *arguments = call.split()
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    command = [sys.executable, str(RUN), *call.format(checkout=BENCHMARKS.parent).split()]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -97,8 +102,8 @@ def check_that_it_runs(call: str, folder: Path, patterns: list[str], *, within_s
         env={**os.environ, "TMPDIR": str(folder)},
         check=False,
     )
-    said = f"{call}\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, said
-    assert "failed" not in done.stdout, said  # a contestant that fails is a row that says so
+    output = f"{call}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, output
+    assert "failed" not in done.stdout, output  # a candidate that fails is a row that says so
     missing = [pattern for pattern in patterns if not re.search(pattern, done.stdout)]
-    assert not missing, f"{missing}\n{said}"
+    assert not missing, f"{missing}\n{output}"

@@ -219,8 +219,12 @@ def anchors_of(page: Path) -> set[str]:
 
 @pages
 def test_scripts_and_their_options_that_are_named_exist(page: Path) -> None:
-    for script, arguments in re.findall(r"python (benchmarks/\w+\.py|examples/\w+\.py)([^\n#`]*)", page.read_text()):
-        text = (ROOT / script).read_text()
+    calls = re.findall(r"python (benchmarks/run\.py \w+|examples/\w+\.py)([^\n#`]*)", page.read_text())
+    for script, arguments in calls:
+        files = [ROOT / script]
+        if script.startswith("benchmarks"):
+            files = [ROOT / "benchmarks" / f"{script.split()[1]}.py", ROOT / "benchmarks" / "shared" / "comparison.py"]
+        text = "".join(file.read_text() for file in files)
         assert all(f'"{option}"' in text for option in re.findall(r"--[\w-]+", arguments)), (script, arguments)
 
 
@@ -230,8 +234,14 @@ def test_targets_of_make_that_are_named_exist(page: Path) -> None:
     assert set(re.findall(r"(?:`|^    )make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
 
 
-def test_the_tree_of_the_architecture_names_every_module_and_no_other() -> None:
+def test_the_architecture_names_every_package_and_module_of_the_top_and_no_other() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    tree = page.split("\n## The tree\n", 1)[1].split("\n\n", 1)[0]
-    modules = {path.name for part in ("bytecheckpoint", "tools") for path in (ROOT / part).rglob("*.py")}
-    assert set(re.findall(r"\b\w+\.py\b", tree)) == modules - {"__init__.py"}
+    table = page.split("\n## Packages\n", 1)[1].split("\n## ", 1)[0].split("| --- | --- |", 1)[1]
+    packages = {path.parent.name for part in ("bytecheckpoint", "tools") for path in (ROOT / part).rglob("__init__.py")}
+    assert set(re.findall(r"`(\w+)/`", table)) == packages - {"bytecheckpoint"}
+    modules = {path.name for path in (ROOT / "bytecheckpoint").glob("*.py")}
+    assert set(re.findall(r"`(\w+\.py)`", table)) == modules - {"__init__.py"}
+
+
+def test_the_architecture_is_a_page_that_one_reads() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 250

@@ -18,6 +18,7 @@ from bytecheckpoint.tools.main import cli
 from bytecheckpoint.tools.name_options import FORMATS
 
 ROOT = Path(__file__).parents[1]
+LIMITS = ROOT / "docs" / "limits.md"
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -170,12 +171,12 @@ def test_readme_lists_every_command() -> None:
     assert sorted(re.findall(r"^bcp (\w+)", block, re.MULTILINE)) == sorted(cli.commands)
 
 
-def test_readme_says_of_megatrons_ranks_what_the_page_says() -> None:
-    """README once said "no experts" where docs/frameworks.md said "any number of ... expert ranks"."""
+def test_the_limits_say_of_megatrons_ranks_what_the_page_says() -> None:
+    """They once said "no experts" where docs/frameworks.md said "any number of ... expert ranks"."""
     page = " ".join((ROOT / "docs" / "frameworks.md").read_text().split())
     promised = re.search(r"checkpoint loads at any number of ([\w ,-]+) ranks", page)
     assert promised is not None
-    (limits,) = [item for item in re.split(r"\n- ", README.read_text()) if item.startswith("Of Megatron,")]
+    (limits,) = [item for item in re.split(r"\n- ", LIMITS.read_text()) if item.startswith("Of Megatron,")]
     missing = re.findall(r"\bno ([\w ]+?)(?=,| and |\.)", " ".join(limits.split()))
     kinds = {kind.rstrip("s") for kind in re.split(r", | and ", promised.group(1))}
     assert not kinds & {kind.rstrip("s") for kind in missing}

@@ -22,7 +22,7 @@ from bytecheckpoint.loading.links import Files, files_of, opening_at
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.open_store import at_home
+from bytecheckpoint.storage.open_store import expand_home
 from bytecheckpoint.storage.store import Store
 
 from .exit_codes import UnfollowedLinkError
@@ -108,7 +108,7 @@ def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> f
 
 def at_home_folder(_ctx: click.Context, _param: click.Parameter, folder: str | None) -> str | None:
     """For options that take a folder: a shell leaves the `~` of `--option=~/folder` as it is."""
-    return folder and at_home(folder)
+    return folder and expand_home(folder)
 
 
 def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class LocalFile(click.Path):
         super().__init__(dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        value = at_home(value)
+        value = expand_home(value)
         folder = Path(value).parent
         if not folder.is_dir():
             what = "is no folder" if folder.exists() else "does not exist"

@@ -42,7 +42,7 @@ from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.garbage import sweep
-from bytecheckpoint.storage.object_io import Image, write_image
+from bytecheckpoint.storage.object_io import FileImage, write_image
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Block
 
@@ -285,7 +285,7 @@ class _Writing:
         stream = Stream(file.runs)
         with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:
             if file.extent_lengths:
-                image = Image(file.name, file.extent_lengths, stream.blocks, partial(self._content, ahead))
+                image = FileImage(file.name, file.extent_lengths, stream.blocks, partial(self._content, ahead))
                 return write_image(store, file.name, image, lambda _: None)
             blocks = [Block(*block, partial(self._content, ahead, *block)) for block in stream.blocks]
             store.write(file.name, blocks, replace=is_replaced and file.name == self._plan.target.last_name)

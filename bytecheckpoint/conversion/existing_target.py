@@ -21,7 +21,7 @@ from bytecheckpoint.loading.select import TargetFormat
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import BlindStore, Store, place_of
+from bytecheckpoint.storage.store import Store, UnconditionalStore, full_location
 
 _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.checkpoint", "torch": "torch.save"}
 _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
@@ -96,7 +96,7 @@ def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) ->
 
 def _replaceable(store: Store, standing: Standing) -> Standing:
     """The same. Raises StorageError (unsupported) where what stands there cannot be replaced in one step."""
-    if standing.is_there and isinstance(store, BlindStore):
+    if standing.is_there and isinstance(store, UnconditionalStore):
         store.check_replaceable()
     return standing
 
@@ -124,7 +124,9 @@ def refuse_own_files(place: Place, standing: Standing, names: Iterable[str], sou
 
 
 def _real_path(store: Store, name: str) -> str:
-    return os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else place_of(store, name)
+    return (
+        os.path.realpath(join_name(str(store), name)) if isinstance(store, LocalStore) else full_location(store, name)
+    )
 
 
 def _of_file(place: Place, listing: Mapping[str, int | None], *, overwrite: bool) -> Standing:

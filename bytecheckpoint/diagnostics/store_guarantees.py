@@ -16,7 +16,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.inventory import HasPendingUploads
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Access, Block, OnFilled, Store
+from bytecheckpoint.storage.store import Access, Block, FillHook, Store
 
 _MiB = 1 << 20
 _LARGE_BLOCKS = 3
@@ -57,7 +57,7 @@ class ProbeStore:
         self._names.add(name)
         self.store.write(join_name(self.folder, name), blocks, replace=replace)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         self.store.read_into(join_name(self.folder, name), byte_offset, buffer, on_filled=on_filled)
 
     def list(self, folder: str) -> Mapping[str, int | None]:

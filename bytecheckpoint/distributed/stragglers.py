@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, describe_rate
 from bytecheckpoint.planner.save_plan import SavePlan
-from bytecheckpoint.storage.transfer_rate import describe_rate
 
 
 @contextmanager

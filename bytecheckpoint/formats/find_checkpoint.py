@@ -13,7 +13,7 @@ from bytecheckpoint.formats.detect import Place, find_file, find_folder, find_st
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.open_store import at_home, is_plain_path, open_store
+from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -131,7 +131,7 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
 
 def from_root(path: str) -> str:
     """The same path, so that folders above it have names. A URL, and what `open_store` refuses, stay as they are."""
-    path = at_home(path)
+    path = expand_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
 

@@ -1,5 +1,5 @@
-"""Finds the names under which a state meets the tensors of a checkpoint, which has those of the state that was saved. Files of
-one model have no name for the model, nor has a checkpoint that was converted or saved without one.
+"""Finds the names under which a state meets those of a checkpoint. Mostly they are those of the state that was saved;
+but files of one model have no name for the model, nor has a checkpoint that was converted or saved without one.
 """
 
 from __future__ import annotations

@@ -18,10 +18,9 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest, MapNotes, encode_manifest
 from bytecheckpoint.name_maps.load import Beside, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap
-from bytecheckpoint.storage.layout import parse_manifest, parse_step, step_folder
-from bytecheckpoint.storage.location import check_step
+from bytecheckpoint.storage.layout import check_step, parse_manifest, parse_step, step_folder
 from bytecheckpoint.storage.open_store import is_remote
-from bytecheckpoint.storage.store import Store, place_of
+from bytecheckpoint.storage.store import Store, full_location
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,7 +104,7 @@ def open_together(ranks: Ranks, target: LoadTarget, options: LoadOptions) -> Sou
 
     store = open_above(target.root, 0, at_root)
     through = f" through {options.name_map}" if options.name_map else ""
-    request = f"{place_of(store, '')} (step={target.step}){through}", options.verify
+    request = f"{full_location(store, '')} (step={target.step}){through}", options.verify
     message = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(request), find), type=_OpenedMessage)
     if message.levels:
         store = open_above(target.root, message.levels, at_root)

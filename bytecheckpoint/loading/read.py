@@ -25,7 +25,7 @@ from bytecheckpoint.region import relative
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.range_reader import ALIGNMENT, max_bytes_at_once, run_fetches
-from bytecheckpoint.storage.store import GivesBytes, Store
+from bytecheckpoint.storage.store import Store, SupportsReadBytes
 
 _EXTENT_BYTES = 1 << 20
 """Longest extent of an ordinary file."""
@@ -95,7 +95,7 @@ class Source:
         if any(has_streams(device) for device in {shard.tensor.device for shard in shards if not shard.address}):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
-        elif isinstance(self.store, GivesBytes) and options.verify:
+        elif isinstance(self.store, SupportsReadBytes) and options.verify:
             # Rows are widened to whole extents: the two copies of such a read must leave room for one on each thread.
             scratch_bytes = self._scratch_bytes - min(4 * _EXTENT_BYTES, self._scratch_bytes // 4)
             max_fetch_bytes = max_bytes_at_once(self.store, scratch_bytes=scratch_bytes, threads=options.reader_threads)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.staging.host_buffers import HostBuffers
-from bytecheckpoint.storage.store import RemoteStore, Store, place_of
+from bytecheckpoint.storage.store import RemoteStore, Store, full_location
 
 
 class Kept:
@@ -23,9 +23,13 @@ class Kept:
         """Raises what a write to the store would raise, so that a save fails before anything is staged. One rank asks
         for all, and only once.
         """
-        if asked_by == COORDINATOR and isinstance(store, RemoteStore) and place_of(store, "") not in self._writable:
+        if (
+            asked_by == COORDINATOR
+            and isinstance(store, RemoteStore)
+            and full_location(store, "") not in self._writable
+        ):
             store.check_writable()
-            self._writable.add(place_of(store, ""))
+            self._writable.add(full_location(store, ""))
 
     def grow(self, writer_threads: int) -> None:
         """Makes room for so many writes in flight."""

@@ -17,7 +17,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import stage_folder
-from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image, copy_file, write_image
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage, copy_file, write_image
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.stage_folder import Journal, StagedFolder
 from bytecheckpoint.storage.store import Store
@@ -66,7 +66,7 @@ class Tier:
                 raise
             self._warn(journal.path)
 
-    def write(self, image: Image, store: Store, path: str, on_checksum: Callable[[float], None]) -> DataFile:
+    def write(self, image: FileImage, store: Store, path: str, on_checksum: Callable[[float], None]) -> DataFile:
         """Writes an image to the disk, durably, or where that has no room for it to `path` in the store."""
         was_entered = False
 

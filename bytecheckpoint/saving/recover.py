@@ -33,7 +33,7 @@ from bytecheckpoint.storage.inventory import checkpoint_in_the_way
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.stage_folder import FoundStage, Journal, StagedFolder
-from bytecheckpoint.storage.store import Block, Store, endpoint_of, place_of
+from bytecheckpoint.storage.store import Block, Store, endpoint_of, full_location
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -130,7 +130,7 @@ def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
             plan = _plan(store, seen, folders)  # what a clean-up has removed until now is seen to be gone
         return [msgspec.msgpack.encode(_Order(list(tasks), list(plan.verdicts))) for tasks in plan.tasks]
 
-    told = ranks.reduce_scatter(msgspec.msgpack.encode((place_of(store, ""), parts)), decide)
+    told = ranks.reduce_scatter(msgspec.msgpack.encode((full_location(store, ""), parts)), decide)
     return msgspec.msgpack.decode(told, type=_Order)
 
 

@@ -44,10 +44,10 @@ from bytecheckpoint.staging.snapshots import Snapshot
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.garbage import MIN_AGE_S, sweep
 from bytecheckpoint.storage.inventory import refuse_occupied
-from bytecheckpoint.storage.object_io import Image, write_image
+from bytecheckpoint.storage.object_io import FileImage, write_image
 from bytecheckpoint.storage.open_store import is_remote
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import BlindStore, Store
+from bytecheckpoint.storage.store import Store, UnconditionalStore
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -95,7 +95,7 @@ def refuse_existing(ranks: Ranks, store: Store, folder: str, *, overwrite: bool)
     """
     if ranks.rank == COORDINATOR:
         refuse_occupied(store, folder, overwrite=overwrite)
-        if overwrite and isinstance(store, BlindStore) and layout.has_manifest(store.list(folder)):
+        if overwrite and isinstance(store, UnconditionalStore) and layout.has_manifest(store.list(folder)):
             store.check_replaceable()
 
 
@@ -202,7 +202,7 @@ def _compress_and_write(saving: Saving, numbers: range) -> list[WrittenFile]:
 def _write_raw(saving: Saving, number: int) -> WrittenFile:
     planned = saving.agreed.known.files[number]
     content = partial(saving.snapshot.content, number)
-    image = Image(saving.names[number], planned.extent_lengths, planned.blocks, content)
+    image = FileImage(saving.names[number], planned.extent_lengths, planned.blocks, content)
     return WrittenFile(_write_image(saving, image), None)
 
 
@@ -222,7 +222,7 @@ def _write_compressed(saving: Saving, number: int, compressed: CompressedFile) -
     return WrittenFile(_write_image(saving, image), compressed.places)
 
 
-def _write_image(saving: Saving, image: Image) -> DataFile:
+def _write_image(saving: Saving, image: FileImage) -> DataFile:
     path = join_name(saving.folder, image.name)
     on_checksum = partial(saving.clock.add, "checksum")
     if saving.tier is not None:

@@ -32,7 +32,7 @@ from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.staging.file_image import PlannedFile, encode_file_header
 from bytecheckpoint.storage.compression import FrameEncoder, decode_frame
-from bytecheckpoint.storage.object_io import BLOCK_BYTES, Image
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage
 
 _Content = Callable[[int, int], AbstractContextManager[memoryview]]
 
@@ -58,7 +58,7 @@ class CompressedFile(NamedTuple):
     places: Sequence[FramePlace]
     """Of the chunks, in their order."""
 
-    def image(self, name: str, scratch: BufferPool) -> Image:
+    def image(self, name: str, scratch: BufferPool) -> FileImage:
         """The image of it; its blocks are put together in scratch memory."""
         starts = [0, *accumulate(map(len, self.pieces))]
         blocks = [(start, min(BLOCK_BYTES, starts[-1] - start)) for start in range(0, starts[-1], BLOCK_BYTES)]
@@ -69,7 +69,7 @@ class CompressedFile(NamedTuple):
                 _gather(self.pieces, starts, byte_offset, memory[:byte_length])
                 yield memory[:byte_length]
 
-        return Image(name, self.extent_lengths, blocks, content, self.extent_digests)
+        return FileImage(name, self.extent_lengths, blocks, content, self.extent_digests)
 
 
 def allocate_for(files: Iterable[PlannedFile]) -> memoryview:

@@ -92,7 +92,7 @@ def _texts(name: str, value: object) -> Iterator[str]:
             yield from _STRING_FIELD.findall(f";{value}")
 
 
-def tells_secret(error: BaseException | None, secrets: frozenset[str]) -> bool:
+def contains_secret(error: BaseException | None, secrets: frozenset[str]) -> bool:
     """Whether a traceback of the error, with the errors behind it, would show a secret."""
     while error is not None:
         if any(secret in str(error) or secret in repr(error) for secret in secrets):

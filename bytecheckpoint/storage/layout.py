@@ -1,15 +1,15 @@
-"""Names inside a checkpoint, and which checkpoints there are. A manifest makes a checkpoint exist: folder names, time
-stamps and data files say nothing. It knows no backend.
+"""Layout of checkpoints in a store: names, which checkpoints are committed, their manifests. A manifest makes a
+checkpoint exist: folder names, time stamps and data files say nothing. Knows no backend.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import Literal
+from typing import Literal, NamedTuple, SupportsIndex
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -24,7 +24,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import BlindStore, Block, LooksByName, Store, read_whole
+from bytecheckpoint.storage.store import Store, SupportsByteLength, UnconditionalStore, one_block, read_whole
 
 MANIFEST_NAME = "manifest.bcp"
 DATA_FOLDER = "data"
@@ -37,41 +37,82 @@ _LOOKS_IN_FLIGHT = 16
 
 
 def step_folder(step: int) -> str:
-    """`step_00001000` for 1000; steps are 0 and above."""
+    """Returns `step_00001000` for 1000. Raises ValueError below 0."""
     if step < 0:
         raise ValueError(f"a step is a number from 0 on, not {step}")
     return f"step_{step:08d}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step of a folder that `step_folder` named, else None."""
+    """Returns the step of a folder that `step_folder` named, else None."""
     match = _STEP_FOLDER.match(name)
     step = int(match.group(1)) if match and len(name) < 64 else None
     return step if step is not None and step_folder(step) == name else None
 
 
+class CheckpointLocation(NamedTuple):
+    """The folder of one checkpoint."""
+
+    root: str
+    """Path or URL that a store is opened at."""
+    folder: str
+    """The checkpoint's folder inside it; "" for the root itself."""
+
+
+def root_of(path: str | os.PathLike[str], role: str | None) -> str:
+    """Returns the path, or the folder of the role under it.
+
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for a role that is no folder name.
+    """
+    root = os.fspath(path)
+    if role is None:
+        return root
+    if not role or role in {".", ".."} or set(role) & set("/\\:\0"):
+        what = f"a role is the name of a folder, without slashes or colons, not {role!r}; nothing was changed"
+        raise CheckpointMismatchError(what, kind="conflict")
+    return join_name(root, role)
+
+
+def check_step(step: object) -> int | None:
+    """Returns the step as a plain int; numpy's integers are accepted.
+
+    Raises CheckpointMismatchError (conflict), which is a ValueError, unless it is an integer from 0 to 2^63 - 1.
+    """
+    if step is None:
+        return None
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or not 0 <= step.__index__() < 1 << 63:
+        what = f"a step is an integer from 0 to 2^63 - 1, or None, not {step!r}; nothing was changed"
+        raise CheckpointMismatchError(what, kind="conflict")
+    return step.__index__()
+
+
+def save_location(path: str | os.PathLike[str], *, step: int | None, role: str | None) -> CheckpointLocation:
+    """Returns the location that a save writes to."""
+    return CheckpointLocation(root_of(path, role), "" if step is None else step_folder(step))
+
+
 def data_file_name(save_id: str, rank: int, index: int) -> str:
-    """The name, inside its checkpoint, of the file number `index` that a rank writes in a save."""
+    """Returns the name, inside its checkpoint, of data file number `index` of a rank."""
     return f"{DATA_FOLDER}/{save_id}-{rank:05d}-{index}.safetensors"
 
 
 def telemetry_name(save_id: str, rank: int) -> str:
-    """The name, inside its checkpoint, of what a rank tells about how a save went."""
+    """Returns the name, inside its checkpoint, of a rank's telemetry."""
     return f"{telemetry_prefix(save_id)}{rank:05d}.json"
 
 
 def telemetry_prefix(save_id: str) -> str:
-    """What the names of all that the ranks of a save tell about it begin with, inside their checkpoint."""
+    """Returns the start of the names of a save's telemetry, inside its checkpoint."""
     return f"{TELEMETRY_FOLDER}/{save_id}-"
 
 
 def recovery_name(save_id: str) -> str:
-    """The name, inside its checkpoint, of what says that a save that looks dead is being finished."""
+    """Returns the name, inside its checkpoint, of the marker that a dead save is being recovered."""
     return f"{DATA_FOLDER}/{save_id}-recovering"
 
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
-    """The steps whose folders hold a manifest, rising."""
+    """Returns the steps whose folders hold a manifest, rising."""
     return _committed(store, folder, store.list(folder))
 
 
@@ -84,9 +125,9 @@ def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> 
 
 
 def latest_step(store: Store) -> int | None:
-    """The highest committed step: one listing, and one for each newer folder that turns out not to be committed.
+    """Returns the highest committed step. Costs one listing, and one for each newer folder that is not committed.
 
-    Raises CheckpointMismatchError (conflict) where a checkpoint stands beside steps.
+    Raises CheckpointMismatchError (conflict) if the root is a checkpoint as well.
     """
     listing = store.list("")
     newest = newest_below(store, "", listing)
@@ -96,7 +137,7 @@ def latest_step(store: Store) -> int | None:
 
 
 def steps_of_root(store: Store) -> list[int]:
-    """The committed steps, rising. Raises what `latest_step` raises."""
+    """Returns the committed steps, rising. Raises like `latest_step`."""
     listing = store.list("")
     steps = _committed(store, "", listing)
     if steps and has_manifest(listing):
@@ -105,7 +146,7 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def newest_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> int | None:
-    """The highest committed step in the folder with this listing."""
+    """Returns the highest committed step in the folder with this listing."""
     steps = reversed(_step_folders(listing))
     return next((step for step in steps if _is_step(store, join_name(folder, step_folder(step)))), None)
 
@@ -127,7 +168,7 @@ def _step_folders(listing: Mapping[str, int | None]) -> list[int]:
 
 
 def _is_step(store: Store, folder: str) -> bool:
-    """Tells whether the folder of a step is a committed checkpoint. A link that leads out of the root is left out, with
+    """Returns True if the folder of a step is a committed checkpoint. A link that leads out of the root is skipped with
     a warning: it must not hide the other steps.
     """
     try:
@@ -142,25 +183,28 @@ def _is_step(store: Store, folder: str) -> bool:
 
 
 def _is_committed(store: Store, folder: str) -> bool:
-    if isinstance(store, LooksByName):
+    if isinstance(store, SupportsByteLength):
         return store.byte_length(join_name(folder, MANIFEST_NAME)) is not None
     return has_manifest(store.list(folder))
 
 
 def has_manifest(listing: Mapping[str, int | None]) -> bool:
-    """Whether the folder with this listing is a committed checkpoint."""
+    """Returns True if the folder with this listing is a committed checkpoint."""
     return listing.get(MANIFEST_NAME) is not None
 
 
 def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, location: str) -> str:
-    """The folder, inside the store, of the checkpoint that is asked for: "" is the store's root.
+    """Returns the folder, inside the store, of a checkpoint: "" is the store's root.
 
     None means the root itself, "latest" the root if it is a checkpoint, else its newest committed step. `location` is
-    the root as messages show it. Raises CheckpointNotFoundError (not_found, not_committed), and for "latest" where a
-    checkpoint stands beside steps CheckpointMismatchError (conflict).
+    the root as messages show it. Raises CheckpointNotFoundError (not_found, not_committed), and for "latest"
+    CheckpointMismatchError (conflict) if the root is a checkpoint and has steps.
     """
     if isinstance(step, int):
-        return _find_step(store, step, location=location)
+        folder = step_folder(step)
+        if _is_committed(store, folder):
+            return folder
+        raise _no_step(store, step, location=location)
     listing = store.list("")
     newest = newest_below(store, "", listing) if step == "latest" else None
     if has_manifest(listing):
@@ -172,46 +216,29 @@ def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, locat
     raise _nothing_at_root(store, listing, location=location)
 
 
-def _find_step(store: Store, step: int, *, location: str) -> str:
-    folder = step_folder(step)
-    if _is_committed(store, folder):
-        return folder
-    listing = store.list(folder)
+def _no_step(store: Store, step: int, *, location: str) -> CheckpointNotFoundError:
+    has_data = bool(store.list(step_folder(step)))
     others = _name_steps(committed_steps(store))
-    if listing:
-        raise CheckpointNotFoundError(
-            f"step {step} in {location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not "
-            f"finish; {others}",
-            kind="not_committed",
-            path=location,
-            step=step,
-        )
-    raise CheckpointNotFoundError(
-        f"there is no step {step} in {location}; {others}", kind="not_found", path=location, step=step
-    )
+    if has_data:
+        what = f"step {step} in {location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not "
+        what, kind = f"{what}finish", "not_committed"
+    else:
+        what, kind = f"there is no step {step} in {location}", "not_found"
+    return CheckpointNotFoundError(f"{what}; {others}", kind=kind, path=location, step=step)
 
 
 def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, location: str) -> CheckpointNotFoundError:
     if not listing:
-        return CheckpointNotFoundError(
-            f"there is nothing at {location}: it does not exist, or is empty; check the path",
-            kind="not_found",
-            path=location,
-        )
+        what = f"there is nothing at {location}: it does not exist, or is empty; check the path"
+        return CheckpointNotFoundError(what, kind="not_found", path=location)
     steps = committed_steps(store)
     if DATA_FOLDER in listing or (_step_folders(listing) and not steps):
-        return CheckpointNotFoundError(
-            f"{location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not finish; "
-            f"{_name_steps(steps)}",
-            kind="not_committed",
-            path=location,
-        )
-    return CheckpointNotFoundError(
-        f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {and_more(sorted(listing), _MAX_NAMED)}); "
-        f"{_name_steps(steps)}",
-        kind="not_found",
-        path=location,
-    )
+        what = f"{location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not finish"
+        kind = "not_committed"
+    else:
+        held = and_more(sorted(listing), _MAX_NAMED)
+        what, kind = f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {held})", "not_found"
+    return CheckpointNotFoundError(f"{what}; {_name_steps(steps)}", kind=kind, path=location)
 
 
 def _name_steps(steps: list[int]) -> str:
@@ -222,7 +249,7 @@ def _name_steps(steps: list[int]) -> str:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
-    """The manifest of the checkpoint in a folder of the store.
+    """Reads the manifest of the checkpoint in a folder of the store.
 
     Raises CheckpointNotFoundError (not_committed) and what `decode_manifest` raises, with the path.
     """
@@ -231,7 +258,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
-    """The manifest file, not yet decoded: one rank reads it for all."""
+    """Reads the manifest file without decoding it: one rank reads it for all."""
     name = join_name(folder, MANIFEST_NAME)
     path = join_name(str(store), name)
     try:
@@ -245,7 +272,7 @@ def read_manifest_bytes(store: Store, folder: str) -> bytes:
 
 
 def parse_manifest(content: bytes, *, path: str, whole: bool) -> Manifest:
-    """`decode_manifest`, or `open_manifest` where not the whole is to be checked, with the path in its errors."""
+    """Calls `decode_manifest`, or `open_manifest` unless the whole is to be checked, with the path in its errors."""
     try:
         return decode_manifest(content) if whole else open_manifest(content)
     except CheckpointError as error:
@@ -253,9 +280,9 @@ def parse_manifest(content: bytes, *, path: str, whole: bool) -> Manifest:
 
 
 def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indices: Iterable[int]) -> None:
-    """Makes sure that the wanted data files are there with their sizes, before anything is read from one.
+    """Checks that the wanted data files exist with their sizes, before anything is read from one.
 
-    Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated), which name all that are wrong.
+    Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated), which name all wrong ones.
     """
     wanted = [manifest.files[index] for index in sorted(set(wanted_file_indices))]
     missing, wrong = [], []
@@ -283,41 +310,41 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
 
 
 def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None]:
-    """The lengths of objects in a folder. Files are looked at by name: a listing would cost a look at all that is
-    there, and on a network file system may be old.
+    """Returns the lengths of objects in a folder, None for a missing one. Files are opened by name: a listing would
+    cost a look at all files, and on a network file system may be old.
     """
-    if isinstance(store, LooksByName):
+    if isinstance(store, SupportsByteLength):
         paths = [join_name(folder, name) for name in names]
-        if len(paths) <= _LOOKS_IN_FLIGHT:
-            return [store.byte_length(path) for path in paths]
-        return map_jobs(store.byte_length, paths, num_threads=_LOOKS_IN_FLIGHT)
-    parents = {name.rpartition("/")[0] for name in names}
-    listings = {parent: store.list(join_name(folder, parent)) for parent in parents}
+        num_threads = _LOOKS_IN_FLIGHT if len(paths) > _LOOKS_IN_FLIGHT else 1
+        return map_jobs(store.byte_length, paths, num_threads=num_threads)
+    return listed_lengths(names, lambda parent: store.list(join_name(folder, parent)))
+
+
+def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[str, int | None]]) -> list[int | None]:
+    """Returns the lengths of objects by listing the folders that they are in."""
+    listings = {parent: list_folder(parent) for parent in {name.rpartition("/")[0] for name in names}}
     return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]
 
 
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
     """Creates the (encoded) manifest: from here on the checkpoint exists.
 
-    With `replace`, a store that replaces without a condition is read back: when this returns, the manifest that stands
-    there is this one, and what it replaced may be deleted.
+    With `replace`, a store that replaces without a condition is read back: when this returns, the manifest there is
+    this one, and the data of the replaced one may be deleted.
 
-    Raises CheckpointExistsError (exists) where another one stands, with `replace` only where it came meanwhile;
-    CheckpointSaveError (storage) where the store reports success and something else stands; and what `Store.write`
-    raises.
+    Raises CheckpointExistsError (exists) if another one exists, with `replace` only if it was created meanwhile;
+    CheckpointSaveError (storage) if the store reports success and has another manifest; and what `Store.write` raises.
     """
-    content = memoryview(manifest)
-    block = Block(0, content.nbytes, lambda: nullcontext(content))
     try:
-        store.write(join_name(folder, MANIFEST_NAME), [block], replace=replace)
+        store.write(join_name(folder, MANIFEST_NAME), one_block(manifest), replace=replace)
     except CheckpointExistsError as error:
-        # A request is tried again when its answer is lost, and may then find what it has written itself. Whoever hears
-        # of another's checkpoint removes the data of his own, so a look that fails must not pass for that.
-        if not _stands(store, folder, manifest):
+        # A request is retried when its answer is lost, and may then find its own object. A save that finds another's
+        # checkpoint removes its own data, so a failed read must not count as that.
+        if not _is_manifest(store, folder, manifest):
             if replace:
                 raise
             raise exists_error(join_name(str(store), folder)) from error
-    if replace and isinstance(store, BlindStore) and not _stands(store, folder, manifest):
+    if replace and isinstance(store, UnconditionalStore) and not _is_manifest(store, folder, manifest):
         path = join_name(str(store), folder, MANIFEST_NAME)
         raise CheckpointSaveError(
             f"the storage reported that {path} was replaced, but another manifest stands there: either it does not "
@@ -328,7 +355,7 @@ def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None
         )
 
 
-def _stands(store: Store, folder: str, manifest: bytes) -> bool:
+def _is_manifest(store: Store, folder: str, manifest: bytes) -> bool:
     try:
         return read_manifest_bytes(store, folder) == manifest
     except (CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError):
@@ -336,6 +363,7 @@ def _stands(store: Store, folder: str, manifest: bytes) -> bool:
 
 
 def exists_error(path: str) -> CheckpointExistsError:
+    """Makes the error for a path whose checkpoint is not to be replaced."""
     return CheckpointExistsError(
         f"a committed checkpoint stands at {path} and was left as it is: save to another path or step, or replace it "
         "with SaveOptions(overwrite=True)",
@@ -345,12 +373,12 @@ def exists_error(path: str) -> CheckpointExistsError:
 
 
 def data_files_of(store: Store, folder: str, save_id: str) -> list[str]:
-    """The names, inside a checkpoint's folder, of the data files that one save has written so far."""
+    """Returns the names, inside a checkpoint's folder, of the data files that a save has written so far."""
     return _files_of(store, folder, DATA_FOLDER, save_id)
 
 
 def telemetry_of(store: Store, folder: str, save_id: str) -> list[str]:
-    """The names, inside a checkpoint's folder, of what the ranks of one save have told so far."""
+    """Returns the names, inside a checkpoint's folder, of the telemetry of a save so far."""
     return _files_of(store, folder, TELEMETRY_FOLDER, save_id)
 
 
@@ -360,11 +388,11 @@ def _files_of(store: Store, folder: str, parent: str, save_id: str) -> list[str]
 
 
 def committed_save_id(store: Store, folder: str) -> str:
-    """Of the checkpoint in a folder; empty where none is committed. Raises what `read_manifest` raises else,
-    as far as the outside of the manifest shows it.
+    """Returns the save id of the checkpoint in a folder; empty if none is committed. Otherwise raises like
+    `read_manifest`, as far as the envelope of the manifest shows it.
     """
-    path = join_name(str(store), folder, MANIFEST_NAME)
     try:
-        return parse_manifest(read_manifest_bytes(store, folder), path=path, whole=False).save_id
+        content = read_manifest_bytes(store, folder)
     except CheckpointNotFoundError:
         return ""
+    return parse_manifest(content, path=join_name(str(store), folder, MANIFEST_NAME), whole=False).save_id

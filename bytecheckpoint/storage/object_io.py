@@ -43,7 +43,7 @@ def count_bytes(blocks: Sequence[Block]) -> int:
 
 
 @contextmanager
-def entered(block: Block) -> Iterator[memoryview]:
+def open_block(block: Block) -> Iterator[memoryview]:
     """The block's bytes, for as long as the context lasts. What its `content` raises passes through.
 
     Raises CheckpointSaveError (storage) where it gives another length than it said, or no flat view of bytes.
@@ -69,7 +69,7 @@ def take_blocks(blocks: Sequence[Block], take: Callable[[memoryview, int], None]
     def enter_all() -> Iterator[tuple[ExitStack, memoryview, int]]:
         for block in blocks:
             with ExitStack() as stack:
-                content = stack.enter_context(entered(block))
+                content = stack.enter_context(open_block(block))
                 yield stack.pop_all(), content, block.byte_offset
 
     def take_entered(job: tuple[ExitStack, memoryview, int]) -> None:
@@ -84,7 +84,7 @@ BLOCK_BYTES = 16 << 20
 """How much one write carries, and no checksummed extent reaches from one block into the next."""
 
 
-class Image(NamedTuple):
+class FileImage(NamedTuple):
     """The exact bytes of one data file, before it is written."""
 
     name: str
@@ -100,7 +100,7 @@ class Image(NamedTuple):
     """Where they are known already; extents may then reach over several blocks."""
 
 
-def write_image(store: Store, name: str, image: Image, on_checksum: Callable[[float], None]) -> DataFile:
+def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable[[float], None]) -> DataFile:
     """Writes the image as the object `name`, durably, and returns what the manifest says about it.
 
     `on_checksum` is told, from any thread, how many seconds a checksum took.
@@ -128,7 +128,7 @@ def write_image(store: Store, name: str, image: Image, on_checksum: Callable[[fl
     return DataFile(image.name, sum(image.extent_lengths), tuple(image.extent_lengths), tuple(digests))
 
 
-def _with_extents(image: Image) -> list[tuple[tuple[int, int], range]]:
+def _with_extents(image: FileImage) -> list[tuple[tuple[int, int], range]]:
     """The blocks, and the numbers of the extents that each is made of."""
     ends = [0, *accumulate(image.extent_lengths)]
     bounds = [*(bisect_left(ends, byte_offset) for byte_offset, _ in image.blocks), len(image.extent_lengths)]

@@ -37,7 +37,7 @@ def open_store(
     Raises CheckpointMismatchError (conflict) for storage options with a local path and StorageError (unsupported) for
     a URL that no installed backend serves.
     """
-    location = at_home(os.fspath(path))
+    location = expand_home(os.fspath(path))
     if not location:
         raise StorageError("the path is empty; give a folder or a URL", kind="unsupported", path="")
     local = _LOCAL_URL.sub("", location)
@@ -62,7 +62,7 @@ def open_store(
     return LocalStore(local, writer_threads=writer_threads)
 
 
-def at_home(path: str) -> str:
+def expand_home(path: str) -> str:
     """The path with the home folder for a `~` or `~user` that it starts with; a URL stays as it is."""
     return os.path.expanduser(path) if path.startswith("~") and is_plain_path(path) else path  # noqa: PTH111 - text
 

@@ -17,7 +17,7 @@ from bytecheckpoint.runtime.buffers import BufferPool, ByteBudget
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.compression import decode_frame
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import GivesBytes, OnFilled, Store
+from bytecheckpoint.storage.store import FillHook, Store, SupportsReadBytes
 
 ALIGNMENT = 16
 """Alignment of the largest dtype, in bytes."""
@@ -50,7 +50,7 @@ def max_bytes_at_once(store: Store, *, scratch_bytes: int, threads: int) -> int:
     """Returns how long a fetch may be, so that all threads can have one with this much scratch memory."""
     # Memory of the store's own counts: one such fetch per thread, one of which may be there twice while a client
     # library puts together the pieces in which it came, and a buffer that they are copied to in turn.
-    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, GivesBytes) else threads)
+    return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, SupportsReadBytes) else threads)
 
 
 def run_fetches(
@@ -79,7 +79,7 @@ def run_fetches(
     bytes_per_fetch = memory.block_bytes(content_bytes) + memory.block_bytes(raw_bytes) + decoding_bytes
     scratch_bytes += threads * ALIGNMENT  # alignment must not cost a buffer
     store_budget = None
-    if isinstance(store, GivesBytes):
+    if isinstance(store, SupportsReadBytes):
         longest_bytes = max((fetch.byte_length for fetch in fetches), default=0)
         budget_bytes = max(1, min(threads * longest_bytes, scratch_bytes - bytes_per_fetch - longest_bytes))
         store_budget = ByteBudget(budget_bytes)
@@ -142,15 +142,15 @@ def _read(
     fetch.place(buffer)
 
 
-def _filling(store: Store, name: str, fetch: Fetch) -> Callable[[memoryview, OnFilled | None], None]:
+def _filling(store: Store, name: str, fetch: Fetch) -> Callable[[memoryview, FillHook | None], None]:
     """Returns a function that fills the buffer of a fetch. If the store has the bytes in memory of its own, they are
     there already when this returns, and that memory is free when the buffer is full.
     """
-    if not isinstance(store, GivesBytes):
+    if not isinstance(store, SupportsReadBytes):
         return lambda buffer, on_filled: store.read_into(name, fetch.byte_offset, buffer, on_filled=on_filled)
     given = [store.read_bytes(name, fetch.byte_offset, fetch.byte_length)]
 
-    def fill(buffer: memoryview, _on_filled: OnFilled | None) -> None:
+    def fill(buffer: memoryview, _on_filled: FillHook | None) -> None:
         buffer[:] = given.pop()
 
     return fill

@@ -16,7 +16,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageE
 from bytecheckpoint.storage.backends.posix_errors import already_exists, missing_file, truncated
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.store import Access, Block, OnFilled
+from bytecheckpoint.storage.store import Access, Block, FillHook
 
 SCHEME = "world://"
 _SOME_ID = "0" * 16
@@ -192,7 +192,7 @@ class WorldStore:
                 content += view
         self._ask(Operation("write", self._full(name), (bytes(content), replace)))
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         if buffer.nbytes:
             buffer.cast("B")[:] = self._ask(Operation("read", self._full(name), (byte_offset, buffer.nbytes)))
         if on_filled is not None:

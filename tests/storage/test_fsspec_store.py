@@ -22,7 +22,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.storage.backends import fsspec_upload
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
-from bytecheckpoint.storage.store import GivesBytes
+from bytecheckpoint.storage.store import SupportsReadBytes
 
 from .s3_server import running_s3
 from .store_contract import StoreContract, blocks_of, get, pattern, put
@@ -131,7 +131,7 @@ class TestFileSystemThatMoves(StoreContract):
 def test_bytes_in_memory_of_the_store_are_those_asked_for_or_an_error(memory_url):
     store = FsspecStore(memory_url, None)
     put(store, "x", pattern(100))
-    assert isinstance(store, GivesBytes)
+    assert isinstance(store, SupportsReadBytes)
     assert store.read_bytes("x", 7, 50) == pattern(100)[7:57]
     assert store.read_bytes("x", 0, 0) == b""
     with pytest.raises(CheckpointCorruptError, match="ends at byte 100") as caught:

@@ -8,7 +8,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, StorageError, UnsafeC
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import join_name, open_store
-from bytecheckpoint.storage.store import place_of
+from bytecheckpoint.storage.store import full_location
 
 from .store_contract import put
 
@@ -55,7 +55,7 @@ ENDPOINTS = {
 )
 def test_a_place_is_its_url_and_whose_it_is(url, options, endpoint):
     store = _open(url, {**S3_KEYS, **options} if url.startswith("s3") else options)
-    assert place_of(store, "step") == f"{url}/step" + (f" at {endpoint}" if endpoint else "")
+    assert full_location(store, "step") == f"{url}/step" + (f" at {endpoint}" if endpoint else "")
 
 
 def test_the_root_of_a_url():

@@ -24,10 +24,10 @@ from bytecheckpoint.storage.backends.posix_errors import (
     truncated,
     write_error,
 )
-from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url, tells_secret
+from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.store import Access, Block, OnFilled
+from bytecheckpoint.storage.store import Access, Block, FillHook
 
 _READ_BYTES = 64 << 20
 """One request's part of a read into a buffer: the backend's copy of it is what that costs in memory."""
@@ -122,7 +122,7 @@ class FsspecStore:
 
         send(self._fs, upload, blocks, calling)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         for start in range(0, flat.nbytes, _READ_BYTES):
             part = flat[start : start + _READ_BYTES]
@@ -131,7 +131,7 @@ class FsspecStore:
                 on_filled(start + part.nbytes)
 
     def read_bytes(self, name: str, byte_offset: int, byte_length: int) -> bytes:
-        """As `GivesBytes` says."""
+        """As `SupportsReadBytes` says."""
         if not byte_length:
             return b""
         path, shown, end = self._path(name), self._show(name), byte_offset + byte_length
@@ -144,8 +144,8 @@ class FsspecStore:
         return data
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `ReadsWhole`. A backend that reads through an open file asks for the length first, so it is asked
-        for the length again afterwards.
+        """Implements `SupportsReadWhole`. A backend that reads through an open file asks for the length first, so it is
+        asked for the length again afterwards.
         """
         path, shown, options = self._path(name), self._show(name), self._exactly()
         for _ in range(_MAX_READS):
@@ -190,7 +190,7 @@ class FsspecStore:
             self._fs.rm_file(self._path(name))
 
     def check_replaceable(self) -> None:
-        """Implements `BlindStore`."""
+        """Implements `UnconditionalStore`."""
         reason = reason_against_replacing(self._fs)
         if reason:
             raise StorageError(
@@ -297,7 +297,7 @@ class FsspecStore:
                 return
             translated = to_error(error, shown, reason=describe_safely(error, self._secrets))
             # A traceback prints the whole chain of errors, so one that repeats a credential is cut off.
-            raise translated from None if tells_secret(error, self._secrets) else error
+            raise translated from None if contains_secret(error, self._secrets) else error
 
 
 def _endpoint_of(fs: AbstractFileSystem, options: Mapping[str, object]) -> str:

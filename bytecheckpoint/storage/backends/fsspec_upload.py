@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.storage.object_io import entered
+from bytecheckpoint.storage.object_io import open_block
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 from bytecheckpoint.storage.store import Block
 
@@ -67,7 +67,7 @@ class Upload:
     def pieces(self, blocks: Sequence[Block]) -> Generator[memoryview, None, None]:
         """The bytes of the blocks in order, at most _CALL_BYTES at a time. Each holds until the next is taken."""
         for block in blocks:
-            with entered(block) as content:
+            with open_block(block) as content:
                 self._digest.update(content)
                 yield from (content[start : start + _CALL_BYTES] for start in range(0, content.nbytes, _CALL_BYTES))
 

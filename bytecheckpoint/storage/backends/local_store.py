@@ -34,7 +34,7 @@ from bytecheckpoint.storage.backends.posix_files import (
 )
 from bytecheckpoint.storage.object_io import count_bytes, take_blocks
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
-from bytecheckpoint.storage.store import Access, Block, OnFilled
+from bytecheckpoint.storage.store import Access, Block, FillHook
 
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
@@ -82,7 +82,7 @@ class LocalStore:
         with writing:
             self._make_name_durable(path, replace=replace)
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         path = self._resolve(check_name(name))
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
         with _reading(path), _opened(path) as (fd, _):
@@ -91,7 +91,7 @@ class LocalStore:
             raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `ReadsWhole`: the length is that of the open file."""
+        """Implements `SupportsReadWhole`: the length is that of the open file."""
         path = self._resolve(check_name(name))
         with _reading(path), _opened(path) as (fd, num_bytes):
             if num_bytes > max_bytes:
@@ -103,7 +103,7 @@ class LocalStore:
         return bytes(content)
 
     def byte_length(self, name: str) -> int | None:
-        """Implements `LooksByName`."""
+        """Implements `SupportsByteLength`."""
         path = self._resolve(check_name(name))
         try:
             with _reading(path), _opened(path) as (_, num_bytes):

@@ -12,7 +12,7 @@ import fcntl
 import os
 from contextlib import suppress
 
-from bytecheckpoint.storage.store import OnFilled
+from bytecheckpoint.storage.store import FillHook
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB a call, macOS refuses more than 2 GiB - 1."""
@@ -59,7 +59,7 @@ def write_some(fd: int, content: memoryview, byte_offset: int) -> int:
     return os.pwritev(fd, [content[:_MAX_CALL_BYTES]], byte_offset)
 
 
-def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: OnFilled | None = None) -> int:
+def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHook | None = None) -> int:
     """Fills the buffer from `byte_offset` on. How many bytes it got: fewer than it takes where the file ends early."""
     filled = 0
     step_bytes = _MAX_CALL_BYTES if on_filled is None else _CACHED_BYTES

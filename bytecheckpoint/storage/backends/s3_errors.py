@@ -24,9 +24,14 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as BotoConnectionError
 from botocore.parsers import ResponseParserError
 
-from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    StorageError,
+    TransferProgress,
+    describe_progress,
+)
 from bytecheckpoint.storage.backends.posix_errors import missing_file
-from bytecheckpoint.storage.transfer_rate import Moved, describe_pace
 
 S3_ERRORS = (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, OSError)
 """All that a request raises."""
@@ -58,7 +63,7 @@ class FailedRequestError(Exception):
         self.seconds = seconds
         self.may_arrive = False
         """Whether an earlier attempt may be carried out yet, though the last one was refused."""
-        self.moved: Moved | None = None
+        self.moved: TransferProgress | None = None
         """Of the whole that the request was a part of, where that is known."""
 
 
@@ -159,7 +164,7 @@ def to_store_error(
     """
     error, is_write = failed.error, doing == "write"
     times = f"{failed.num_attempts} attempt{'s' if failed.num_attempts > 1 else ''}"
-    pace = describe_pace(failed.moved) if failed.moved is not None and is_transient(error) else ""
+    pace = describe_progress(failed.moved) if failed.moved is not None and is_transient(error) else ""
     what = f"{doing} {shown}: {reason} (after {times} in {failed.seconds:.1f} s{'; ' if pace else ''}{pace})"
     if is_write and failed.may_arrive:
         advice = "see to what refused the last one, and look what is there, before you try again"

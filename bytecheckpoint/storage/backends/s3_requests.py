@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import IncompleteReadError
 
+from bytecheckpoint.errors import TransferProgress
 from bytecheckpoint.storage.backends.s3_client import BROKEN_OFF, S3Client
 from bytecheckpoint.storage.backends.s3_errors import (
     S3_ERRORS,
@@ -27,7 +28,6 @@ from bytecheckpoint.storage.backends.s3_errors import (
 )
 from bytecheckpoint.storage.backends.s3_throttle import Brake
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.transfer_rate import Moved
 
 _FIRST_CONTACT_S = 5.0
 """How long a connection is tried to a service that has never answered: most likely there is none."""
@@ -62,7 +62,7 @@ class RangeIgnoredError(Exception):
     """A service gave something else than the bytes that were asked for."""
 
 
-class Patience(NamedTuple):
+class RetryPolicy(NamedTuple):
     """How long a request is tried."""
 
     timeout_s: float
@@ -97,11 +97,11 @@ class S3Requests:
         answer: Mapping[str, Any] = request(**{**more, **parameters}, Bucket=self.service.bucket)
         return answer
 
-    def call(self, operation: str, patience: Patience, **parameters: Any) -> Mapping[str, Any]:
+    def call(self, operation: str, patience: RetryPolicy, **parameters: Any) -> Mapping[str, Any]:
         """A request that may be carried out more than once without harm."""
         return self.persist(lambda _: self.send(operation, **parameters), patience)
 
-    def persist(self, attempt: Callable[[int], Answer], patience: Patience) -> Answer:
+    def persist(self, attempt: Callable[[int], Answer], patience: RetryPolicy) -> Answer:
         """What `attempt` returns, which is called with 0, 1, ... until it does not raise one of S3_ERRORS."""
         started, number = time.monotonic(), 0
         while True:
@@ -132,13 +132,13 @@ class S3Requests:
         longest_s = min(_FIRST_PAUSE_S * 2**number, _MAX_PAUSE_S)
         return random.uniform(_FIRST_PAUSE_S / 2, longest_s)  # noqa: S311 - spreads requests, keeps no secret
 
-    def _limit_s(self, error: Exception, patience: Patience) -> float:
+    def _limit_s(self, error: Exception, patience: RetryPolicy) -> float:
         is_nobody_there = is_no_answer(error) and not self._has_answered.is_set()
         # After an outage that ends a save there is still to be cleaned up, while others wait for this rank.
         is_hopeless = is_nobody_there or self._has_given_up
         return min(patience.timeout_s, _FIRST_CONTACT_S) if is_hopeless else patience.timeout_s
 
-    def head(self, key: str, patience: Patience) -> Mapping[str, Any] | None:
+    def head(self, key: str, patience: RetryPolicy) -> Mapping[str, Any] | None:
         """What the service tells of an object; None where there is none."""
         try:
             return self.call("head_object", patience, Key=key)
@@ -147,7 +147,7 @@ class S3Requests:
                 return None
             raise
 
-    def read_range(self, key: str, byte_offset: int, buffer: memoryview, patience: Patience) -> None:
+    def read_range(self, key: str, byte_offset: int, buffer: memoryview, patience: RetryPolicy) -> None:
         """Fills a flat buffer of at least one byte. What has arrived when a connection breaks is not asked for again.
 
         Raises EndOfObjectError and RangeIgnoredError, too.
@@ -157,12 +157,12 @@ class S3Requests:
             self.persist(lambda _: self._read_on(key, byte_offset, buffer, progress), patience)
         except FailedRequestError as failed:
             if not is_past_the_end(failed.error):
-                failed.moved = Moved(progress[0], buffer.nbytes, failed.seconds)
+                failed.moved = TransferProgress(progress[0], buffer.nbytes, failed.seconds)
                 raise
             found = self.head(key, patience) or {}
             raise EndOfObjectError(int(found.get("ContentLength", 0))) from failed
 
-    def read_object(self, key: str, patience: Patience, *, max_bytes: int) -> bytes:
+    def read_object(self, key: str, patience: RetryPolicy, *, max_bytes: int) -> bytes:
         """All bytes of an object. After a broken connection the rest is read, if the object is still the same one.
 
         Raises TooLongError, too.

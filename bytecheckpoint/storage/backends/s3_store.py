@@ -32,17 +32,17 @@ from bytecheckpoint.storage.backends.s3_errors import (
 )
 from bytecheckpoint.storage.backends.s3_requests import (
     EndOfObjectError,
-    Patience,
     RangeIgnoredError,
+    RetryPolicy,
     S3Requests,
     TooLongError,
 )
 from bytecheckpoint.storage.backends.s3_upload import TakenError, abort_uploads_of, begin_upload, new_target, upload
-from bytecheckpoint.storage.credentials import describe_safely, find_secrets, showable_url, tells_secret
+from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.store import Access, Block, OnFilled
+from bytecheckpoint.storage.store import Access, Block, FillHook
 
 _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
@@ -114,7 +114,7 @@ class S3Store:
             except TakenError as error:
                 raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
 
-    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: OnFilled | None = None) -> None:
+    def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         key, shown = self._key(name), self._show(name)
         if not buffer.nbytes:
             return
@@ -128,7 +128,7 @@ class S3Store:
             on_filled(buffer.nbytes)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `ReadsWhole`: one request, whose answer has the length."""
+        """Implements `SupportsReadWhole`: one request, whose answer has the length."""
         key, shown = self._key(name), self._show(name)
         with self._translated(shown, doing="read"):
             try:
@@ -231,8 +231,8 @@ class S3Store:
                 return
             parameters |= {markers[name]: value for name, value in page.items() if name in markers}
 
-    def _patience(self) -> Patience:
-        return Patience(self._timeout_s, threading.Event())
+    def _patience(self) -> RetryPolicy:
+        return RetryPolicy(self._timeout_s, threading.Event())
 
     def _key(self, name: str) -> str:
         return join_name(self._prefix, check_name(name))
@@ -257,7 +257,7 @@ class S3Store:
 
     def _cut_off(self, error: CheckpointError, cause: BaseException) -> CheckpointError:
         """The error; without its cause, whose text a traceback would print, where that repeats a credential."""
-        if tells_secret(cause, self._secrets):
+        if contains_secret(cause, self._secrets):
             raise error from None
         return error
 

@@ -14,6 +14,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from bytecheckpoint.errors import TransferProgress
 from bytecheckpoint.storage.backends.s3_client import BROKEN_OFF
 from bytecheckpoint.storage.backends.s3_errors import (
     S3_ERRORS,
@@ -26,10 +27,9 @@ from bytecheckpoint.storage.backends.s3_errors import (
     is_unsupported,
     may_arrive,
 )
-from bytecheckpoint.storage.backends.s3_requests import Patience, S3Requests
-from bytecheckpoint.storage.object_io import entered, take_blocks
+from bytecheckpoint.storage.backends.s3_requests import RetryPolicy, S3Requests
+from bytecheckpoint.storage.object_io import open_block, take_blocks
 from bytecheckpoint.storage.store import Block
-from bytecheckpoint.storage.transfer_rate import Moved
 
 _MIN_PART_BYTES = 5 << 20
 """S3 takes no smaller one, but for the last."""
@@ -70,20 +70,20 @@ def upload(
 
     Raises TakenError, FailedRequestError, and what a block's `content` raises.
     """
-    patience = Patience(timeout_s, threading.Event())
+    patience = RetryPolicy(timeout_s, threading.Event())
     if num_bytes <= _PART_BYTES:
         _put(requests, target, _copied(blocks, num_bytes), patience)
         return
     _Parts(requests, target, patience).send(_as_parts(blocks, num_bytes), in_flight=in_flight)
 
 
-def _put(requests: S3Requests, target: Target, content: memoryview, patience: Patience) -> None:
+def _put(requests: S3Requests, target: Target, content: memoryview, patience: RetryPolicy) -> None:
     body = content if content.nbytes else b""
     parameters = {"Key": target.key, "Body": body, "Metadata": {_WRITER: target.writer}, **_checksum(requests, content)}
     _publish(requests, target, partial(requests.send, "put_object", **parameters), patience)
 
 
-def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], patience: Patience) -> None:
+def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], patience: RetryPolicy) -> None:
     """The request that makes the object visible. What was carried out while its answer was lost is a success."""
     replaced = "" if target.is_new else requests.persist(lambda _: _look(requests, target).etag, patience)
     mine = (requests, target, patience)
@@ -167,7 +167,7 @@ def _look(requests: S3Requests, target: Target) -> _Found:
     return _Found(str(found["ETag"]), str(found.get("Metadata", {}).get(_WRITER, "")))
 
 
-def _is_there(requests: S3Requests, target: Target, patience: Patience) -> bool:
+def _is_there(requests: S3Requests, target: Target, patience: RetryPolicy) -> bool:
     """Whether the object is the one of this write. Raises FailedRequestError where that cannot be found out: who took
     his own object for another's would take back what belongs to it.
     """
@@ -178,7 +178,7 @@ def _is_there(requests: S3Requests, target: Target, patience: Patience) -> bool:
     return False
 
 
-def _is_seen(requests: S3Requests, target: Target, patience: Patience) -> bool:
+def _is_seen(requests: S3Requests, target: Target, patience: RetryPolicy) -> bool:
     """As `_is_there`, for a write that is known to have failed otherwise."""
     with suppress(FailedRequestError):
         return _is_there(requests, target, patience)
@@ -188,7 +188,7 @@ def _is_seen(requests: S3Requests, target: Target, patience: Patience) -> bool:
 class _Parts:
     """A multipart upload."""
 
-    def __init__(self, requests: S3Requests, target: Target, patience: Patience) -> None:
+    def __init__(self, requests: S3Requests, target: Target, patience: RetryPolicy) -> None:
         self._requests = requests
         self._target = target
         self._patience = patience
@@ -216,7 +216,7 @@ class _Parts:
             first = self._failures[0] if self._failures else failed
             done_bytes = sum(part.byte_length for part in parts if numbers[part.byte_offset] in sent)
             num_bytes = sum(part.byte_length for part in parts)
-            first.moved = Moved(done_bytes, num_bytes, time.monotonic() - started)
+            first.moved = TransferProgress(done_bytes, num_bytes, time.monotonic() - started)
             self._abort(first)
             raise first from first.error
         except BaseException as error:
@@ -263,7 +263,7 @@ class _Parts:
         return self._requests.send(operation, Key=self._target.key, UploadId=self._upload_id, **parameters)
 
     def _abort(self, error: BaseException) -> None:
-        patience = Patience(_CLEAN_UP_S, threading.Event())
+        patience = RetryPolicy(_CLEAN_UP_S, threading.Event())
         try:
             if self._upload_id:
                 self._requests.persist(lambda _: self._request("abort_multipart_upload"), patience)
@@ -275,7 +275,7 @@ class _Parts:
 
 
 def begin_upload(
-    requests: S3Requests, key: str, patience: Patience, *, on_lost: Callable[[], None], **parameters: Any
+    requests: S3Requests, key: str, patience: RetryPolicy, *, on_lost: Callable[[], None], **parameters: Any
 ) -> str:
     """The id of a new upload. `on_lost` is called where the service may have begun one whose id did not arrive."""
 
@@ -292,7 +292,7 @@ def begin_upload(
 
 def abort_uploads_of(requests: S3Requests, key: str) -> None:
     """As far as the service lets it. Hazard: all uploads of this object, so nobody else may use its name."""
-    patience = Patience(_CLEAN_UP_S, threading.Event())
+    patience = RetryPolicy(_CLEAN_UP_S, threading.Event())
     found: Mapping[str, Any] = {}
     with suppress(FailedRequestError):
         found = requests.call("list_multipart_uploads", patience, Prefix=key)
@@ -335,7 +335,7 @@ def _copied(blocks: Sequence[Block], num_bytes: int) -> memoryview:
     memory = memoryview(bytearray(num_bytes))
     position = 0
     for block in blocks:
-        with entered(block) as content:
+        with open_block(block) as content:
             memory[position : position + block.byte_length] = content
         position += block.byte_length
     return memory

@@ -1,0 +1,1 @@
+"""Real ranks, forked from one process."""

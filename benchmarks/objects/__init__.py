@@ -1,0 +1,1 @@
+"""An object store in memory, and candidates that move bytes to it."""

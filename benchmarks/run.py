@@ -1,0 +1,48 @@
+"""Runs one benchmark, named as its module in this folder.
+
+    python benchmarks/run.py save --workloads W1 W3 --size 0.1 --rounds 3
+    python benchmarks/run.py load --help
+
+With --against PATH, `save`, `load` and `plan_cache` measure a second checkout of the library in the same run, with the
+same scripts, interleaved with this one: before and after of a change meet the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+
+BENCHMARKS = {
+    "save": "saves, beside other libraries and the machine's limits",
+    "load": "loads, from the page cache, the disk and a slow store",
+    "cold": "cold loads of one file, beside preadv of it",
+    "object_store": "saves and loads of an object store, beside DCP and bare client libraries",
+    "ranks": "saves and loads by the number of ranks",
+    "plan_cache": "planning a save, the first time and later",
+    "planning": "planning for thousands of simulated ranks, beside DCP's planner",
+    "manifest": "building, encoding and decoding large manifests",
+    "codec": "compression on one core",
+    "convert": "conversion to other formats, beside torch's tools; loads through links",
+    "foreign": "opening checkpoints of other programs",
+}
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        lines = [f"  {each:<14}{measures}" for each, measures in BENCHMARKS.items()]
+        print("\n".join([__doc__.strip(), "", "benchmarks:", *lines]))
+        sys.exit(name not in {"-h", "--help"})
+    module = importlib.import_module(name)
+    parser = argparse.ArgumentParser(
+        prog=f"run.py {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that files and processes go in that case too
+    module.run(parser.parse_args(sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()

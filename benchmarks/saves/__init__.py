@@ -1,0 +1,1 @@
+"""What a save costs: candidates, how one is timed, tables and targets."""

@@ -1,0 +1,1 @@
+"""Thousands of ranks, simulated by one process."""

@@ -1,0 +1,162 @@
+"""Times the coordinator of a save by many ranks, from its state to the commit, and a rank that loads its part. Each
+runs in a process of its own, calls what `save` and `load` call, and holds tensors whose memory is never touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+# Registers the backend "fake": a DTensor asks for a group as large as its mesh, and none of it is used.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bytecheckpoint.adapters.collect import collect_all, entries_of
+from bytecheckpoint.distributed.key_value_ranks import COORDINATOR
+from bytecheckpoint.distributed.ranks import Ranks, SoleRank, Subject
+from bytecheckpoint.loading.mismatches import merge_findings
+from bytecheckpoint.loading.name_scope import NameScope, WantedState, match_named
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.saving.global_plan import Agreed, Wish, agree, propose, wish_of
+from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.saving.report import encode_report
+from bytecheckpoint.saving.write import Saving, commit_together, encode
+from bytecheckpoint.staging.snapshots import LiveState
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.open_store import open_store
+from simulated_ranks.ranks import STEP, Setting, member, offers_of, write_files
+
+
+class Cost(NamedTuple):
+    """Cost of the coordinator of a save. Seconds are of processor time."""
+
+    plan_s: float
+    manifest_s: float
+    commit_s: float
+    num_chunks: int
+    manifest_bytes: int
+    peak_mb: float
+    """Peak memory beyond what it had before."""
+
+
+def coordinate(connection: Connection, setting: Setting) -> None:
+    """Runs the coordinator. Waits for a message before each part, so that no other rank is at work meanwhile."""
+    with state_of_rank(setting, COORDINATOR) as state:
+        before = memory_mb()
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        connection.send(store.port)
+        ranks = member(store, COORDINATOR, setting.num_ranks)
+
+        connection.recv()
+        plans = PlanCache()
+        started = time.process_time()
+        wish = wish_of(setting.target, collect_all(entries_of(state, "auto")), SaveOptions())
+        agreed = agree(ranks, propose(ranks, wish, plans), plans)
+        plan_s = time.process_time() - started
+        _check_simulation(setting, COORDINATOR, wish)
+
+        saving = _saving(setting, ranks, agreed)
+        written = write_files(setting, agreed.known, COORDINATOR)
+        connection.send(None)
+
+        connection.recv()
+        started = time.process_time()
+        content, facts = encode(saving, ranks.gather(encode_report(agreed, written)))
+        manifest_s = time.process_time() - started
+        started = time.process_time()
+        commit_together(saving, content, facts)
+        commit_s = time.process_time() - started
+        peak = peak_mb() - before
+        num_chunks = sum(len(tensor.ranks) for tensor in agreed.known.plan.tensors)
+        connection.send(Cost(plan_s, manifest_s, commit_s, num_chunks, len(content), peak))
+
+
+def _saving(setting: Setting, ranks: Ranks, agreed: Agreed) -> Saving:
+    options = SaveOptions()
+    return Saving(
+        ranks=ranks,
+        store=open_store(setting.root, storage_options=None, writer_threads=options.writer_threads),
+        folder=setting.folder.name,
+        about=Subject(str(setting.folder), STEP, is_save=True),
+        options=options,
+        agreed=agreed,
+        snapshot=LiveState([], BufferPool(1, 1)),
+        scratch=BufferPool(1, 1),
+        metadata={},
+        clock=PhaseTimer(),
+        tier=None,
+    )
+
+
+def load(connection: Connection, setting: Setting) -> None:
+    """Runs a rank that loads what the middle one of as many saved: from the manifest's bytes to a plan of all reads."""
+    rank = setting.num_ranks // 2
+    with state_of_rank(setting, rank) as state:
+        store = open_store(setting.root, storage_options=None, writer_threads=1)
+        content = layout.read_manifest_bytes(store, setting.folder.name)
+        before = memory_mb()
+        started = time.process_time()
+        manifest = layout.parse_manifest(content, path=str(setting.folder), whole=False)
+        source = Source(store, setting.folder.name, manifest, LoadOptions(), is_exchanged=False)
+        scope = NameScope(manifest, rank, None, None, None)
+        # Alone: what each rank found the others get in one small message.
+        _, stored, match, _ = match_named(scope, WantedState(state, "auto", cast=False, strict=True))
+        merge_findings(SoleRank(), match, stored, state.keys(), strict=True)
+        fetches = source.plan(match.shards, match.stored_fqns)
+        seconds = time.process_time() - started
+        wanted_bytes = sum(shard.tensor.nbytes for shard in match.shards)
+        planned_bytes = sum(part.byte_length for fetch in fetches for part in fetch.all_parts)
+        if planned_bytes != wanted_bytes:
+            raise ValueError(f"the plan reads {planned_bytes} bytes for {wanted_bytes}")
+        connection.send((seconds, peak_mb() - before))
+
+
+@contextmanager
+def state_of_rank(setting: Setting, rank: int) -> Iterator[dict[str, Any]]:
+    """Yields the state of a rank, as a model and optimizer of FSDP2 hold it."""
+    tensors, num_ranks, _ = setting
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        state: dict[str, Any] = {}
+        for offer in offers_of(tensors, rank, num_ranks):
+            entry, _, name = offer.fqn.partition(".")
+            local, stride = torch.empty(offer.lengths), (*offer.shape[1:], 1)
+            tensor = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=torch.Size(offer.shape), stride=stride
+            )
+            state.setdefault(entry, {})[name] = tensor
+        yield state
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_simulation(setting: Setting, rank: int, wish: Wish) -> None:
+    if wish.offers() != offers_of(setting.tensors, rank, setting.num_ranks):
+        raise ValueError("the simulated ranks hold something else than a state gives")
+
+
+def memory_mb() -> float:
+    """Returns the resident memory now."""
+    return _status_mb("VmRSS")
+
+
+def peak_mb() -> float:
+    """Returns the peak. getrusage would count the parent's memory before the fork as well."""
+    return _status_mb("VmHWM")
+
+
+def _status_mb(field: str) -> float:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024 / 1e6

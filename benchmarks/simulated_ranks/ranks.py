@@ -1,0 +1,186 @@
+"""Simulates thousands of ranks: what each offers to write, and reports to have written. Their messages and files are
+real, and travel as those of a process group do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+import zstandard
+
+from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
+from bytecheckpoint.distributed.ranks import BLOCK_RANKS
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.planner.write_items import Offer, pack_offers
+from bytecheckpoint.saving import global_plan
+from bytecheckpoint.saving.global_plan import Agreed, Target, Wish
+from bytecheckpoint.saving.plan_cache import KnownPlan
+from bytecheckpoint.saving.report import WrittenFile, encode_report
+from bytecheckpoint.storage import layout
+
+STEP = 1000
+WIDTH, VOCABULARY = 8192, 128_256
+_TIMEOUT_S = 600.0
+
+
+class NamedShape(NamedTuple):
+    """Name and global shape of a tensor that all ranks hold by rows."""
+
+    fqn: str
+    shape: tuple[int, ...]
+
+
+class Setting(NamedTuple):
+    """Setting of one line of the table."""
+
+    tensors: Sequence[NamedShape]
+    num_ranks: int
+    root: Path
+    """Parent folder of the checkpoint."""
+
+    @property
+    def target(self) -> Target:
+        return Target(str(self.folder), STEP, overwrite=False)
+
+    @property
+    def folder(self) -> Path:
+        return self.root / layout.step_folder(STEP)
+
+
+def member(store: dist.Store, rank: int, num_ranks: int) -> GroupRanks:
+    """Returns a rank of a group of so many, which meets the others in this store."""
+    return GroupRanks(lambda: store, rank, range(num_ranks), _TIMEOUT_S, block_ranks=BLOCK_RANKS, call="save")
+
+
+class SimulatedRanks:
+    """All ranks but the coordinator."""
+
+    def __init__(self, setting: Setting, port: int) -> None:
+        self._setting = setting
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        self._ranks = [member(store, rank, setting.num_ranks) for rank in range(1, setting.num_ranks)]
+        self.request_bytes = 0
+        """Bytes of the requests of all of them."""
+
+    def ask(self) -> None:
+        """Sends what each rank offers."""
+        self._send(list(requests(self._setting)))
+
+    def write(self) -> None:
+        """Receives what each rank is to write, writes and reports it, and acknowledges the end."""
+        self._send(list(reports(self._setting, [rank.broadcast(b"") for rank in self._ranks])))
+        for rank in self._ranks:
+            rank.close()
+
+    def _send(self, payloads: Sequence[bytes]) -> None:
+        self.request_bytes = self.request_bytes or sum(map(len, payloads))
+        # The leader of a block comes last: it forwards the messages of the others.
+        for rank, payload in zip(reversed(self._ranks), reversed(payloads), strict=True):
+            rank.gather(payload)
+
+
+def model(num_tensors: int, *, with_adam: bool) -> list[NamedShape]:
+    """Returns layers of a transformer: an embedding, then four matrices and two norms each."""
+    layer = [("wq", (WIDTH, WIDTH)), ("wo", (WIDTH, WIDTH)), ("up", (3 * WIDTH, WIDTH)), ("down", (WIDTH, 3 * WIDTH))]
+    layer += [("norm1", (WIDTH,)), ("norm2", (WIDTH,))]
+    tensors = [NamedShape("model.embed.weight", (VOCABULARY, WIDTH))]
+    for index in range(num_tensors - 1):
+        name, shape = layer[index % len(layer)]
+        tensors.append(NamedShape(f"model.layers.{index // len(layer)}.{name}.weight", shape))
+    if not with_adam:
+        return tensors
+    states = [
+        NamedShape(fqn.replace("model.", "optimizer.state.", 1) + f".{state}", shape)
+        for fqn, shape in tensors
+        for state in ("exp_avg", "exp_avg_sq")
+    ]
+    return tensors + states
+
+
+def offers_of(tensors: Sequence[NamedShape], rank: int, num_ranks: int) -> list[Offer]:
+    """Returns what a rank of FSDP2 holds: rows, as torch.chunk cuts them."""
+    offers = []
+    for fqn, shape in tensors:
+        part = -(-shape[0] // num_ranks)
+        first = min(rank * part, shape[0])
+        num_rows = min(part, shape[0] - first)
+        rest = shape[1:]
+        offers.append(Offer(fqn, "float32", shape, (first, *[0] * len(rest)), (num_rows, *rest)))
+    return offers
+
+
+def wish_of_rank(setting: Setting, offers: list[Offer]) -> Wish:
+    options = SaveOptions()
+    return Wish(setting.target, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec, {})
+
+
+def rows_of(tensors: Sequence[NamedShape], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns first row and number of rows of each tensor (column) on each rank (row)."""
+    lengths = np.array([shape[0] for _, shape in tensors])
+    parts = -(-lengths // num_ranks)
+    firsts = np.minimum(np.arange(num_ranks)[:, None] * parts, lengths)
+    return firsts, np.minimum(parts, lengths - firsts)
+
+
+def requests(setting: Setting) -> Iterator[bytes]:
+    """Yields what every rank but the coordinator sends it, made fast from what the first one sends."""
+    tensors, num_ranks, _ = setting
+    offers = offers_of(tensors, COORDINATOR, num_ranks)
+    request = global_plan._whole_request(
+        wish_of_rank(setting, offers), member(dist.HashStore(), COORDINATOR, num_ranks)
+    )
+    numbers = np.array([number for offer in offers for number in (*offer.offsets, *offer.lengths)], "<i8")
+    num_dims = np.array([len(shape) for _, shape in tensors])
+    at = np.cumsum(2 * num_dims) - 2 * num_dims
+    firsts, counts = rows_of(tensors, num_ranks)
+    for rank in range(num_ranks):
+        numbers[at], numbers[at + num_dims] = firsts[rank], counts[rank]
+        packed = msgspec.structs.replace(request.offers, coordinates=zstandard.compress(numbers.tobytes(), 1))
+        if rank in {COORDINATOR, num_ranks // 2} and packed != pack_offers(offers_of(tensors, rank, num_ranks)):
+            raise ValueError("a rank is not simulated as it would be")
+        if rank != COORDINATOR:
+            yield msgspec.msgpack.encode(msgspec.structs.replace(request, offers=packed))
+
+
+def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
+    """Yields what every rank but the coordinator sends after it has written. Ranks with files of the same lengths plan
+    and describe them once.
+    """
+    tensors, num_ranks, _ = setting
+    known: dict[tuple[bytes, bytes], tuple[KnownPlan, list[object]]] = {}
+    firsts, counts = rows_of(tensors, num_ranks)
+    for rank, payload in enumerate(orders, 1):
+        digits = [np.char.str_len(numbers.astype(str)) for numbers in (firsts[rank], firsts[rank] + counts[rank])]
+        key = counts[rank].tobytes(), np.add(*digits).tobytes()
+        if key not in known:
+            order = msgspec.msgpack.decode(payload, type=global_plan._Order)
+            plan = global_plan._planned(
+                order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks
+            )
+            report = encode_report(Agreed(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank))
+            known[key] = plan, msgspec.msgpack.decode(report)[1:]
+            yield report
+        else:
+            plan, rest = known[key]
+            yield msgspec.msgpack.encode([[each.file for each in write_files(setting, plan, rank)], *rest])
+
+
+def write_files(setting: Setting, known: KnownPlan, rank: int) -> list[WrittenFile]:
+    """Writes sparse files of the right lengths, with random checksums."""
+    rng = random.Random(rank)
+    (setting.folder / layout.DATA_FOLDER).mkdir(parents=True, exist_ok=True)
+    files = []
+    for number, planned in enumerate(known.files):
+        name = layout.data_file_name(known.plan_id, rank, number)
+        with (setting.folder / name).open("xb") as file:
+            file.truncate(planned.byte_length)
+        digests = [rng.getrandbits(64) for _ in planned.extent_lengths]
+        files.append(WrittenFile(DataFile(name, planned.byte_length, planned.extent_lengths, digests), None))
+    return files
