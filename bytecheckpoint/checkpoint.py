@@ -12,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint

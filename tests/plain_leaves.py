@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 

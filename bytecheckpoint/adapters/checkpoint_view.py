@@ -1,4 +1,4 @@
-"""What a checkpoint holds, seen under the names that the state uses: filtered by include and exclude, renamed by
+"""A checkpoint, seen under the names that the state uses: filtered by include and exclude, renamed by
 key_map, plain data decoded for one rank.
 """
 
@@ -12,7 +12,8 @@ import torch
 
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, renamed_alike, renamer
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree, leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
@@ -39,7 +40,7 @@ class StoredTree(NamedTuple):
     """The plain data of one entry, as it was saved."""
 
     fqn: str
-    """In the checkpoint."""
+    """FQN in the checkpoint."""
     tree: Any
     is_taken: bool
     """Include and exclude leave something of it."""
@@ -82,16 +83,16 @@ class CheckpointView:
         self._include = None if include is None else Globs(include)
         self._exclude = Globs(exclude or ())
         self.takes_all = include is None and not exclude
-        """True if neither keeps anything from being loaded."""
+        """True if neither leaves out anything."""
         self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
         self._is_as_saved = self.takes_all and not self._is_renamed
         self.rename = renamer(key_map, below, beside, plain_names)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
-        """By checkpoint FQN, whatever include and exclude say."""
+        """Tensors by checkpoint FQN, whatever include and exclude say."""
         self.tensors = self._select_tensors()
-        """By state FQN."""
+        """Tensors by state FQN that include and exclude leave."""
 
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
@@ -127,7 +128,7 @@ class CheckpointView:
         return (self._include is None or self._include.match(fqn)) and not is_excluded
 
     def why_left_out(self, fqn: str) -> str | None:
-        """Why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
+        """Returns why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
         left_out = self._manifest.map_notes.left_out
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
@@ -136,7 +137,7 @@ class CheckpointView:
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
-        """What include and exclude know by this state FQN that the checkpoint has not."""
+        """Returns the name for include and exclude of this state FQN, which the checkpoint has not."""
         return fqn.removeprefix(self._below)
 
     @cached_property
@@ -170,7 +171,7 @@ class CheckpointView:
         return {name: self._tree_leaves[fqn] for name, fqn in sources.items()}
 
     def entry_tree(self, fqn: str) -> StoredTree | None:
-        """What the entry of this state FQN was saved as, where the checkpoint has it."""
+        """Returns the tree that the entry of this state FQN was saved as, where the checkpoint has it."""
         source = self._tree_names.get(fqn)
         if source is None:
             return None
@@ -198,14 +199,14 @@ class CheckpointView:
     def _tree_names(self) -> dict[str, str]:
         return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, leaves(self.trees[fqn], fqn))))
 
-    def subtree(self, fqn: str) -> tuple[str, Any] | None:
-        """The part of the plain data whose leaves are at or below this state FQN: its checkpoint FQN, and the tree."""
+    def subtree(self, fqn: str) -> StoredTree | None:
+        """Returns the part of the plain data whose leaves are at or below this state FQN."""
         source = self._sources.get(fqn)
         if source is None:
             below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(f"{fqn}."))
             source = next((leaf.removesuffix(path) for path, leaf in below if leaf.endswith(path)), None)
         tree = None if source is None else self._tree_at(source)
-        return None if source is None or tree is None else (source, tree)
+        return None if source is None or tree is None else StoredTree(source, tree, is_taken=True)
 
     @cached_property
     def _sources(self) -> dict[str, str]:
@@ -219,17 +220,14 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """What this rank has no value for, where it is the value of this state FQN or one around it."""
-        if not self._is_any_missing:
-            return None
-        parts = fqn.split(".")
+        """Returns the name of this state FQN or of one around it that this rank has no value for."""
+        parts = fqn.split(".") if self._missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-        found = ((name, self.plain.get(name)) for name in names)
-        return next(((name, value) for name, value in found if isinstance(value, RankMissing)), None)
+        return next(((name, self._missing[name]) for name in names if name in self._missing), None)
 
     @cached_property
-    def _is_any_missing(self) -> bool:
-        return any(isinstance(value, RankMissing) for value in self.plain.values())
+    def _missing(self) -> dict[str, RankMissing]:
+        return {name: value for name, value in self.plain.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:
         """The part of the plain data at this checkpoint FQN, or None."""
@@ -264,7 +262,7 @@ class CheckpointView:
 
     @cached_property
     def _known_roots(self) -> set[str]:
-        """What stands above anything known."""
+        """State FQNs above any known one."""
         parts = (fqn.split(".") for fqn in self._known)
         return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
 
@@ -289,7 +287,7 @@ class CheckpointView:
         """The rules of include, exclude and key_map that match nothing in the checkpoint, and nothing that the state
         has asked for so far.
         """
-        if self._has_unused:
+        if (self._include and self._include.unused) or self._exclude.unused or self.rename.unused:
             for fqn in self.names_of_all_ranks:
                 self.takes(fqn)
                 self.rename(fqn)
@@ -298,17 +296,10 @@ class CheckpointView:
         return found + [UnusedRule("key_map", repr(rule)) for rule in self.rename.unused]
 
     @property
-    def _has_unused(self) -> bool:
-        return bool((self._include and self._include.unused) or self._exclude.unused or self.rename.unused)
-
-    @property
     def names_of_all_ranks(self) -> set[str]:
         """The checkpoint FQNs of tensors and plain data, of every rank that saved it."""
-        manifest = self._manifest
-        trees = [*manifest.objects.items()]
-        trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
-        names = {leaf for fqn, data in trees for leaf in (fqn, *leaves(decode_plain(data), fqn))}
-        return names.union(manifest.tensors, manifest.aliases)
+        names = {leaf for fqn, data in _all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
+        return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
         """State FQNs of everything that include and exclude leave."""
@@ -330,10 +321,14 @@ def _named_by_content(manifest: Manifest) -> set[str]:
     candidates = set(filter(is_content_fqn, manifest.tensors))
     if not candidates:
         return candidates
-    trees = [*manifest.objects.items()]
-    trees += [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
-    found = (item for fqn, data in trees for item in leaves(decode_plain(data), fqn).items())
+    found = (item for fqn, data in _all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())
     return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
+
+
+def _all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
+    """Returns the encoded plain data of every rank, each after the FQN of its entry."""
+    of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
+    return [*manifest.objects.items(), *of_ranks]
 
 
 def _common_tree(trees: Sequence[Any]) -> Any:
@@ -352,7 +347,7 @@ def _common_tree(trees: Sequence[Any]) -> Any:
 
 
 def _descend(tree: Any, path: str) -> Any:
-    """What lies below a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
+    """Returns the item of a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
     for key, value in items:
         if path == str(key):

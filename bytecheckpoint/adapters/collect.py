@@ -24,7 +24,7 @@ from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.native.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
-from bytecheckpoint.adapters.plain.plain_data import ATOMS, leaves
+from bytecheckpoint.adapters.plain.plain_tree import ATOMS, leaves
 from bytecheckpoint.adapters.shards import LocalShards, check_has_memory
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, RngState, StatefulEntry, is_stateful
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
@@ -85,7 +85,7 @@ class _Value(NamedTuple):
     fqn: str
     value: Any
     found: Any
-    """What the predicate of its kind has returned."""
+    """Result of the predicate of its kind."""
     make: _Make
 
 
@@ -117,8 +117,8 @@ def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str
 
 
 _Content = tuple[Any, _Make] | list[tuple[Any, Any, Any]] | None
-"""What a value is: of a kind (what its predicate has returned, and who makes its entries); a container with such values
-in it (the key, the value and the content of each item); or None for tensors and plain data."""
+"""A value of one of KINDS (the result of its predicate, and the function that makes its entries); a container with such
+values in it (key, value and content of each item); or None for tensors and plain data."""
 
 
 def _content_of(value: Any, fqn: str, depth: int) -> _Content:

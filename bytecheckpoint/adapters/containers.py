@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView
+from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
 from bytecheckpoint.adapters.expectation import (
     EntryContents,
     Expectation,
@@ -23,7 +23,8 @@ from bytecheckpoint.adapters.native.subclass_flatten import is_facts, is_subclas
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.native.subclass_metadata import are_facts
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs, leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
 from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
@@ -58,7 +59,7 @@ class PlainEntry:
         return EntryContents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        """Returns the forms of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
         return forms_in(self._value, self.fqn)
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
@@ -89,13 +90,13 @@ class PlainEntry:
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
-        """True if a leaf wants something else than the bytes of one tensor, which is added to the expectation."""
+        """Adds to the expectation what a leaf needs. False for one that needs just the bytes of one tensor."""
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:
-            names = {checkpoint.rename(name): leaf for name, leaf in leaves(adopted[1], adopted[0]).items()}
-            expectation.shards.extend(self._adopted.shards(adopted[1], adopted[0], {}, checkpoint))
-            expectation.problems.extend(_missing_in(names) + self._adopted.problems(adopted[1], adopted[0], checkpoint))
+            names = {checkpoint.rename(name): leaf for name, leaf in leaves(adopted.tree, adopted.fqn).items()}
+            expectation.shards.extend(self._adopted.shards(adopted, {}, checkpoint))
+            expectation.problems.extend(_missing_in(names) + self._adopted.problems(adopted, checkpoint))
             expectation.claims.update(names)
         elif missing is not None:
             expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
@@ -110,7 +111,7 @@ class PlainEntry:
         for fqn, value in leaves(self._value, self.fqn).items():
             adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
-                self._adopted.prepare(adopted[1], adopted[0], {}, checkpoint)
+                self._adopted.prepare(adopted, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         new: dict[str, Any] = {}
@@ -121,34 +122,32 @@ class PlainEntry:
                 continue
             adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
-                left = self._adopted.left_out(adopted[1], adopted[0], checkpoint)  # the tree itself is filled
-                filled = self._adopted.filled(adopted[1], adopted[0], {}, checkpoint)
+                left = self._adopted.left_out(adopted, checkpoint)  # the tree itself is filled
+                filled = self._adopted.filled(adopted, {}, checkpoint)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
                 elif filled is not None:
-                    value.update(_taken(filled, adopted[0], checkpoint, left))
-            elif (
-                fqn not in checkpoint.tensors
-                and not _problems(fqn, value, checkpoint)
-                and not _filled_in_place(value, checkpoint.plain[fqn])
-            ):
+                    value.update(_taken(filled, adopted.fqn, checkpoint, left))
+            elif fqn in checkpoint.tensors or _problems(fqn, value, checkpoint):
+                continue
+            elif not _filled_in_place(value, checkpoint.plain[fqn]):
                 new[fqn] = checkpoint.plain[fqn]
         if new:
             self._assign(with_leaves(self._value, self.fqn, new))
 
 
 def _holds_tensors_only(value: Any) -> bool:
-    """True if a value is a dict by names, of tensors that are no more than their elements: many states are."""
+    """True for a dict by names of tensors that are no more than their elements: many states are."""
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS
     return not others or (others == {DTensor} and not any(map(is_subclass, value.values())))
 
 
-def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> tuple[str, Any] | None:
-    """What an empty dict takes: whatever the checkpoint has in its place, by its FQN there."""
+def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | None:
+    """Returns what an empty dict takes: whatever the checkpoint has in its place."""
     found = checkpoint.subtree(fqn) if isinstance(value, dict) else None
-    return found if found is not None and isinstance(found[1], dict) else None
+    return found if found is not None and isinstance(found.tree, dict) else None
 
 
 def _missing_in(values: Mapping[str, Any]) -> list[Problem]:
@@ -157,7 +156,7 @@ def _missing_in(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:
-    """Why the plain data of this FQN, small tensors included, cannot take the place of a value."""
+    """Returns why the plain data of this FQN, small tensors included, cannot take the place of a value."""
     found = checkpoint.plain.get(fqn)
     if isinstance(found, RankMissing):
         return _missing_in({fqn: found})
@@ -190,24 +189,18 @@ def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left: Col
 
 
 def _filled_in_place(value: Any, found: Any) -> bool:
-    """True if what was found could be put into the object that the state holds, which others may hold as well."""
+    """Puts a value into the object that the state holds, which others may hold as well. False where it takes none."""
     if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
-        _copy_bits(found, value.detach())
-    elif isinstance(value, np.ndarray) and _takes_array(value, found):
+        target = value.detach()
+        if target.element_size() == 1:  # torch cannot copy its sub-byte integers
+            found, target = found.view(torch.uint8), target.view(torch.uint8)
+        target.copy_(found)
+    elif isinstance(value, np.ndarray) and isinstance(found, np.ndarray) and value.flags.writeable:
+        if (value.shape, value.dtype) != (found.shape, found.dtype):
+            return False
         value[...] = found
     elif type(value) is list and type(found) is list:
         value[:] = found
     else:
         return False
     return True
-
-
-def _copy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
-    if target.element_size() == 1:  # torch cannot copy its sub-byte integers
-        source, target = source.view(torch.uint8), target.view(torch.uint8)
-    target.copy_(source)
-
-
-def _takes_array(value: np.ndarray, found: Any) -> bool:
-    is_array = isinstance(found, np.ndarray) and value.flags.writeable
-    return is_array and (value.shape, value.dtype) == (found.shape, found.dtype)

@@ -1,4 +1,4 @@
-"""What an entry of the state gives to a save and wants of a checkpoint, and why the two may not fit."""
+"""The records between an entry of the state and a save or load: its contents, its expectation, and problems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ differ, or is each rank's own."""
 
 
 class EntryContents(NamedTuple):
-    """What an entry of the state gives to a save."""
+    """Contents of an entry that a save writes."""
 
     shards: list[LocalShard]
     names: set[str]
@@ -27,7 +27,7 @@ class EntryContents(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why a state and a checkpoint do not fit."""
+    """A reason why a state and a checkpoint do not fit."""
 
     kind: str
     fqn: str
@@ -35,14 +35,14 @@ class Problem(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """What an entry of the state wants of a checkpoint."""
+    """Targets that an entry of the state has for a checkpoint."""
 
     shards: list[LocalShard]
     claims: set[str]
-    """State FQNs that it has a place for, besides those of its shards."""
+    """State FQNs that it has a target for, besides those of its shards."""
     problems: list[Problem]
     copies: Sequence[LocalShard] = ()
-    """Shards in lower precision of what it wants in full as well: converted whatever `cast` says."""
+    """Shards in lower precision of tensors that it loads in full as well: converted whatever `cast` says."""
     padding: Sequence[LocalShard] = ()
     """Memory that lies beyond what the checkpoint has of its tensors: zeroed with a load of these."""
 

@@ -1,6 +1,5 @@
-"""How the names of a checkpoint become those of the state. It knows no checkpoint.
-
-The globs of include and exclude, and which of them have matched nothing. It knows no checkpoint.
+"""Renaming of a checkpoint's names to those of the state, and the globs of include and exclude; which rules and globs
+have matched nothing. It knows no checkpoint.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class Globs:
         return bool(self._globs)
 
     def match(self, fqn: str) -> bool:
-        """True if any of them matches."""
+        """True if any glob matches."""
         for glob in [glob for glob in self.unused if fnmatchcase(fqn, glob)]:
             del self.unused[glob]
         return any(fnmatchcase(fqn, glob) for glob in self._globs)

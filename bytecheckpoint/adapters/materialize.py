@@ -12,7 +12,7 @@ from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, with_ne
 
 
 def target_device(tensor: torch.Tensor) -> torch.device:
-    """Where a tensor is, or would get memory if it is on the meta device."""
+    """Returns the device of a tensor, or on which it would get memory if it is on the meta device."""
     if not tensor.is_meta:
         return tensor.device
     if isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, as the placements of a DTensor say.
+"""The parts of a tensor that a rank holds, as the placements of a DTensor say.
 
 Takes Replicate, Shard and _StridedShard on meshes of any shape, veScale's RaggedShard and _StridedRaggedShard (told by
 their `dims` and `local_units`), and any placement with a method `checkpoint_regions`: see docs/placements.md.
@@ -24,8 +24,8 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.region import Region, split_flat_range, whole
 
 _RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int], Sequence[int]]]]
-"""Of a shape, the number of ranks along the mesh axis, and which of them: offsets and lengths of each region that this
-one holds, in the order in which they lie in its memory."""
+"""Takes a shape, the number of ranks along the mesh axis, and which of them this is; gives offsets and lengths of each
+region that this rank holds, in the order in which they lie in its memory."""
 
 
 _OF_TORCH = frozenset({Replicate, Shard, _StridedShard})
@@ -35,7 +35,7 @@ class LocalPart(NamedTuple):
     """A region of a tensor, and where in the rank's local tensor it lies."""
 
     region: Region
-    """In global coordinates."""
+    """Region in global coordinates."""
     place: Region | int | None
     """A region of the local tensor, or the first of consecutive elements of it; None where it is all of it."""
 
@@ -59,7 +59,7 @@ def is_known(placement: Any) -> bool:
 def held_parts(
     fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes: Sequence[MeshAxis]
 ) -> Sequence[LocalPart]:
-    """What this rank holds of a tensor of this shape: mostly one part. An empty share is one part of no elements.
+    """Returns what this rank holds of a tensor of this shape: mostly one part, of no elements for an empty share.
 
     Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
     """
@@ -68,20 +68,12 @@ def held_parts(
         if by_regions:
             others = [axis for axis in mesh_axes if _regions_of(axis.placement) is None]
             return _parts_by_regions(fqn, shape, local, by_regions, others)
-    local_shape = tuple(local.shape)
-    parts = _parts(shape, local_shape, mesh_axes)
+    local_shape, kinds = tuple(local.shape), tuple(type(axis.placement) for axis in mesh_axes)
+    find = _find_parts_once if _OF_TORCH.issuperset(kinds) else _find_parts
+    parts = find(shape, local_shape, tuple(mesh_axes), kinds)
     if parts is None:
         raise _misfit(fqn, shape, local_shape, mesh_axes)
     return parts
-
-
-def _parts(
-    shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
-) -> Sequence[LocalPart] | None:
-    """None where the placements fit the local tensor in no way, or in several."""
-    kinds = tuple(type(axis.placement) for axis in mesh_axes)
-    find = _find_parts_once if _OF_TORCH.issuperset(kinds) else _find_parts
-    return find(shape, local_shape, tuple(mesh_axes), kinds)
 
 
 def _find_parts(
@@ -90,7 +82,9 @@ def _find_parts(
     mesh_axes: tuple[MeshAxis, ...],
     _kinds: tuple[type, ...],
 ) -> Sequence[LocalPart] | None:
-    """`_kinds` tells placements apart that some versions of torch say are equal."""
+    """Returns None where the placements fit the local tensor in no way, or in several. `_kinds` tells placements apart
+    that some versions of torch say are equal.
+    """
     fitting = fitting_intervals(shape, local_shape, mesh_axes)
     if not fitting or any(intervals != fitting[0] for intervals in fitting):
         return None
@@ -102,7 +96,7 @@ _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
 
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
-    """How a placement that is none of torch's cuts a tensor."""
+    """Returns how a placement that is none of torch's cuts a tensor."""
     if isinstance(placement, Replicate | Shard | _StridedShard):
         return None
     own: _RegionsOf | None = getattr(placement, "checkpoint_regions", None)
@@ -133,7 +127,7 @@ def _parts_by_regions(
     by_regions: Sequence[MeshAxis],
     others: Sequence[MeshAxis],
 ) -> Sequence[LocalPart]:
-    """Of one placement that gives regions: it cuts what the others, which come first, have left."""
+    """Returns the parts of one placement that gives regions: it cuts what the others, which come first, have left."""
     axis = by_regions[0]
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):
@@ -142,7 +136,9 @@ def _parts_by_regions(
     regions_of = _regions_of(axis.placement)
     try:
         found = [] if regions_of is None else regions_of(left, axis.num_parts, axis.coordinate)
-        regions = [_shifted(Region(_ints(at), _ints(lengths)), offsets, left) for at, lengths in found]
+        # index() also makes Python's integers of numpy's, and refuses all else.
+        boxes = [Region(tuple(map(index, at)), tuple(map(index, lengths))) for at, lengths in found]
+        regions = [_shifted(box, offsets, left) for box in boxes]
     except (TypeError, ValueError) as error:
         raise _does_not_fit(fqn, axis.placement, f"for a part of shape {list(left)}, {error}") from error
     regions = regions or [Region(offsets, (0,) * len(shape))]
@@ -166,11 +162,6 @@ def _shifted(region: Region, offsets: tuple[int, ...], within: tuple[int, ...]) 
     if not is_inside:
         raise ValueError(f"it gives a region at {list(region.offsets)} of {list(region.lengths)}, which lies outside")
     return Region(tuple(map(int.__add__, region.offsets, offsets)), region.lengths)
-
-
-def _ints(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Also of numpy's, which index arithmetic makes. Raises TypeError for what is no integer."""
-    return tuple(map(index, numbers))
 
 
 def _does_not_fit(fqn: str, placement: Any, why: str) -> CheckpointMismatchError:
@@ -209,9 +200,9 @@ class MeshAxis(NamedTuple):
 
     placement: Any
     num_parts: int
-    """How many ranks there are along the axis."""
+    """Number of ranks along the axis."""
     coordinate: int
-    """Which of them this rank is."""
+    """Index of this rank among them."""
 
 
 def fitting_intervals(
@@ -248,34 +239,32 @@ def _shards(placement: Any, dim: int) -> bool:
 
 
 def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """As fully_shard lays out what is sharded already: its own axis, the strided one, cuts last."""
+    """Cuts as fully_shard does for what is sharded already: its own axis, the strided one, cuts last."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
         if _shards(placement, dim):
-            held = _nth(_chunk(held, num_parts), coordinate)
+            held = _nth_chunk(held, num_parts, coordinate)
     return held
 
 
 def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """As distribute_tensor does it: each axis cuts what those before it left."""
+    """Cuts as distribute_tensor does: each axis cuts what those before it left."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
         if isinstance(placement, _StridedShard) and placement.dim == dim:
-            pieces = _chunk(held, int(placement.split_factor))
-            held = _joined([part for piece in pieces for part in _nth(_chunk(piece, num_parts), coordinate)])
+            factor = int(placement.split_factor)
+            pieces = [_nth_chunk(held, factor, number) for number in range(factor)]
+            held = _joined([part for piece in pieces for part in _nth_chunk(piece, num_parts, coordinate)])
         elif isinstance(placement, Shard) and placement.dim == dim:
-            held = _nth(_chunk(held, num_parts), coordinate)
+            held = _nth_chunk(held, num_parts, coordinate)
     return held
 
 
-def _chunk(intervals: Sequence[Interval], num_parts: int) -> list[list[Interval]]:
-    """The listed indices cut like torch.chunk cuts a dimension: equal parts, rounded up, the last ones short."""
+def _nth_chunk(intervals: Sequence[Interval], num_parts: int, number: int) -> list[Interval]:
+    """Returns one part of the listed indices, cut as torch.chunk cuts: equal parts, rounded up, the last ones short."""
     total = sum(length for _, length in intervals)
     part_length = -(-total // num_parts)
-    return [_take(intervals, min(part * part_length, total), part_length) for part in range(num_parts)]
-
-
-def _take(intervals: Sequence[Interval], first: int, count: int) -> list[Interval]:
+    first, count = min(number * part_length, total), part_length
     taken = []
     for start, length in intervals:
         skipped = min(first, length)
@@ -285,10 +274,6 @@ def _take(intervals: Sequence[Interval], first: int, count: int) -> list[Interva
         first -= skipped
         count -= used
     return taken
-
-
-def _nth(parts: Sequence[list[Interval]], index: int) -> list[Interval]:
-    return parts[index] if index < len(parts) else []
 
 
 def _joined(intervals: Sequence[Interval]) -> list[Interval]:

@@ -26,7 +26,8 @@ _LOOKS = attrgetter("dtype", "layout", "shape")
 """All that decides whether a plain tensor is dense, and what is saved of it besides its elements. A nested one has no
 shape, and says so by an error."""
 NEW_TUPLE = tuple.__new__
-"""The constructor of a named tuple costs three times as much."""
+"""Makes a named tuple without its own constructor, which takes twice as long: 0.98 us against 0.45 us for a LocalShard.
+Used where a state has 100,000 of them."""
 _Looks = tuple[torch.dtype, torch.layout, torch.Size]
 _Kind = tuple[str, tuple[int, ...], Region, int]
 
@@ -46,14 +47,14 @@ class LocalShard(NamedTuple):
     """torch's name of it without `torch.`."""
     global_shape: tuple[int, ...]
     region: Region
-    """In global coordinates, in elements."""
+    """Region in global coordinates, in elements."""
     tensor: torch.Tensor
     """Live memory with the region's lengths as its shape: a view that autograd does not see, or the state's own tensor
     where autograd has nothing to do with it. On the meta device where a load has yet to create that memory."""
     address: int = 0
-    """Of its first byte, where it was asked for and all of its bytes are there and follow in memory of the host; 0
-    where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs a load
-    some percent."""
+    """Address of its first byte, where it was asked for and all of its bytes are there and follow in memory of the
+    host; 0 where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs
+    a load some percent."""
     owner: torch.Tensor | None = None
     """The state's own tensor, where its version counter is another one than that of `tensor`, as a DTensor's is."""
 
@@ -79,7 +80,7 @@ class LocalShards:
         self.found: list[LocalShard] = []
         self._with_addresses = with_addresses
         self._kinds: dict[_Looks, _Kind] = {}
-        """By what `_LOOKS` tells of a plain tensor: dtype, lengths, region and bytes of what is dense and whole."""
+        """Dtype, lengths, region and bytes of plain tensors that are dense and whole, by their `_LOOKS`."""
         self._layouts: dict[object, _Layout] = {}
 
     def add(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -157,7 +158,7 @@ class LocalShards:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Of its first byte where all of its bytes are there and follow in memory of the host, 0 otherwise."""
+    """Returns the address of its first byte where all bytes are there and follow in memory of the host, 0 otherwise."""
     if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
         return 0
     start = tensor.storage_offset()
@@ -238,7 +239,7 @@ def check_has_memory(fqn: str, tensor: torch.Tensor) -> None:
 
 
 class _Layout(NamedTuple):
-    """How the local tensor of a DTensor lies in the global one."""
+    """Layout of the local tensor of a DTensor in the global one."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from bytecheckpoint.adapters.native.subclass_flatten import enclosing, subclasse
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShards
 from bytecheckpoint.adapters.tree_loader import TreeTarget, is_sharded, keep_for_rank
 from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
@@ -80,11 +81,11 @@ class StatefulEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._shown: Any = None
-        """Its state_dict(), once it was asked for to load into."""
+        """Result of its state_dict(), once it was asked for to load into."""
         self._current: dict[str, Any] = {}
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        """Returns the forms of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
         return forms_in(self._show(), self.fqn)
 
     def _show(self) -> Any:
@@ -103,51 +104,49 @@ class StatefulEntry:
         return EntryContents(shards.found, names, {self.fqn: ("either" if may_differ else "whole", plain)})
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
+        shown = self._show()
         if not self._current:
-            state = self._show()
-            self._current, self._target.live = leaves(state, self.fqn), subclasses_in(state, self.fqn)
+            self._current, self._target.live = leaves(shown, self.fqn), subclasses_in(shown, self.fqn)
         found = checkpoint.object_tree(self.fqn)
         self._found = None
-        if found is not None and not found.fqn and not self._has_keys_of(found.tree):
-            found = None
+        if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
+            own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
+            found = found if own and own <= found.tree.keys() else None
+        kind = type(self._value).__name__
         if found is None:
-            text = f"{self.fqn}: the state of this {type(self._value).__name__} is not in the checkpoint"
+            text = f"{self.fqn}: the state of this {kind} is not in the checkpoint"
             return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
         if not found.is_taken:
             return Expectation([], set(), [])
         values = {checkpoint.rename(name): value for name, value in leaves(found.tree, found.fqn).items()}
-        if are_groups(found.tree) and not is_optimizer_tree(self._show()):
-            kind = type(self._value).__name__
-            text = (
-                f"{self.fqn}: saved parameter by parameter, as optimizers are, and the state_dict() of this {kind} has "
-                "another form; pass the optimizer itself"
+        missing = [rank_missing(name, item.num_saved) for name, item in values.items() if isinstance(item, RankMissing)]
+        why = None
+        if are_groups(found.tree) and not is_optimizer_tree(shown):
+            why = (
+                f"saved parameter by parameter, as optimizers are, and the state_dict() of this {kind} has another "
+                "form; pass the optimizer itself"
             )
-            return Expectation([], {*values, *checkpoint.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
-        missing = [rank_missing(name, value.num_saved) for name, value in values.items() if _is_missing(value)]
-        if missing:
+        elif missing:
             return Expectation([], set(values), missing)
-        if isinstance(found.tree, list) and isinstance(self._show(), dict):
-            text = (
-                f"{self.fqn}: a list of {len(found.tree)} in the checkpoint, and this {type(self._value).__name__} "
-                f"takes a dict; load it as {{{self.fqn!r}: []}}, and give what it holds to load_state_dict()"
+        elif isinstance(found.tree, list) and isinstance(shown, dict):
+            why = (
+                f"a list of {len(found.tree)} in the checkpoint, and this {kind} takes a dict; load it as "
+                f"{{{self.fqn!r}: []}}, and give what it holds to load_state_dict()"
             )
-            return Expectation([], {*values, *checkpoint.below(self.fqn)}, [Problem("conflict", self.fqn, text)])
+        if why is not None:
+            claims = {*values, *checkpoint.below(self.fqn)}
+            return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {why}")])
         self._found = found
-        problems = self._settle_subclasses(values, checkpoint)
-        own = {name: value for name, value in self._current.items() if isinstance(value, torch.Tensor)}
-        own = {name: value for name, value in own.items() if not enclosing(name, self._target.kept)}
-        problems += [not_stored(name) for name in own if not isinstance(values.get(name), TensorRef | torch.Tensor)]
-        problems += self._target.problems(found.tree, found.fqn, checkpoint)
-        return Expectation(self._target.shards(found.tree, found.fqn, self._current, checkpoint), set(values), problems)
+        problems = self._match_subclasses(values, checkpoint)
+        own_tensors = [name for name, value in self._current.items() if isinstance(value, torch.Tensor)]
+        needed = [name for name in own_tensors if not enclosing(name, self._target.kept)]
+        problems += [not_stored(name) for name in needed if not isinstance(values.get(name), TensorRef | torch.Tensor)]
+        problems += self._target.problems(found, checkpoint)
+        return Expectation(self._target.shards(found, self._current, checkpoint), set(values), problems)
 
-    def _has_keys_of(self, tree: Any) -> bool:
-        """True if all of a checkpoint can be the state of this object, which has no entry there."""
-        own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
-        return bool(own) and own <= tree.keys()
-
-    def _settle_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
-        """Of the object's own tensor subclasses, those that do not fit are made anew. One that is spread over ranks, or
-        of which nothing else is there to make, stays as it is: why is returned.
+    def _match_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
+        """Drops the object's own tensor subclasses that do not fit, which are made anew. One that is spread over ranks,
+        or of which the checkpoint has nothing, stays as it is: why is returned.
         """
         live = self._target.live
         own = {name: value for name, value in self._current.items() if enclosing(name, live)}
@@ -170,21 +169,17 @@ class StatefulEntry:
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:
-            self._target.prepare(self._found.tree, self._found.fqn, self._current, checkpoint)
+            self._target.prepare(self._found, self._current, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         if self._found is not None:
-            state = self._target.filled(self._found.tree, self._found.fqn, self._current, checkpoint)
+            state = self._target.filled(self._found, self._current, checkpoint)
             self._value.load_state_dict(state)
 
 
 def _can_fill(own: Any, value: Any) -> bool:
     """True if what is inside of a live subclass takes what the tree has: what the tree holds itself is built anew."""
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))
-
-
-def _is_missing(value: Any) -> TypeGuard[RankMissing]:
-    return isinstance(value, RankMissing)
 
 
 class RankLocalEntry:
@@ -196,7 +191,7 @@ class RankLocalEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._current: dict[str, Any] = {}
-        """What of the value stays where something is left out."""
+        """Leaves of the value that stay where something is left out."""
 
     def collect(self) -> EntryContents:
         shards = LocalShards()
@@ -225,7 +220,7 @@ class RankLocalEntry:
             return Expectation([], set(), [])
         values = leaves(found.tree, found.fqn)
         claims = set(map(checkpoint.rename, values))
-        missing = [value for value in values.values() if _is_missing(value)]
+        missing = [value for value in values.values() if isinstance(value, RankMissing)]
         if missing and self._holder.missing == "keep":
             return Expectation([], claims, [])
         if missing:
@@ -235,19 +230,19 @@ class RankLocalEntry:
             state = self._state()
             self._current, self._target.own = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         return Expectation(
-            self._target.shards(found.tree, found.fqn, {}, checkpoint),
+            self._target.shards(found, {}, checkpoint),
             claims,
-            self._target.problems(found.tree, found.fqn, checkpoint),
+            self._target.problems(found, checkpoint),
         )
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:
-            self._target.prepare(self._found.tree, self._found.fqn, {}, checkpoint)
+            self._target.prepare(self._found, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         if self._found is None:
             return
-        value = self._target.filled(self._found.tree, self._found.fqn, self._current, checkpoint)
+        value = self._target.filled(self._found, self._current, checkpoint)
         if is_stateful(self._holder.value):
             self._holder.value.load_state_dict(value)
         else:
@@ -272,7 +267,7 @@ class RngState:
         return "RngState(python, numpy, torch, and CUDA where it is used)"
 
     def state_dict(self) -> dict[str, Any]:
-        """What the generators are at now. A save calls this."""
+        """Returns the state of the generators. A save calls this."""
         state = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  it is the old generator that is global

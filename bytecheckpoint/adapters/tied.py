@@ -60,7 +60,7 @@ def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """Of each tensor what two tied ones share: the same object, or the same elements of the same storage.
+    """Returns of each tensor what two tied ones share: the same object, or the same elements of the same storage.
 
     Most tensors start at an address of their own. Only the others are looked at closely.
     """
@@ -78,7 +78,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """What two tied tensors share, with everything that tells them from views that only start at the same place."""
+    """Returns what two tied tensors share, and what tells them from views that only start at the same place."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
         return id(tensor)

@@ -9,12 +9,13 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree, placeholder
 from bytecheckpoint.adapters.expectation import Problem, RankMissing
 from bytecheckpoint.adapters.native.subclass_flatten import enclosing, is_facts, outer_fqn, restored
 from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuildable
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS
-from bytecheckpoint.adapters.plain.plain_data import content_fqn, fits_inline, leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_data import content_fqn, fits_inline
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
@@ -24,7 +25,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
-    """What stands in the tree for a tensor that may differ from rank to rank.
+    """Returns what stands in the tree for a tensor that may differ from rank to rank.
 
     Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
     several ranks are replicas of one and different ones do not meet; those that are spread over ranks keep their name.
@@ -70,33 +71,33 @@ class TreeTarget:
         self.live: dict[str, torch.Tensor] = {}
         """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
         self.kept: dict[str, torch.Tensor] = {}
-        """Those of them that stay as they are."""
+        """Live subclasses that stay as they are."""
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
 
-    def shards(self, tree: Any, fqn: str, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
-        """Where the tensors of the tree go; new ones are on the meta device before `prepare`."""
+    def shards(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
+        """Returns the targets of the tensors of the tree; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
-        for name, found in self._refs(tree, fqn, checkpoint):
+        for name, stored in self._refs(found, checkpoint):
             own = current.get(name)
-            target = own if fits(own, found) else self._new.get(name)
-            shards.add(name, placeholder(found) if target is None else target)
+            target = own if fits(own, stored) else self._new.get(name)
+            shards.add(name, placeholder(stored) if target is None else target)
         return shards.found
 
-    def prepare(self, tree: Any, fqn: str, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
-        for name, found in self._refs(tree, fqn, checkpoint):
+    def prepare(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
+        for name, stored in self._refs(found, checkpoint):
             own = current.get(name)
-            if not fits(own, found):
+            if not fits(own, stored):
                 device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
-                self._new[name] = torch.empty_like(placeholder(found), device=device)
+                self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
-    def filled(self, tree: Any, fqn: str, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
+    def filled(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
         """The tree with tensors in place of references; what include and exclude leave out is as in `current`, and not
         there at all where that lacks it. None where nothing is left.
         """
-        values = leaves(tree, fqn)
+        values = leaves(found.tree, found.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()
-        left = self.left_out(tree, fqn, checkpoint)
+        left = self.left_out(found, checkpoint)
         new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), _ABSENT) for name in left}
         for name, value in values.items():
             state_name = checkpoint.rename(name)
@@ -104,43 +105,38 @@ class TreeTarget:
                 new[name] = self._new[state_name]
             elif isinstance(value, TensorRef | RankMissing) or not checkpoint.takes(name):
                 new[name] = current.get(state_name, _ABSENT)
-        filled = with_leaves(tree, fqn, new)
+        filled = with_leaves(found.tree, found.fqn, new)
         if any(value is _ABSENT for value in new.values()):
             filled = _without_absent(filled)
         if filled is _ABSENT or not any(map(is_facts, values)):
             return None if filled is _ABSENT else filled
-        return restored(filled, fqn, self.live, left=unbuildable)
+        return restored(filled, found.fqn, self.live, left=unbuildable)
 
-    def left_out(self, tree: Any, fqn: str, checkpoint: CheckpointView) -> set[str]:
-        """The subclasses, by checkpoint FQN, that would have to be built without what include and exclude leave out."""
-        return {
-            name for name in partly_taken(leaves(tree, fqn), checkpoint) if state_fqn(name, checkpoint) not in self.live
-        }
+    def left_out(self, found: StoredTree, checkpoint: CheckpointView) -> set[str]:
+        """Returns the subclasses, by checkpoint FQN, that would have to be built without what is left out of them."""
+        names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
+        return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
-    def problems(self, tree: Any, fqn: str, checkpoint: CheckpointView) -> list[Problem]:
-        """Which subclasses in the tree cannot be built."""
-        return list(self._unbuildable(leaves(tree, fqn), checkpoint).values())
+    def problems(self, found: StoredTree, checkpoint: CheckpointView) -> list[Problem]:
+        """Returns which subclasses in the tree cannot be built."""
+        return list(self._unbuildable(leaves(found.tree, found.fqn), checkpoint).values())
 
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
         not_built = partly_taken(values, checkpoint)
-        found = unbuildable(values, checkpoint)
-        return {
-            name: problem
-            for name, problem in found.items()
-            if name not in not_built and state_fqn(name, checkpoint) not in self.live
-        }
+        found = {name: each for name, each in unbuildable(values, checkpoint).items() if name not in not_built}
+        return {name: problem for name, problem in found.items() if state_fqn(name, checkpoint) not in self.live}
 
-    def _refs(self, tree: Any, fqn: str, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
+    def _refs(self, found: StoredTree, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
         """State FQN and stored tensor of every reference in the tree that the load takes."""
-        values = leaves(tree, fqn)
-        left = self.left_out(tree, fqn, checkpoint)
+        values = leaves(found.tree, found.fqn)
+        left = self.left_out(found, checkpoint)
         sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, left)]
         names = [name for name in map(checkpoint.rename, sources) if not enclosing(name, self.kept)]
         return [(name, checkpoint.tensors[name]) for name in names if name in checkpoint.tensors]
 
 
 def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
-    """What a subclass of this checkpoint FQN is called in the state: what its facts are called says so."""
+    """Returns the state FQN of a subclass of this checkpoint FQN: that of its facts tells it."""
     return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
 
 

@@ -16,13 +16,13 @@ import msgspec
 
 from bytecheckpoint.conversion.assemble import Elements
 from bytecheckpoint.conversion.dcp import plan_dcp
-from bytecheckpoint.conversion.existing_target import Place, Standing, look_at, open_place, refuse_own_files
+from bytecheckpoint.conversion.existing_target import ExistingTarget, TargetPlace, look_at, open_place, refuse_own_files
 from bytecheckpoint.conversion.huggingface import plan_hf
 from bytecheckpoint.conversion.link import check_reachable, link_manifest, with_samples, write_link
 from bytecheckpoint.conversion.mapped_source import names_for_experts, view_of
 from bytecheckpoint.conversion.native import plan_own
 from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream, budget_of
-from bytecheckpoint.conversion.target import Target, TargetFile
+from bytecheckpoint.conversion.target import TargetFile, TargetPlan
 from bytecheckpoint.conversion.torch_save import plan_torch
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
@@ -105,9 +105,9 @@ class _Plan(NamedTuple):
     source: Source
     sides: tuple[str, str] | None
     selection: Selection
-    place: Place
-    standing: Standing
-    target: Target
+    place: TargetPlace
+    standing: ExistingTarget
+    target: TargetPlan
     save_id: str
     experts: str = ""
 
@@ -169,8 +169,8 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
             num_bytes = write_link(place.store, manifest, overwrite=request.overwrite)
         num_bytes = msgspec.msgpack.decode(ranks.broadcast(msgspec.msgpack.encode(num_bytes)), type=int)
     ranks.close()
-    target = Target([], [], layout.MANIFEST_NAME, lambda _: b"")
-    plan = _Plan(source, view.sides, selection, place, Standing(False, False, ()), target, manifest.save_id)
+    target = TargetPlan([], [], layout.MANIFEST_NAME, lambda _: b"")
+    plan = _Plan(source, view.sides, selection, place, ExistingTarget(False, False, ()), target, manifest.save_id)
     return replace(_converted(plan), num_bytes=num_bytes)
 
 
@@ -223,14 +223,16 @@ def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
     return _Plan(source, view.sides, selection, place, standing, target, save_id, experts)
 
 
-def _agreed(request: ConvertRequest, source: Source, place: Place, ranks: Ranks) -> tuple[Standing, str, str]:
+def _agreed(
+    request: ConvertRequest, source: Source, place: TargetPlace, ranks: Ranks
+) -> tuple[ExistingTarget, str, str]:
     """Gives every rank what the first one found at the target, the save id that it drew, and its names for experts."""
     payload = b""
     if ranks.rank == COORDINATOR:
         found = look_at(place, request.wish.to, overwrite=request.overwrite, beside=False)
         experts = names_for_experts(request.wish, source, Beside(place.store, "")) if request.wish.to == "hf" else FUSED
         payload = msgspec.msgpack.encode((found, uuid.uuid4().hex[:16], experts))
-    return msgspec.msgpack.decode(ranks.broadcast(payload), type=tuple[Standing, str, str])
+    return msgspec.msgpack.decode(ranks.broadcast(payload), type=tuple[ExistingTarget, str, str])
 
 
 def _check_space(plan: _Plan) -> None:
@@ -260,13 +262,13 @@ def _write_all(
     longest = max((file.byte_length for file in files), default=0)
     budget = budget_of(request.limits.memory_bytes, longest)
     scratch = BufferPool(budget.window_bytes, budget.num_windows)
-    writing = _Writing(plan, elements, scratch=scratch, budget=budget, on_progress=on_progress)
+    writing = _FileWriter(plan, elements, scratch=scratch, budget=budget, on_progress=on_progress)
     for file in files:
         written = writing.write(file, is_replaced=request.overwrite)
         done.append(written)
 
 
-class _Writing:
+class _FileWriter:
     """The files of one rank on their way."""
 
     def __init__(

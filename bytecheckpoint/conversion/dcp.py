@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from bytecheckpoint.adapters.shards import torch_dtype
-from bytecheckpoint.conversion.stream import Run, run_bytes
-from bytecheckpoint.conversion.target import Target, TargetFile, spread
+from bytecheckpoint.conversion.stream import FileRun, run_bytes
+from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
 from bytecheckpoint.conversion.torch_save import left_out_metadata, save_runs, saved_value
 from bytecheckpoint.conversion.zip_writer import ALIGNMENT
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
@@ -28,7 +28,7 @@ _VERSION = "1.0.0"
 """Of the metadata, which torch writes since 2.9."""
 
 
-def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> Target:
+def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> TargetPlan:
     """A file for each rank. `infix` stands in their names where these must not be those of an older checkpoint."""
     nested = plain.nested()
     metadata, indices, values = _planned(nested, selection.wanted)
@@ -45,7 +45,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for rank, numbers in enumerate(spread(sizes, num_ranks)):
         by_rank.append([len(files)] if numbers else [])
-        runs: list[Run] = []
+        runs: list[FileRun] = []
         position = 0
         name = f"__{rank}_{infix}0{SUFFIX}"
         for number in numbers:
@@ -62,7 +62,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
         return pickle.dumps(metadata)
 
     empty = [LeftOut(name, 0, 0, "empty, which torch.distributed.checkpoint does not write") for name in lost]
-    return Target(files, by_rank, METADATA_NAME, encoded, [*empty, *plain.left_out, *left_out_metadata(manifest)])
+    return TargetPlan(files, by_rank, METADATA_NAME, encoded, [*empty, *plain.left_out, *left_out_metadata(manifest)])
 
 
 def _planned(
@@ -119,7 +119,7 @@ def _size(value: Any, wanted: Sequence[WantedTensor]) -> int:
     return sum(map(run_bytes, _archive(value, wanted, first_run=0)))
 
 
-def _archive(value: Any, wanted: Sequence[WantedTensor], *, first_run: int) -> list[Run]:
+def _archive(value: Any, wanted: Sequence[WantedTensor], *, first_run: int) -> list[FileRun]:
     if isinstance(value, TensorStub):
         return save_runs(value, wanted, first_run=first_run)
     if isinstance(value, torch.Tensor):

@@ -14,6 +14,7 @@ from bytecheckpoint.conversion.huggingface import INDEX_NAME, SOLE_NAME
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.formats.detect import find_folder, find_step
 from bytecheckpoint.formats.find_checkpoint import Opening, from_root, split_path
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import files_of_index
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.read import Source
@@ -27,7 +28,7 @@ _FORMATS = {"bcp": OWN_FORMAT, "hf": "safetensors", "dcp": "torch.distributed.ch
 _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetensors\Z")
 
 
-class Place(NamedTuple):
+class TargetPlace(NamedTuple):
     """Where a target is written."""
 
     store: Store
@@ -41,7 +42,7 @@ class Place(NamedTuple):
         return join_name(str(self.store), self.name)
 
 
-class Standing(NamedTuple):
+class ExistingTarget(NamedTuple):
     """What is there."""
 
     is_there: bool
@@ -52,21 +53,21 @@ class Standing(NamedTuple):
     """Files to remove once the target exists, in this order."""
 
 
-def open_place(path: str, to: TargetFormat, opening: Opening) -> Place:
+def open_place(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
     """Raises what `open_store` raises, and CheckpointMismatchError (conflict) where no file can be named so."""
     parent, name = split_path(from_root(path))
     if to != "torch":
-        return Place(opening.store(path), "", None if layout.parse_step(name) is None else opening.store(parent))
+        return TargetPlace(opening.store(path), "", None if layout.parse_step(name) is None else opening.store(parent))
     if not name or path.endswith("/"):
         raise CheckpointMismatchError(
             f"{opening.store(path)} names no file, and this target is one; nothing was written: give it a name, such "
             "as model.pt",
             kind="conflict",
         )
-    return Place(opening.store(parent), name)
+    return TargetPlace(opening.store(parent), name)
 
 
-def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) -> Standing:
+def look_at(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:
     """Raises CheckpointExistsError (exists) where something is not to be replaced, StorageError (unsupported) where the
     store cannot replace it. `beside` lets another format be: what is written only points into it.
     """
@@ -94,14 +95,14 @@ def look_at(place: Place, to: TargetFormat, *, overwrite: bool, beside: bool) ->
     return _replaceable(place.store, standing)
 
 
-def _replaceable(store: Store, standing: Standing) -> Standing:
+def _replaceable(store: Store, standing: ExistingTarget) -> ExistingTarget:
     """The same. Raises StorageError (unsupported) where what stands there cannot be replaced in one step."""
     if standing.is_there and isinstance(store, UnconditionalStore):
         store.check_replaceable()
     return standing
 
 
-def _refuse_root_of_steps(place: Place, listing: Mapping[str, int | None]) -> None:
+def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None]) -> None:
     """Raises CheckpointExistsError (exists): what is written beside steps would be found instead of them, or never."""
     steps = sorted(
         name for name, num_bytes in listing.items() if num_bytes is None and layout.parse_step(name) is not None
@@ -114,7 +115,7 @@ def _refuse_root_of_steps(place: Place, listing: Mapping[str, int | None]) -> No
         raise _exists(place, what, f"give another path, or the folder of a step, as {join_name(place.path, steps[-1])}")
 
 
-def refuse_own_files(place: Place, standing: Standing, names: Iterable[str], source: Source) -> None:
+def refuse_own_files(place: TargetPlace, standing: ExistingTarget, names: Iterable[str], source: Source) -> None:
     """Raises CheckpointExistsError (exists) where what is to be replaced, or gets these names, is the source's."""
     used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
     ours = sorted(name for name in {*standing.stale, *names} if _real_path(place.store, name) in used)
@@ -129,39 +130,41 @@ def _real_path(store: Store, name: str) -> str:
     )
 
 
-def _of_file(place: Place, listing: Mapping[str, int | None], *, overwrite: bool) -> Standing:
+def _of_file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:
     if place.name in listing and listing[place.name] is None:
         raise _exists(place, f"{place.path} is a folder, and a file is to be written there", "give the name of a file")
     if place.name in listing and not overwrite:
         raise _exists(place, f"{place.path} is there already", "give another path, or --overwrite to replace it")
-    return Standing(place.name in listing, is_in_the_way=False, stale=())
+    return ExistingTarget(place.name in listing, is_in_the_way=False, stale=())
 
 
-def _of_own(listing: Mapping[str, int | None]) -> Standing:
-    return Standing(layout.has_manifest(listing), is_in_the_way=False, stale=())  # its names are new for each save
+def _of_own(listing: Mapping[str, int | None]) -> ExistingTarget:
+    return ExistingTarget(
+        layout.has_manifest(listing), is_in_the_way=False, stale=()
+    )  # its names are new for each save
 
 
-def _of_hf(store: Store, listing: Mapping[str, int | None]) -> Standing:
+def _of_hf(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:
     # What says what belongs together goes first, or a reader might take a part for the whole.
     first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
-    indexed = files_of_index(store, INDEX_NAME, listing.get(INDEX_NAME) or 0)
+    indexed = files_of_index(SourceFolder(store, "", listing), INDEX_NAME)
     # Others that begin with "model" are somebody's own: other weights, adapters.
     names = sorted(
         name for name, size in listing.items() if size is not None and (name in indexed or _HF_SHARD.match(name))
     )
     stale = [*first, *(name for name in names if name not in first)]
-    return Standing(bool(stale), bool(stale), stale)
+    return ExistingTarget(bool(stale), bool(stale), stale)
 
 
-def _of_dcp(listing: Mapping[str, int | None]) -> Standing:
+def _of_dcp(listing: Mapping[str, int | None]) -> ExistingTarget:
     names = sorted(name for name in listing if name.endswith(SUFFIX))
     is_there = listing.get(METADATA_NAME) is not None
     # Without metadata there is no checkpoint, but perhaps a save that is under way.
-    return Standing(is_there, bool(names), names if is_there else ())
+    return ExistingTarget(is_there, bool(names), names if is_there else ())
 
 
 _STANDING = {"bcp": _of_own, "dcp": _of_dcp}
 
 
-def _exists(place: Place, what: str, advice: str) -> CheckpointExistsError:
+def _exists(place: TargetPlace, what: str, advice: str) -> CheckpointExistsError:
     return CheckpointExistsError(f"{what}; nothing was written: {advice}", kind="exists", path=place.path)

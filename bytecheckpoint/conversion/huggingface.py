@@ -6,8 +6,8 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 
-from bytecheckpoint.conversion.stream import Run, span_of
-from bytecheckpoint.conversion.target import Target, TargetFile, spread
+from bytecheckpoint.conversion.stream import FileRun, tensor_span
+from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.loading.select import LeftOut, Selection, has_plain_data
 from bytecheckpoint.manifest import DataFile, Manifest
@@ -20,7 +20,9 @@ _HEADER_ALIGNMENT = 8
 _METADATA = "__metadata__"
 
 
-def plan_hf(manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str) -> Target:
+def plan_hf(
+    manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str
+) -> TargetPlan:
     """`infix` stands in the names of files that must not have those of an older checkpoint there.
 
     Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError
@@ -28,14 +30,14 @@ def plan_hf(manifest: Manifest, selection: Selection, *, max_shard_bytes: int, n
     """
     wanted = selection.wanted
     _refuse_unheld(wanted)
-    spans = [span_of(number, tensor) for number, tensor in enumerate(wanted)]
+    spans = [tensor_span(number, tensor) for number, tensor in enumerate(wanted)]
     shards = _shards([span.byte_length for span in spans], max_shard_bytes)
     aliases = {alias: fqn for alias, fqn in selection.aliases.items() if alias != _METADATA}
     files = []
     for number_of, shard in enumerate(shards, 1):
         name = SOLE_NAME if len(shards) == 1 else f"model-{infix}{number_of:05d}-of-{len(shards):05d}.safetensors"
         order = sorted(shard, key=lambda number: (-spans[number].item_bytes, wanted[number].fqn))
-        runs: list[Run] = [_header([wanted[number] for number in order], aliases), *(spans[each] for each in order)]
+        runs: list[FileRun] = [_header([wanted[number] for number in order], aliases), *(spans[each] for each in order)]
         files.append(TargetFile(name, runs))
     by_rank = spread([file.byte_length for file in files], num_ranks)
     weight_map = {wanted[number].fqn: files[at].name for at, shard in enumerate(shards) for number in shard}
@@ -48,7 +50,7 @@ def plan_hf(manifest: Manifest, selection: Selection, *, max_shard_bytes: int, n
         return (json.dumps(index, indent=2) + "\n").encode()
 
     last_name, last = (SOLE_NAME, None) if len(shards) == 1 else (INDEX_NAME, encoded)
-    return Target(files, by_rank, last_name, last, _left_out(manifest, selection))
+    return TargetPlan(files, by_rank, last_name, last, _left_out(manifest, selection))
 
 
 def _left_out(manifest: Manifest, selection: Selection) -> list[LeftOut]:
@@ -93,7 +95,7 @@ def _header(tensors: Sequence[WantedTensor], aliases: Mapping[str, str]) -> byte
     fields: dict[str, object] = {_METADATA: {"format": "pt", **tied}}
     start = 0
     for tensor in tensors:
-        end = start + span_of(0, tensor).byte_length
+        end = start + tensor_span(0, tensor).byte_length
         dtype = stored_dtype_of(tensor.dtype)
         fields[tensor.fqn] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end

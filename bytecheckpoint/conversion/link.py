@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 
-from bytecheckpoint.conversion.mapped_source import View
+from bytecheckpoint.conversion.mapped_source import MappedView
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import FileReader
 from bytecheckpoint.formats.torch_save.archive import directory_offset
@@ -23,7 +23,7 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 
-def link_manifest(view: View, wish: SelectionRequest, *, source: str, target: str) -> tuple[Manifest, Selection]:
+def link_manifest(view: MappedView, wish: SelectionRequest, *, source: str, target: str) -> tuple[Manifest, Selection]:
     """The manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs as
     stores show them. What is left out stays where it is.
 

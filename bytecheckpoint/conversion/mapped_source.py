@@ -21,7 +21,7 @@ from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor
 from bytecheckpoint.region import whole
 
 
-class View(NamedTuple):
+class MappedView(NamedTuple):
     """A checkpoint as a conversion looks at it."""
 
     manifest: Manifest
@@ -45,14 +45,14 @@ class View(NamedTuple):
         return [found for piece in tensor.pieces if piece.fqn is not None for found in pieces[piece.fqn]]
 
 
-def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> View:
+def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> MappedView:
     """`is_state` asks for names as a state of this library has them; `in_place` has the tensors of the view lie in the
     files of the checkpoint.
 
     Raises what `map_checkpoint` and `mapped_objects` raise, and `relink`, where it is in place.
     """
     if name_map is None:
-        return View(source.manifest)
+        return MappedView(source.manifest)
     manifest = source.manifest
     mapped = map_checkpoint(manifest, Beside(source.store, source.folder), name_map)
     objects, without = mapped_objects(manifest, mapped)
@@ -62,9 +62,9 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     names = ModelNames(mapped.in_model, frozenset(mapped.kept))
     if in_place:
         relinked = as_mapped(manifest, mapped, objects)
-        return View(relinked, names_of_map=names, left_out=left_out, sides=mapped.sides)
+        return MappedView(relinked, names_of_map=names, left_out=left_out, sides=mapped.sides)
     tensors = {tensor.fqn: tensor_record(tensor.dtype, tensor.shape, ()) for tensor in mapped.tensors}
-    return View(
+    return MappedView(
         replace(manifest, tensors=tensors, aliases=mapped.aliases, objects=objects),
         {tensor.fqn: tensor.pieces for tensor in mapped.tensors},
         names,

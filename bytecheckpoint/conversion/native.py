@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from bytecheckpoint.conversion.stream import Run, Span
-from bytecheckpoint.conversion.target import Target, TargetFile, spread
+from bytecheckpoint.conversion.stream import FileRun, TensorSpan
+from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.plain_trees import PlainData
@@ -23,7 +23,7 @@ from bytecheckpoint.storage.layout import MANIFEST_NAME, data_file_name
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 
-class _Share(NamedTuple):
+class _TensorRows(NamedTuple):
     """What a rank writes of a tensor."""
 
     tensor: int
@@ -32,7 +32,7 @@ class _Share(NamedTuple):
 
 def plan_own(
     manifest: Manifest, selection: Selection, plain: PlainData, *, max_file_bytes: int, num_ranks: int, save_id: str
-) -> Target:
+) -> TargetPlan:
     """Raises what `encode_header` raises."""
     wanted = selection.wanted
     shares = _shares(wanted, max_file_bytes, num_ranks)
@@ -51,7 +51,7 @@ def plan_own(
                 place = Chunk(chunk.region, len(files), len(header) + chunk.data_offset, chunk.byte_length)
                 chunks[of_rank[chunk.offer].tensor].append(place)
             by_rank[-1].append(len(files))
-            runs: list[Run] = [header, *(_span(chunk, of_rank[chunk.offer].tensor) for chunk in placed)]
+            runs: list[FileRun] = [header, *(_span(chunk, of_rank[chunk.offer].tensor) for chunk in placed)]
             lengths = [chunk.byte_length for chunk in placed]
             extents = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=sum(sizes))
             files.append(TargetFile(data_file_name(save_id, rank, index), runs, extents))
@@ -74,21 +74,21 @@ def plan_own(
         )
         return encode_manifest(converted)
 
-    return Target(files, by_rank, MANIFEST_NAME, encoded)
+    return TargetPlan(files, by_rank, MANIFEST_NAME, encoded)
 
 
-def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_Share]:
+def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorRows]:
     """The tensors, by rows in parts where one is larger than a file, or than what a rank is to write."""
     sizes = [prod(tensor.shape) * itemsize(tensor.dtype) for tensor in wanted]
     max_bytes = min(max_file_bytes, max(1 << 20, -(-sum(sizes) // num_ranks)))
     return [
-        _Share(number, region)
+        _TensorRows(number, region)
         for number, tensor in enumerate(wanted)
         for region in split_rows(whole(tensor.shape), max(1, max_bytes // itemsize(tensor.dtype)))
         if region.numel or not prod(tensor.shape)
     ]
 
 
-def _span(chunk: PlacedChunk, number: int) -> Span:
+def _span(chunk: PlacedChunk, number: int) -> TensorSpan:
     first = flat_span(chunk.region, whole(chunk.shape))[0] if chunk.region.numel else 0
-    return Span(number, first, itemsize(chunk.dtype), chunk.byte_length)
+    return TensorSpan(number, first, itemsize(chunk.dtype), chunk.byte_length)

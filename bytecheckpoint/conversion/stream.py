@@ -21,7 +21,7 @@ from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 
-class Span(NamedTuple):
+class TensorSpan(NamedTuple):
     """Elements of a tensor that follow one another."""
 
     tensor: int
@@ -32,10 +32,10 @@ class Span(NamedTuple):
     byte_length: int
 
 
-def span_of(number: int, tensor: WantedTensor) -> Span:
+def tensor_span(number: int, tensor: WantedTensor) -> TensorSpan:
     """All of the tensor of this number."""
     item_bytes = itemsize(tensor.dtype)
-    return Span(number, 0, item_bytes, prod(tensor.shape) * item_bytes)
+    return TensorSpan(number, 0, item_bytes, prod(tensor.shape) * item_bytes)
 
 
 class Late(NamedTuple):
@@ -46,18 +46,18 @@ class Late(NamedTuple):
     """Takes the CRC-32 of each span, by its number among the runs of the file."""
 
 
-Run = bytes | Span | Late
+FileRun = bytes | TensorSpan | Late
 """Bytes of a file that follow one another."""
 
 
-def run_bytes(run: Run) -> int:
+def run_bytes(run: FileRun) -> int:
     return len(run) if isinstance(run, bytes) else run.byte_length
 
 
 class Stream:
     """A file made of runs. Its ranges are filled once each, from the first to the last."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[FileRun]) -> None:
         self._runs = runs
         self._ends = list(accumulate(map(run_bytes, runs)))
         self.byte_length = self._ends[-1] if runs else 0
@@ -76,7 +76,7 @@ class Stream:
             [
                 Job(run.tensor, run.first + start // run.item_bytes, len(part) // run.item_bytes, part)
                 for _, run, start, part in parts
-                if isinstance(run, Span)
+                if isinstance(run, TensorSpan)
             ]
         )
         for number, run, start, part in parts:
@@ -87,7 +87,7 @@ class Stream:
             elif self._has_checksums:
                 self._checksums[number] = zlib.crc32(part, self._checksums.get(number, 0))
 
-    def _parts(self, byte_offset: int, memory: memoryview) -> Iterator[tuple[int, Run, int, memoryview]]:
+    def _parts(self, byte_offset: int, memory: memoryview) -> Iterator[tuple[int, FileRun, int, memoryview]]:
         """The runs that the range meets: number, run, where the range begins in it, and the memory for it."""
         position, end = byte_offset, byte_offset + len(memory)
         for number in range(bisect_right(self._ends, byte_offset), len(self._runs)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.conversion.stream import Run, Stream
+from bytecheckpoint.conversion.stream import FileRun, Stream
 from bytecheckpoint.loading.select import LeftOut
 from bytecheckpoint.manifest import DataFile
 
@@ -17,7 +17,7 @@ class TargetFile(NamedTuple):
 
     name: str
     """Inside the target's folder."""
-    runs: Sequence[Run]
+    runs: Sequence[FileRun]
     extent_lengths: Sequence[int] = ()
     """In bytes, of the extents that get checksums, where the format has these."""
 
@@ -26,7 +26,7 @@ class TargetFile(NamedTuple):
         return Stream(self.runs).byte_length
 
 
-class Target(NamedTuple):
+class TargetPlan(NamedTuple):
     """A checkpoint in the target's format, planned."""
 
     files: Sequence[TargetFile]

@@ -16,9 +16,9 @@ import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from bytecheckpoint.adapters.shards import dtype_name, torch_dtype
-from bytecheckpoint.conversion.stream import Run, Span, run_bytes, span_of
-from bytecheckpoint.conversion.target import Target, TargetFile, spread
-from bytecheckpoint.conversion.zip_writer import Member, archive_runs
+from bytecheckpoint.conversion.stream import FileRun, TensorSpan, run_bytes, tensor_span
+from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
+from bytecheckpoint.conversion.zip_writer import ZipMember, archive_runs
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub, without_numpy
 from bytecheckpoint.loading.select import LeftOut, Selection
@@ -51,15 +51,15 @@ class _StorageStub(NamedTuple):
     num_items: int
 
 
-def save_runs(value: Any, wanted: Sequence[WantedTensor], *, first_run: int = 0) -> list[Run]:
+def save_runs(value: Any, wanted: Sequence[WantedTensor], *, first_run: int = 0) -> list[FileRun]:
     """The archive that torch.save would write for a value with stubs for tensors, as runs of a file."""
     pickler = _Pickler(wanted)
     content = pickler.pickled(value)
     members = [
-        Member("archive/data.pkl", content),
-        Member("archive/byteorder", b"little"),
-        *(Member(f"archive/data/{key}", content) for key, content in enumerate(pickler.contents)),
-        Member("archive/version", b"3\n"),
+        ZipMember("archive/data.pkl", content),
+        ZipMember("archive/byteorder", b"little"),
+        *(ZipMember(f"archive/data/{key}", content) for key, content in enumerate(pickler.contents)),
+        ZipMember("archive/version", b"3\n"),
     ]
     return archive_runs(members, first_run=first_run)
 
@@ -73,7 +73,7 @@ class _Pickler(pickle.Pickler):
         self._wanted = wanted
         self._storages: dict[int, _StorageStub] = {}
         """By number of the tensor."""
-        self.contents: list[bytes | Span] = []
+        self.contents: list[bytes | TensorSpan] = []
         """Of the storages, in the order of their keys."""
 
     def pickled(self, value: Any) -> bytes:
@@ -85,7 +85,7 @@ class _Pickler(pickle.Pickler):
             tensor = self._wanted[value.number]
             storage = self._storages.get(value.number)
             if storage is None:
-                storage = self._new_storage(tensor.dtype, span_of(value.number, tensor))
+                storage = self._new_storage(tensor.dtype, tensor_span(value.number, tensor))
                 self._storages[value.number] = storage
             return _rebuilt(storage, tensor.dtype, tensor.shape)
         if isinstance(value, torch.Tensor):  # a small one, which stood in plain data
@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
             return _rebuilt(storage, dtype, tuple(value.shape))
         return NotImplemented
 
-    def _new_storage(self, dtype: str, content: bytes | Span) -> _StorageStub:
+    def _new_storage(self, dtype: str, content: bytes | TensorSpan) -> _StorageStub:
         self.contents.append(content)
         kind = _STORAGES.get(dtype, "UntypedStorage")
         num_items = run_bytes(content) // (itemsize(dtype) if dtype in _STORAGES else 1)
@@ -130,11 +130,11 @@ def saved_value(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, name: str, num_ranks: int) -> Target:
+def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, name: str, num_ranks: int) -> TargetPlan:
     """The file of this name."""
     state = without_numpy(plain.nested(), "")
     file = TargetFile(name, save_runs(state, selection.wanted))
-    return Target([file], spread([file.byte_length], num_ranks), name, None, left_out_metadata(manifest))
+    return TargetPlan([file], spread([file.byte_length], num_ranks), name, None, left_out_metadata(manifest))
 
 
 def left_out_metadata(manifest: Manifest) -> list[LeftOut]:

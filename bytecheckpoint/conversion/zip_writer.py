@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.conversion.stream import Late, Run, Span, run_bytes
+from bytecheckpoint.conversion.stream import FileRun, Late, TensorSpan, run_bytes
 
 ALIGNMENT = 64
 """Of a member's bytes, from the start of the archive, as torch aligns them: so they can be mapped into memory."""
@@ -27,14 +27,14 @@ _DATE = 33
 """1980-01-01, the first there is: the same content gives the same archive."""
 
 
-class Member(NamedTuple):
+class ZipMember(NamedTuple):
     """A file of an archive."""
 
     name: str
-    content: bytes | Span
+    content: bytes | TensorSpan
 
 
-class _Placed(NamedTuple):
+class _PlacedMember(NamedTuple):
     name: bytes
     byte_offset: int
     """Of its header, from the start of the archive."""
@@ -44,17 +44,17 @@ class _Placed(NamedTuple):
     number: int
 
 
-def archive_runs(members: Sequence[Member], *, first_run: int) -> list[Run]:
+def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRun]:
     """An archive; it begins at a multiple of ALIGNMENT of its file, with the run of this number."""
-    runs: list[Run] = []
-    placed: list[_Placed] = []
+    runs: list[FileRun] = []
+    placed: list[_PlacedMember] = []
     position = 0
     for member in members:
         header, descriptor = _around(member, position, number=first_run + len(runs) + 1)
         length = run_bytes(member.content)
         checksum = zlib.crc32(member.content) if isinstance(member.content, bytes) else None
-        placed.append(_Placed(member.name.encode(), position, length, checksum, first_run + len(runs) + 1))
-        of_member: list[Run] = [header, member.content, descriptor]
+        placed.append(_PlacedMember(member.name.encode(), position, length, checksum, first_run + len(runs) + 1))
+        of_member: list[FileRun] = [header, member.content, descriptor]
         runs += of_member
         position += sum(map(run_bytes, of_member))
     directory_bytes = sum(len(_entry(each, 0)) for each in placed)
@@ -66,22 +66,22 @@ def archive_runs(members: Sequence[Member], *, first_run: int) -> list[Run]:
     return [*runs, Late(directory_bytes + len(end), directory)]
 
 
-def _checksum(placed: _Placed, checksums: Mapping[int, int]) -> int:
+def _checksum(placed: _PlacedMember, checksums: Mapping[int, int]) -> int:
     return checksums.get(placed.number, 0) if placed.checksum is None else placed.checksum
 
 
-def _around(member: Member, position: int, *, number: int) -> tuple[bytes, Run]:
+def _around(member: ZipMember, position: int, *, number: int) -> tuple[bytes, FileRun]:
     """What stands before a member and behind it."""
     name, length = member.name.encode(), run_bytes(member.content)
     is_long = length >= _FULL_32
     flags, checksum = _UTF_8, 0
     extra = b""
-    if isinstance(member.content, Span):
+    if isinstance(member.content, TensorSpan):
         flags |= _CHECKSUM_FOLLOWS
         extra = struct.pack("<2H2Q", 1, 16, 0, 0) if is_long else b""
     else:
         checksum = zlib.crc32(member.content)
-    sizes = (0, 0) if isinstance(member.content, Span) else (length, length)
+    sizes = (0, 0) if isinstance(member.content, TensorSpan) else (length, length)
     sizes = (_FULL_32, _FULL_32) if is_long else sizes
     start = position + _LOCAL.size + len(name) + len(extra) + _PADDING.size
     padding = -start % ALIGNMENT
@@ -96,7 +96,7 @@ def _descriptor(length: int, number: int, *, is_long: bool) -> Late:
     return Late(layout.size, lambda checksums: layout.pack(b"PK\x07\x08", checksums.get(number, 0), length, length))
 
 
-def _entry(placed: _Placed, checksum: int) -> bytes:
+def _entry(placed: _PlacedMember, checksum: int) -> bytes:
     """A member in the directory."""
     is_long = placed.byte_length >= _FULL_32
     is_far = placed.byte_offset >= _FULL_32

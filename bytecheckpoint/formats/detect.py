@@ -1,15 +1,17 @@
-"""Which foreign format a folder or file is, told by its contents, and its reader. Names of files say what a folder is,
-the first bytes what a file is.
+"""Detects the foreign format of a folder, by the names of its files, or of a file, by its first bytes, and has its
+reader build the manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.formats import safetensors_files
 from bytecheckpoint.formats.file_reader import FileReader, damaged
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import (
     dcp_folder,
     dcp_nested,
@@ -18,7 +20,6 @@ from bytecheckpoint.formats.frameworks import (
     megatron_legacy_folder,
     trainer_folder,
 )
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save import file as torch_file
 from bytecheckpoint.formats.torch_save import sharded_files
 from bytecheckpoint.formats.unread_files import name_unread_files
@@ -41,43 +42,45 @@ _DEEPSPEED_LATEST, _MEGATRON_LATEST = "latest", "latest_checkpointed_iteration.t
 _MAX_POINTER_BYTES = 1024
 _MEGATRON_STEP = "iter_{:07d}"
 _NUMBERED = (_MEGATRON_STEP, "global_step_{}")
-"""Of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
+"""Folders of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
 _STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}")
-"""Of DeepSpeed, these and the Trainer of transformers."""
+"""Folders of steps: of DeepSpeed, these two and the Trainer of transformers."""
 
 
-class Place(NamedTuple):
+class ForeignPlace(NamedTuple):
     """A foreign checkpoint, found and not yet read."""
 
     folder: str
-    """Inside the store."""
+    """Path inside the store."""
     file: str
-    """Inside the folder; "" where the folder is the checkpoint."""
+    """Name in the folder; "" if the folder is the checkpoint."""
     format: Format
 
 
-def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> Place | None:
-    """The checkpoint that a folder with this listing is, if any."""
+def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ForeignPlace | None:
+    """Returns the checkpoint that a folder with this listing is, if any."""
     files = {name for name, num_bytes in listing.items() if num_bytes is not None}
     if dcp_folder.METADATA_NAME in files or megatron_dist.read_backend(store, folder, listing):
-        return Place(folder, "", "torch.distributed.checkpoint")
+        return ForeignPlace(folder, "", "torch.distributed.checkpoint")
     if deepspeed_folder.is_folder(files):
-        return Place(folder, "", "deepspeed")
+        return ForeignPlace(folder, "", "deepspeed")
     if megatron_legacy_folder.is_folder(listing):
-        return Place(folder, "", "megatron")
+        return ForeignPlace(folder, "", "megatron")
     if dcp_nested.is_folder(store, folder, listing):
-        return Place(folder, "", "torch.distributed.checkpoint folders")
+        return ForeignPlace(folder, "", "torch.distributed.checkpoint folders")
     if any(name.endswith(safetensors_files.SUFFIX) for name in files):
-        return Place(folder, "", "safetensors")
+        return ForeignPlace(folder, "", "safetensors")
     if files & {trainer_folder.TORCH_SOLE, trainer_folder.TORCH_INDEX}:
-        return Place(folder, "", "torch.save")
+        return ForeignPlace(folder, "", "torch.save")
     if sharded_files.is_folder(files):
-        return Place(folder, "", "torch.save of ranks")
+        return ForeignPlace(folder, "", "torch.save of ranks")
     return None
 
 
-def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> Place | None:
-    """The checkpoint of a step in the root with this listing, if any: None is the one to which a file there points."""
+def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
+    """Returns the checkpoint of a step in the root with this listing, if any. A step of None is the one to which a file
+    there points.
+    """
     names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
     for name in (name for name in names if listing.get(name, 0) is None):
         place = find_folder(store, name, store.list(name))
@@ -87,7 +90,7 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 
 
 def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
-    """What DeepSpeed and Megatron say is the newest."""
+    """Returns the folders that DeepSpeed and Megatron say are the newest."""
     names = []
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
         num_bytes = listing.get(pointer)
@@ -101,8 +104,8 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
     return names
 
 
-def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
-    """The checkpoint that a file is.
+def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPlace:
+    """Returns the checkpoint that a file is.
 
     Raises CheckpointNotFoundError (not_found) for one of no format that is known, CheckpointCorruptError (truncated)
     for an empty one.
@@ -112,9 +115,9 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
         raise damaged(file.path, "it is empty", kind="truncated")
     head = file.read(0, min(num_bytes, _HEAD_BYTES))
     if name.endswith(safetensors_files.INDEX_SUFFIX) or head[8:9] == b"{":
-        return Place(folder, name, "safetensors")
+        return ForeignPlace(folder, name, "safetensors")
     if head.startswith((torch_file.ZIP_MAGIC, torch_file.LEGACY_MAGIC)):
-        return Place(folder, name, "torch.save")
+        return ForeignPlace(folder, name, "torch.save")
     raise CheckpointNotFoundError(
         f"{file.path} is a file of no format that is known: neither safetensors nor torch.save wrote it, as far as its "
         "first bytes tell; it was not touched: give the folder of a checkpoint, or the path of such a file",
@@ -123,49 +126,41 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> Place:
     )
 
 
-def read_manifest(store: Store, place: Place) -> Manifest:
-    """The manifest of a foreign checkpoint: of its files, only what describes tensors is read.
+def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
+    """Returns the manifest of a foreign checkpoint: of its files, only what describes tensors is read.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError,
     UnsafeCheckpointError or StorageError.
     """
-    listing = store.list(place.folder)
-    parts = _read(store, place, listing)
-    if not place.file:
-        name_unread_files(store, place.folder, listing, parts)
-    return parts.manifest(place.format)
+    source = SourceFolder(store, place.folder, store.list(place.folder))
+    if place.file:
+        _read_file(source, place)
+    else:
+        for read in _READERS[place.format]:
+            read(source)
+        name_unread_files(source)
+    return source.builder.manifest(place.format)
 
 
-def _read(store: Store, place: Place, listing: Mapping[str, int | None]) -> ManifestBuilder:
-    folder, name, kind = place
-    if kind == "torch.distributed.checkpoint":
-        return dcp_folder.read_folder(store, folder, listing)
-    if kind == "torch.distributed.checkpoint folders":
-        return dcp_nested.read_folder(store, folder, listing)
-    if kind == "megatron":
-        return megatron_legacy_folder.read_folder(store, folder, listing)
-    if kind == "torch.save of ranks":
-        return sharded_files.read_folder(store, folder, listing)
-    if kind == "deepspeed":
-        return deepspeed_folder.read_folder(store, folder, listing)
-    if not name:
-        is_torch = kind == "torch.save"
-        read_model = trainer_folder.read_torch_model if is_torch else safetensors_files.read_folder
-        parts = read_model(store, folder, listing)
-        trainer_folder.add_beside(store, folder, listing, parts)
-        return parts
-    if kind == "torch.save":
-        return _read_torch_file(store, folder, name, listing)
-    if name.endswith(safetensors_files.INDEX_SUFFIX):
-        return safetensors_files.read_indexed(store, folder, name)
-    return safetensors_files.read_files(store, folder, [name])
+_READERS: Mapping[str, tuple[Callable[[SourceFolder], None], ...]] = MappingProxyType(
+    {
+        "safetensors": (safetensors_files.read_folder, trainer_folder.add_beside),
+        "torch.save": (trainer_folder.read_torch_model, trainer_folder.add_beside),
+        "torch.save of ranks": (sharded_files.read_folder,),
+        "torch.distributed.checkpoint": (dcp_folder.read_folder,),
+        "torch.distributed.checkpoint folders": (dcp_nested.read_folder,),
+        "deepspeed": (deepspeed_folder.read_folder,),
+        "megatron": (megatron_legacy_folder.read_folder,),
+    }
+)
 
 
-def _read_torch_file(store: Store, folder: str, name: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
-    file = FileReader(store, join_name(folder, name), listing.get(name) or 0)
-    parts = ManifestBuilder(file.path)
-    if file.read(0, min(file.byte_length, _HEAD_BYTES)).startswith(torch_file.LEGACY_MAGIC):
-        torch_file.refuse_legacy(file.path)
-    archive = torch_file.TorchArchive(file, 0, file.byte_length)
-    torch_file.read_archive(archive, parts, parts.add_file(name, file.byte_length))
-    return parts
+def _read_file(source: SourceFolder, place: ForeignPlace) -> None:
+    if place.format == "torch.save":
+        source.builder.path = join_name(source.path, place.file)
+        saved = source.open(place.file)
+        saved.take_apart(saved.value)
+    elif place.file.endswith(safetensors_files.INDEX_SUFFIX):
+        safetensors_files.read_indexed(source, place.file)
+    else:
+        safetensors_files.read_files(source, [place.file])

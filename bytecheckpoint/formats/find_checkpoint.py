@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
-from bytecheckpoint.formats.detect import Place, find_file, find_folder, find_step, read_manifest
+from bytecheckpoint.formats.detect import ForeignPlace, find_file, find_folder, find_step, read_manifest
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
@@ -29,7 +29,7 @@ class FoundCheckpoint(NamedTuple):
     """How far the store's root lies above the path: a file is found in its folder."""
     folder: str
     """Inside the store."""
-    foreign: Place | None
+    foreign: ForeignPlace | None
 
     @property
     def path(self) -> str:

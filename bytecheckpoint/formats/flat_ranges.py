@@ -59,7 +59,7 @@ def chunks_of_runs(shape: Sequence[int], runs: Sequence[FlatRun], *, item_bytes:
     return chunks
 
 
-class Placed(NamedTuple):
+class FlatTensor(NamedTuple):
     """A tensor in flat memory that is divided over ranks in equal parts."""
 
     shape: tuple[int, ...]
@@ -67,11 +67,11 @@ class Placed(NamedTuple):
     """Where it begins in the flat memory of all ranks together."""
 
 
-def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> tuple[list[Placed], int]:
+def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> tuple[list[FlatTensor], int]:
     """Tensors that follow one another, each with so many elements of padding behind it; and where they end."""
     lengths = [prod(shape) + padding for shape, padding in zip(shapes, paddings or [0] * len(shapes), strict=True)]
     ends = list(accumulate(lengths, initial=0))
-    return [Placed(tuple(shape), first) for shape, first in zip(shapes, ends, strict=False)], ends[-1]
+    return [FlatTensor(tuple(shape), first) for shape, first in zip(shapes, ends, strict=False)], ends[-1]
 
 
 def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
@@ -80,7 +80,7 @@ def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
     return total // num_ranks
 
 
-def shared_runs(placed: Placed, part: int, of_ranks: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
+def shared_runs(placed: FlatTensor, part: int, of_ranks: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
     """Where a tensor is whose flat memory each rank has a part of, one after the other, as ZeRO 1 and 2 do."""
     numel = prod(placed.shape)
     for rank, buffer in enumerate(of_ranks):

@@ -1,5 +1,5 @@
-"""What readers of foreign formats find, put together to a manifest: files, tensors as chunks in them, plain data as
-trees. It knows no format.
+"""Builds the manifest of a foreign checkpoint: files, tensors as chunks in them, plain data as trees. It knows no
+format.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, ten
 from bytecheckpoint.manifest.plain_wire import INT64, MAX_DEPTH, TensorRef, join_fqn
 
 MAX_PIECES = 1 << 20
-"""Of all tensors together, beyond the parts that the files name one by one: a view of few bytes can say tens of
+"""Pieces of all tensors together, beyond the parts that the files name: a view of few bytes can say tens of
 thousands."""
 MAX_VALUES = 1 << 20
 _ATOMS_A_VALUE = 16
-"""Numbers and texts in a list, which cost less."""
+"""Numbers and texts in a list that count as one value, because they cost less."""
 _BYTES_A_VALUE = 256
 _NUM_NAMED = 100
-"""Names of what is left out for one reason."""
+"""Names in a message for each reason why values are left out."""
 _LIGHTNING = "pytorch-lightning_version"
 """Key of all checkpoints of Lightning."""
 EXTRA_STATE = "_extra_state"
-"""The key under which modules keep extra state: an object of its own, wherever it stands."""
+"""Key of the extra state of modules, which is an object of its own wherever it stands."""
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DtypeName, SizeValue})
 
 OnTensor = Callable[[str, StoredView], None]
-"""Takes a tensor of a pickle and the FQN at which it stands."""
+"""Takes the FQN of a tensor of a pickle, and the tensor."""
 
 
 @dataclass(slots=True)
 class ManifestBuilder:
-    """What was found so far."""
+    """The parts of a manifest so far."""
 
     path: str
-    """Of the checkpoint, for messages."""
+    """Path of the checkpoint, for messages."""
     files: list[DataFile] = field(default_factory=list)
     tensors: dict[str, TensorRecord] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -59,19 +59,19 @@ class ManifestBuilder:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
     num_pieces: int = 0
-    """Chunks so far that no file names."""
+    """Number of chunks so far that no file names."""
     left_out: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Reason -> names of files and of values that are not read."""
+    """Reason -> names of files and of values that are left out."""
 
     def add_file(self, name: str, byte_length: int) -> int:
-        """Its number."""
+        """Returns the file's number."""
         self.files.append(DataFile(name, byte_length))
         return len(self.files) - 1
 
     def add_tensor(
         self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk], *, num_parts: int = 1
     ) -> None:
-        """A tensor of which the files name so many parts.
+        """Adds a tensor of which the files name so many parts.
 
         Raises CheckpointMismatchError (conflict) for a name that is taken, UnsafeCheckpointError (limits_exceeded) for
         too many pieces.
@@ -83,7 +83,7 @@ class ManifestBuilder:
         self.tensors[fqn] = tensor_record(dtype, tuple(shape), chunks)
 
     def add_alias(self, fqn: str, stored_fqn: str) -> None:
-        """Another name of a tensor that was added."""
+        """Adds another name of a tensor that was added."""
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
 
@@ -101,6 +101,10 @@ class ManifestBuilder:
             self.add_alias(join_fqn(entry, alias), join_fqn(entry, fqn))
         self.trees[entry] = {fqn: TensorRef(join_fqn(entry, fqn)) for fqn in [*other.tensors, *other.aliases]}
 
+    def set_step(self, step: Any) -> None:
+        """Takes a step from a file, which may be anything."""
+        self.step = step if type(step) is int and step >= 0 else None
+
     def leave_out(self, name: str, why: str) -> None:
         """Names a file, or a value in one, that the manifest will not have."""
         names = self.left_out.setdefault(why, {})
@@ -115,10 +119,10 @@ class ManifestBuilder:
         `on_tensor`, or is a TensorRef already: a tensor that was added, and gets the name of where it stands. Each
         optimizer of a list, and each scheduler of Lightning's, is an entry of its own: `optimizer_states.0`.
 
-        What is no dict stands below the name `value`; an optimizer alone has no name.
+        A value that is no dict gets the name `value`; an optimizer alone has no name.
         """
         renamed: dict[str, str] = {}
-        walk = _Walk(self.path, on_tensor, renamed)
+        walk = _PlainWalk(self.path, on_tensor, renamed)
         root = value if isinstance(value, dict) else {"value": value}
         if as_saved_here(root) is not None:
             self.trees[""] = walk.plain(root, "", MAX_DEPTH)
@@ -153,12 +157,8 @@ class ManifestBuilder:
     def _metadata(self) -> Mapping[str, Any]:
         if not self.left_out:
             return self.metadata
-        reasons = (f"{_some_of(list(names))}: {why}" for why, names in self.left_out.items())
+        reasons = (f"{and_more(list(names), _NUM_NAMED)}: {why}" for why, names in self.left_out.items())
         return {**self.metadata, "left_out": "; ".join(reasons)}
-
-
-def _some_of(names: Sequence[str]) -> str:
-    return and_more(names, _NUM_NAMED)
 
 
 def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
@@ -181,16 +181,15 @@ def two_of(path: str, fqn: str) -> CheckpointMismatchError:
 
 
 def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
-    """The value at an FQN with TensorRefs for the tensors in it, each of which is given to `on_tensor`.
+    """Returns the value at an FQN with TensorRefs for the tensors in it, each of which is given to `on_tensor`.
 
     Raises CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError (limits_exceeded).
     """
-    walk = _Walk(path, on_tensor, {})
-    return walk.plain(value, fqn, MAX_DEPTH)
+    return _PlainWalk(path, on_tensor, {}).plain(value, fqn, MAX_DEPTH)
 
 
-class _Walk:
-    """Counts what it meets: a small pickle can say the same list a billion times."""
+class _PlainWalk:
+    """Walks a value and counts: a small pickle can name the same list a billion times."""
 
     def __init__(self, path: str, on_tensor: OnTensor, renamed: dict[str, str]) -> None:
         self._path = path
@@ -198,7 +197,7 @@ class _Walk:
         self._num_values = 0
         self._renamed = renamed
         self.extra: dict[str, Any] | None = None
-        """Extra state of modules, by FQN, where it is taken out."""
+        """Extra state of modules by FQN; None if it stays where it is."""
 
     def plain(self, value: Any, fqn: str, depth: int) -> Any:
         self._count(1, len(fqn))
@@ -239,7 +238,7 @@ class _Walk:
             raise too_much(self._path, f"its plain data is {what}")
 
     def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
-        """A list, a tuple, or a set as a list."""
+        """Returns a list, a tuple, or a set as a list."""
         if _ATOMS.issuperset(map(type, value)):
             self._count(len(value) // _ATOMS_A_VALUE, sum(map(_num_bytes, value)))
             return value if type(value) in {list, tuple} else list(value)
@@ -267,7 +266,7 @@ class _Walk:
 
 
 def _num_bytes(value: Any) -> int:
-    """What is written down for an atom or an array, about."""
+    """Returns about the encoded size of an atom or an array."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):
@@ -278,8 +277,8 @@ def _num_bytes(value: Any) -> int:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether a tensor stands anywhere in a value of a pickle."""
-    seen: set[int] = set()  # a small pickle can say the same list a billion times
+    """Returns True if a value of a pickle holds a tensor."""
+    seen: set[int] = set()  # a small pickle can name the same list a billion times
     rest = [value]
     while rest:
         item = rest.pop()

@@ -18,6 +18,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.formats.file_reader import FileReader, damaged, too_much
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, whole
@@ -34,35 +35,34 @@ _SHARDING = "DCP_SHARDING_INFO"
 _MAX_INDEX_BYTES = 100_000_000
 
 
-class _Part(NamedTuple):
-    """What a file holds of a tensor."""
+class _FilePart(NamedTuple):
+    """The part of a tensor that a file holds."""
 
     entry: StoredEntry
     file: int
     offsets: tuple[int, ...]
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
-    """The checkpoint that the files of a folder are. An index says which belong to it; else there is one, or all do.
+def read_folder(source: SourceFolder) -> None:
+    """Reads the files of a folder. An index says which belong to the checkpoint; else there is one, or all do.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    indices = sorted(name for name in listing if name.endswith(INDEX_SUFFIX) and listing[name] is not None)
-    files = sorted(name for name in listing if name.endswith(SUFFIX) and listing[name] is not None)
-    path = join_name(str(store), folder)
+    indices = sorted(name for name in source.files if name.endswith(INDEX_SUFFIX))
+    files = sorted(name for name in source.files if name.endswith(SUFFIX))
     if _INDEX in indices or len(indices) == 1:
-        return read_indexed(store, folder, _INDEX if _INDEX in indices else indices[0])
-    if indices:
+        read_indexed(source, _INDEX if _INDEX in indices else indices[0])
+    elif indices:
+        what = f"{source.path} holds several checkpoints: {', '.join(indices)}"
         raise CheckpointMismatchError(
-            f"{path} holds several checkpoints: {', '.join(indices)}; nothing was loaded: give the path of one of them",
-            kind="conflict",
-            path=path,
+            f"{what}; nothing was loaded: give the path of one of them", kind="conflict", path=source.path
         )
-    if _SOLE in files:
-        return read_files(store, folder, [_SOLE])
-    _refuse_incomplete(files, path)
-    return read_files(store, folder, files)
+    elif _SOLE in files:
+        read_files(source, [_SOLE])
+    else:
+        _refuse_incomplete(files, source.path)
+        read_files(source, files)
 
 
 def _refuse_incomplete(files: Sequence[str], path: str) -> None:
@@ -82,44 +82,41 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
             )
 
 
-def read_indexed(store: Store, folder: str, name: str) -> ManifestBuilder:
-    """The checkpoint of an index: the names in it, each from the file that it says."""
-    path = join_name(str(store), folder, name)
-    weights = read_index(store, join_name(folder, name), path, store.list(folder).get(name) or 0)
-    parts = _read(store, folder, sorted(set(weights.values())))
-    missing = sorted(fqn for fqn, file in weights.items() if fqn not in parts.found.get(file, {}))
+def read_indexed(source: SourceFolder, name: str) -> None:
+    """Reads the checkpoint of an index: the names in it, each from the file that it says."""
+    weights = read_index(source, name)
+    headers = _read_headers(source, sorted(set(weights.values())))
+    missing = sorted(fqn for fqn, file in weights.items() if fqn not in headers.parts.get(file, {}))
     if missing:
         fqn = missing[0]
-        what = (
-            f"{len(missing)} of its tensors are not where it says, the first {fqn!r:.200} not in {weights[fqn]!r:.200}"
-        )
-        raise damaged(path, what)
-    wanted = {file: {fqn for fqn in parts.found[file] if weights.get(fqn, file) == file} for file in parts.found}
-    return parts.put_together(wanted)
+        where = f"the first {fqn!r:.200} not in {weights[fqn]!r:.200}"
+        path = join_name(source.path, name)
+        raise damaged(path, f"{len(missing)} of its tensors are not where it says, {where}")
+    _add_tensors(
+        headers,
+        {file: {fqn for fqn in parts if weights.get(fqn, file) == file} for file, parts in headers.parts.items()},
+    )
 
 
-def read_files(store: Store, folder: str, names: Sequence[str]) -> ManifestBuilder:
-    """The checkpoint that these files are together."""
-    found = _read(store, folder, names)
-    return found.put_together({file: set(entries) for file, entries in found.found.items()})
+def read_files(source: SourceFolder, names: Sequence[str]) -> None:
+    """Reads the checkpoint that these files are together."""
+    headers = _read_headers(source, names)
+    _add_tensors(headers, {file: set(parts) for file, parts in headers.parts.items()})
 
 
-def files_of_index(store: Store, name: str, num_bytes: int) -> frozenset[str]:
-    """The safetensors files that an index of so many bytes names; none where it is damaged."""
+def files_of_index(source: SourceFolder, name: str) -> frozenset[str]:
+    """Returns the safetensors files that an index names; none if it is damaged or missing."""
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
-        named = read_index(store, name, join_name(str(store), name), num_bytes).values()
-        return frozenset(file for file in named if file.endswith(SUFFIX))
+        return frozenset(file for file in read_index(source, name).values() if file.endswith(SUFFIX))
     return frozenset()
 
 
-def read_index(store: Store, name: str, path: str, num_bytes: int) -> dict[str, str]:
-    """File of each tensor, as the index of so many bytes says. `path` is for messages.
-
-    Raises CheckpointCorruptError or UnsafeCheckpointError.
-    """
+def read_index(source: SourceFolder, name: str) -> dict[str, str]:
+    """Returns the file of each tensor, as an index says. Raises CheckpointCorruptError or UnsafeCheckpointError."""
+    path, num_bytes = join_name(source.path, name), source.listing.get(name) or 0
     if num_bytes > _MAX_INDEX_BYTES:
         raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_INDEX_BYTES} are read")
-    content = FileReader(store, name, num_bytes).read(0, num_bytes)
+    content = FileReader(source.store, join_name(source.name, name), num_bytes).read(0, num_bytes)
     try:
         index = json.loads(content, object_pairs_hook=_without_repetitions)
     except (ValueError, RecursionError) as error:
@@ -139,65 +136,65 @@ def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class _Found(NamedTuple):
+class _Headers(NamedTuple):
     """The headers of some files."""
 
-    parts: ManifestBuilder
-    found: dict[str, dict[str, _Part]]
-    """By name of the file, then of the tensor."""
+    builder: ManifestBuilder
+    parts: dict[str, dict[str, _FilePart]]
+    """What each file holds of each tensor, by name of the file and of the tensor."""
     is_sharded: bool
     """Files hold parts of tensors."""
     aliases: dict[str, str]
 
-    def put_together(self, wanted: Mapping[str, set[str]]) -> ManifestBuilder:
-        """The parts with these tensors of each file."""
-        by_tensor: dict[str, list[_Part]] = {}
-        for file, names in wanted.items():
-            for fqn in (name for name in self.found[file] if name in names):
-                by_tensor.setdefault(fqn, []).append(self.found[file][fqn])
-        for fqn, of_tensor in by_tensor.items():
-            self._add(fqn, of_tensor)
-        for alias, fqn in self.aliases.items():
-            if alias not in self.parts.tensors and fqn in self.parts.tensors:
-                self.parts.add_alias(alias, fqn)
-        return self.parts
 
-    def _add(self, fqn: str, of_tensor: Sequence[_Part]) -> None:
-        if len(of_tensor) > 1 and not self.is_sharded:
-            files = " and ".join(self.parts.files[part.file].name for part in of_tensor[:2])
+def _add_tensors(headers: _Headers, wanted: Mapping[str, set[str]]) -> None:
+    """Adds these tensors of each file."""
+    builder = headers.builder
+    by_tensor: dict[str, list[_FilePart]] = {}
+    for file, names in wanted.items():
+        for fqn in (name for name in headers.parts[file] if name in names):
+            by_tensor.setdefault(fqn, []).append(headers.parts[file][fqn])
+    for fqn, parts in by_tensor.items():
+        if len(parts) > 1 and not headers.is_sharded:
+            files = " and ".join(builder.files[part.file].name for part in parts[:2])
             raise CheckpointMismatchError(
-                f"{self.parts.path}: {fqn!r:.200} is in {files}, and no index says which one counts; nothing was "
+                f"{builder.path}: {fqn!r:.200} is in {files}, and no index says which one counts; nothing was "
                 "loaded: give the path of one file",
                 kind="conflict",
-                path=self.parts.path,
+                path=builder.path,
             )
-        kinds = {(part.entry.dtype, len(part.offsets)) for part in of_tensor}
-        if len(kinds) > 1:
-            raise damaged(self.parts.path, f"the parts of {fqn!r:.200} have different dtypes or dimensions")
-        ends = [map(int.__add__, part.offsets, part.entry.shape) for part in of_tensor]
-        shape = tuple(map(max, zip(*ends, strict=True)))
-        # Files of replicas hold the same part; any of them will do.
-        regions = {Region(part.offsets, part.entry.shape): part for part in of_tensor}
-        chunks = [
-            Chunk(region, part.file, part.entry.byte_offset, part.entry.byte_length)
-            for region, part in regions.items()
-            if region.numel
-        ]
-        dtype = torch_dtype_of(of_tensor[0].entry.dtype)
-        self.parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(of_tensor))
+        _add_tensor(builder, fqn, parts)
+    for alias, fqn in headers.aliases.items():
+        if alias not in builder.tensors and fqn in builder.tensors:
+            builder.add_alias(alias, fqn)
 
 
-def _read(store: Store, folder: str, names: Iterable[str]) -> _Found:
-    parts = ManifestBuilder(join_name(str(store), folder))
-    listings: dict[str, Mapping[str, int | None]] = {}
-    found: dict[str, dict[str, _Part]] = {}
+def _add_tensor(builder: ManifestBuilder, fqn: str, parts: Sequence[_FilePart]) -> None:
+    if len({(part.entry.dtype, len(part.offsets)) for part in parts}) > 1:
+        raise damaged(builder.path, f"the parts of {fqn!r:.200} have different dtypes or dimensions")
+    ends = [map(int.__add__, part.offsets, part.entry.shape) for part in parts]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    # Files of replicas hold the same part; any of them will do.
+    regions = {Region(part.offsets, part.entry.shape): part for part in parts}
+    chunks = [
+        Chunk(region, part.file, part.entry.byte_offset, part.entry.byte_length)
+        for region, part in regions.items()
+        if region.numel
+    ]
+    builder.add_tensor(fqn, torch_dtype_of(parts[0].entry.dtype), shape, chunks, num_parts=len(parts))
+
+
+def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
+    builder = source.builder
+    listings: dict[str, Mapping[str, int | None]] = {"": source.listing}
+    found: dict[str, dict[str, _FilePart]] = {}
     aliases: dict[str, str] = {}
     is_sharded = False
     for name in names:
         parent, _, last = name.rpartition("/")
         if parent not in listings:
-            listings[parent] = store.list(join_name(folder, parent))
-        path = join_name(parts.path, name)
+            listings[parent] = source.list(parent)
+        path = join_name(source.path, name)
         num_bytes = listings[parent].get(last)
         if num_bytes is None:
             raise CheckpointNotFoundError(
@@ -206,15 +203,15 @@ def _read(store: Store, folder: str, names: Iterable[str]) -> _Found:
                 kind="missing_file",
                 path=path,
             )
-        header = _header(store, join_name(folder, name), path, num_bytes)
+        header = _header(source.store, join_name(source.name, name), path, num_bytes)
         sharding = _sharding(header, path)
         is_sharded |= sharding is not None
-        number = parts.add_file(name, num_bytes)
-        found[name] = {entry.name: _Part(entry, number, _offsets(entry, sharding, path)) for entry in header.entries}
+        file = builder.add_file(name, num_bytes)
+        found[name] = {entry.name: _FilePart(entry, file, _offsets(entry, sharding, path)) for entry in header.entries}
         if sharding is None:
             aliases |= {key: value for key, value in header.metadata.items() if value in found[name]}
-            parts.metadata = {**parts.metadata, **header.metadata}
-    return _Found(parts, found, is_sharded, aliases)
+            builder.metadata = {**builder.metadata, **header.metadata}
+    return _Headers(builder, found, is_sharded, aliases)
 
 
 def _header(store: Store, name: str, path: str, num_bytes: int) -> Header:

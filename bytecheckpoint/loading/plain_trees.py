@@ -13,7 +13,8 @@ import torch
 from bytecheckpoint.adapters.key_map import renamer
 from bytecheckpoint.adapters.optimizers.forms import flat_optimizer_state
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree, leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.plain.plain_types import as_plain
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, optimizers_in

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs, leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -13,7 +13,7 @@ from megatron_like import ShardedTensor, sharded
 from torch import Tensor, nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.optimizers.scalar_state import scalar_device
+from bytecheckpoint.adapters.optimizers.param_state import scalar_device
 
 Value = int | Tensor
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.conversion.stream import Late, Span, run_bytes
+from bytecheckpoint.conversion.stream import Late, TensorSpan, run_bytes
 from bytecheckpoint.conversion.torch_save import save_runs
 from bytecheckpoint.loading.plain_trees import TensorStub
 from bytecheckpoint.planner.copy_plan import same_tensor
@@ -29,10 +29,10 @@ def write_sparse(path: Path) -> None:
         position = 0
         for run in runs:
             file.seek(position)
-            if not isinstance(run, Span):
+            if not isinstance(run, TensorSpan):
                 file.write(run.content({}) if isinstance(run, Late) else run)
             position += run_bytes(run)
-            assert isinstance(run, Span) or file.tell() == position
+            assert isinstance(run, TensorSpan) or file.tell() == position
         assert file.tell() == position
 
 

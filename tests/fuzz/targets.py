@@ -23,15 +23,15 @@ if __name__ == "__main__":
 
 import xxhash
 
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_bytes
 from bytecheckpoint.formats.frameworks.dcp_metadata import read_metadata
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.torch_save.file import chunks_of, unpickle
-from bytecheckpoint.formats.torch_save.files import translated
+from bytecheckpoint.formats.torch_save.file import chunks_of, translated, unpickle
 from bytecheckpoint.formats.torch_save.sharded_tensors import (
     ShardedReader,
     find_sharded_value,
@@ -149,14 +149,14 @@ def read_frame(data: bytes) -> None:
 def read_pickle(data: bytes) -> None:
     """The pickle of a torch.save file, whose storages all have as many bytes."""
     value = unpickle(data, "memory", find_value)
-    parts = ManifestBuilder("memory")
-    file = parts.add_file("file", _STORAGE_BYTES)
+    builder = ManifestBuilder("memory")
+    file = builder.add_file("file", _STORAGE_BYTES)
 
     def add(fqn: str, view: StoredView) -> None:
         chunks = chunks_of(view, fqn, file=file, byte_offset=0, byte_length=_STORAGE_BYTES, path="memory")
-        parts.add_tensor(fqn, view.dtype, view.shape, chunks)
+        builder.add_tensor(fqn, view.dtype, view.shape, chunks)
 
-    parts.take_apart(value, on_tensor=add)
+    builder.take_apart(value, on_tensor=add)
 
 
 def read_distcp_metadata(data: bytes) -> None:

@@ -199,7 +199,8 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
 def plain_objects(opened: Opened) -> list[Plain]:
     """All plain values, those of single ranks under each rank."""
     # Decoding them needs torch, and no other command does.
-    from bytecheckpoint.adapters.plain.plain_data import decode_plain, leaves  # noqa: PLC0415
+    from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415
+    from bytecheckpoint.adapters.plain.plain_tree import leaves  # noqa: PLC0415
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
     from bytecheckpoint.manifest.plain_wire import TensorRef  # noqa: PLC0415

@@ -11,13 +11,11 @@ A parameter that is kept in two precisions is stored once, by its master. A load
 from them for what lies on this rank, and from the checkpoint for the rest. Parameters that are not optimised are the
 module's own, or in ZeRO 3 the partition `ds_tensor`; what is gathered at the moment is not read, but filled by a load.
 What else a resumed training needs is kept with the optimizer: counters of the engine, its scheduler, the loss scaler.
-
-What a resumed training with DeepSpeed needs besides tensors: its engine's counters, its scheduler, loss scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,14 +59,14 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
     engine = next((engine for engine in engines if any(each is value for each in _optimizers_in(engine))), None)
     wrapper = value if engine is None else engine.optimizer
     if not is_wrapper(wrapper):
-        if isinstance(value, torch.optim.Optimizer):
-            _refuse_emptied(fqn, value)
-        if engine is None or not isinstance(value, torch.optim.Optimizer):
+        if not isinstance(value, torch.optim.Optimizer):
             return None
         groups = [group["params"] for group in value.param_groups]
-        return FlatOptimizer(
-            value, groups, lambda _: None, partial(facts_of, value, engine), partial(take_facts, value, engine)
-        )
+        if value.state and not any(groups):  # none of its state would be saved, nor any loaded
+            what = f"a {type(value).__name__} that has state and no parameters, as inside ZeRO 3 between steps"
+            raise unsupported(fqn, what, "pass engine.optimizer, or the engine itself beside it")
+        facts = partial(facts_of, value, engine), partial(take_facts, value, engine)
+        return None if engine is None else FlatOptimizer(value, groups, lambda _: None, *facts)
     _refuse_unreadable(fqn, wrapper)
     if not isinstance(wrapper.optimizer, torch.optim.Optimizer):
         raise unsupported(fqn, "a DeepSpeed optimizer without an optimizer in it", "save the engine as the model only")
@@ -82,19 +80,12 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
 
 
 def _optimizers_in(engine: Any) -> Iterator[Any]:
-    """Its optimizer, the one in that, and so on."""
+    """Yields the engine's optimizer, the one in that, and so on."""
     optimizer, seen = engine.optimizer, set[int]()
     while optimizer is not None and id(optimizer) not in seen:
         yield optimizer
         seen.add(id(optimizer))
         optimizer = getattr(optimizer, "optimizer", None)
-
-
-def _refuse_emptied(fqn: str, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer from which ZeRO 3 has taken the parameters: none of its state would be saved, nor any loaded."""
-    if optimizer.state and not any(group["params"] for group in optimizer.param_groups):
-        what = f"a {type(optimizer).__name__} that has state and no parameters, as inside ZeRO 3 between steps"
-        raise unsupported(fqn, what, "pass engine.optimizer, or the engine itself beside it")
 
 
 def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
@@ -108,7 +99,7 @@ def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
 
 
 def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatModule | None:
-    """How the parameters of a module lie: in a wrapped optimizer, in partitions of ZeRO 3, or else None.
+    """Finds how the parameters of a module lie: in a wrapped optimizer, in partitions of ZeRO 3, or else None.
 
     `wrapper` is an optimizer that may have them: None comes back for parameters of which it has none, because those may
     be another's. Raises CheckpointSaveError (unsupported_value) where it has others as well.
@@ -127,25 +118,29 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
         raise unsupported(fqn, what, "pass the engine, or the whole of engine.module")
     # What stays in partitions is left to the call without a wrapper: these may have another's masters.
     is_alone = not is_wrapper(wrapper)
-    alone = [each for each in by_id.values() if is_alone and hasattr(each, _PARTITION)]
+    alone: list[Any] = [each for each in by_id.values() if is_alone and hasattr(each, _PARTITION)]
     if not of_module and not alone:
         return None
-    held = [FlatParamMemory(names[id(each.parameter)][0], each.part, _flat(each.master)) for each in of_module]
-    held += [FlatParamMemory(names[id(each)][0], *_partition(fqn, each)) for each in alone]
-    parameters = [*(each.parameter for each in of_module), *alone]
-    return FlatModule(
-        held,
-        replaced={id(parameter) for parameter in parameters},
-        aliases={alias: of_one[0] for each in parameters for of_one in [names[id(each)]] for alias in of_one[1:]},
-        in_optimizer=_in_optimizer(of_module, names),
-        copies=[copy for each in of_module for copy in _copies(fqn, names[id(each.parameter)][0], each)]
-        + [copy for each in alone for copy in _gathered(fqn, names[id(each)][0], each)],
-        finish=partial(_finish, of_module, alone),
-    )
+    held: list[FlatParamMemory] = []
+    copies: list[FlatParamMemory] = []
+    in_optimizer: dict[int, list[NamedPart]] = {}
+    for of_parameter in of_module:
+        name = names[id(of_parameter.parameter)][0]
+        held.append(FlatParamMemory(name, of_parameter.part, _flat(of_parameter.master)))
+        in_optimizer.setdefault(id(of_parameter.master), []).append(NamedPart(name, of_parameter.part))
+        copies += _copies(fqn, name, of_parameter)
+    for parameter in alone:
+        name = names[id(parameter)][0]
+        _refuse_swapped(fqn, parameter)
+        held.append(FlatParamMemory(name, part_of_partitioned(fqn, parameter, 0), _flat(parameter.ds_tensor)))
+        copies += _gathered(fqn, name, parameter)
+    flat_ids = {id(parameter) for parameter in (*(each.parameter for each in of_module), *alone)}
+    aliases = {alias: first for flat_id in flat_ids for first, *others in [names[flat_id]] for alias in others}
+    return FlatModule(held, flat_ids, aliases, in_optimizer, copies, partial(_finish, of_module, alone))
 
 
 def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:
-    """How the parameters lie of an engine, or of a module of ZeRO 3, that no optimizer in the state has.
+    """Finds how the parameters lie of an engine, or of a module of ZeRO 3, that no optimizer in the state has.
 
     Parameters of ZeRO 3 know their optimizer; partitions of those that it does not train have no masters.
     """
@@ -158,13 +153,13 @@ def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatMo
 
 
 def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameters:
-    """The parameters that are kept flat by none of these."""
+    """Returns the parameters that none of these has flat."""
     replaced = {tensor_id for each in flat for tensor_id in each.replaced}
     return [(name, parameter) for name, parameter in named if id(parameter) not in replaced]
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """True if DeepSpeed has had the module in its hands: told by any parameter, because it marks what it optimises."""
+    """True if DeepSpeed has wrapped the module: told by any parameter, because it marks those that it optimises."""
     found = (each for _, module in tree.submodules for each in module._parameters.values())
     return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 
@@ -179,21 +174,8 @@ def refuse_unknown(fqn: str, named: NamedParameters, flat: Iterable[FlatModule])
         raise unsupported(fqn, what, "pass the engine as the model, or its engine.optimizer beside the module")
 
 
-def _in_optimizer(masters: Sequence[MasterPart], names: Mapping[int, Sequence[str]]) -> dict[int, list[NamedPart]]:
-    found: dict[int, list[NamedPart]] = {}
-    for parameter, part, master in masters:
-        found.setdefault(id(master), []).append(NamedPart(names[id(parameter)][0], part))
-    return found
-
-
 def _flat(master: torch.Tensor) -> torch.Tensor:
     return master.detach().view(-1)
-
-
-def _partition(fqn: str, parameter: Any) -> tuple[Any, torch.Tensor]:
-    """Of a parameter of ZeRO 3 that no optimizer has."""
-    _refuse_swapped(fqn, parameter)
-    return part_of_partitioned(fqn, parameter, 0), _flat(parameter.ds_tensor)
 
 
 def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
@@ -220,7 +202,7 @@ def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
 
 
 def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
-    """As DeepSpeed does after a step, without its gather: what other ranks have masters of was read."""
+    """Rounds the masters as DeepSpeed does after a step, without its gather: the rest was read."""
     for partitioned in alone:
         partitioned.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
     for held in masters:
@@ -234,35 +216,32 @@ def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
         low.detach().view(-1)[start : start + numel].copy_(_flat(held.master)[position : position + numel])
 
 
-_UNREADABLE: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "with optimizer state on NVMe": (lambda wrapper: getattr(wrapper, "swap_optimizer", False), "offload to the CPU"),
-    "with parameters on NVMe": (
-        lambda wrapper: getattr(wrapper, "params_in_nvme_and_cpu", False),
-        "offload to the CPU",
-    ),
-    "whose states are offloaded": (
-        lambda wrapper: getattr(wrapper, "offloaded_states", False),
-        "call engine.reload_states() first",
-    ),
-    "with ZenFlow": (lambda wrapper: getattr(wrapper, "zenflow", False), "turn zenflow off"),
-    "with SuperOffload": (lambda wrapper: hasattr(wrapper, "superoffload_cpu_optimizer"), "turn super_offload off"),
-    "offloaded in part": (lambda wrapper: hasattr(wrapper, "backup_optimizer"), "set the ratio of the offload to 1.0"),
-    "with model parallelism": (lambda wrapper: _num_model_ranks(wrapper) > 1, "shard with DTensor, or use Megatron"),
-}
-"""What keeps state in other places, or other parameters under the same names on other ranks; how to tell."""
+_UNREADABLE = (
+    ("swap_optimizer", "with optimizer state on NVMe", "offload to the CPU"),
+    ("params_in_nvme_and_cpu", "with parameters on NVMe", "offload to the CPU"),
+    ("offloaded_states", "whose states are offloaded", "call engine.reload_states() first"),
+    ("zenflow", "with ZenFlow", "turn zenflow off"),
+)
+"""Attributes that are true where state lies in other places, what that is called, and what to do about it."""
+_UNREADABLE_IF_SET = (
+    ("superoffload_cpu_optimizer", "with SuperOffload", "turn super_offload off"),
+    ("backup_optimizer", "offloaded in part", "set the ratio of the offload to 1.0"),
+)
+"""The same for attributes that are there only then."""
 
 
 def _refuse_unreadable(fqn: str, wrapper: Any) -> None:
-    for what, (is_so, advice) in _UNREADABLE.items():
-        if is_so(wrapper):
-            raise unsupported(fqn, f"a DeepSpeed optimizer {what}", advice)
-
-
-def _num_model_ranks(wrapper: Any) -> int:
+    reasons = [row for row in _UNREADABLE if getattr(wrapper, row[0], False)]
+    reasons += [row for row in _UNREADABLE_IF_SET if hasattr(wrapper, row[0])]
     group, mpu = getattr(wrapper, "model_parallel_group", None), getattr(wrapper, "mpu", None)
     if group is not None:
-        return dist.get_world_size(group)
-    return 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+        num_model_ranks = dist.get_world_size(group)
+    else:
+        num_model_ranks = 1 if mpu is None else int(mpu.get_model_parallel_world_size())
+    if num_model_ranks > 1:  # ranks have other parameters under the same names
+        reasons.append(("", "with model parallelism", "shard with DTensor, or use Megatron"))
+    for _, what, advice in reasons[:1]:
+        raise unsupported(fqn, f"a DeepSpeed optimizer {what}", advice)
 
 
 def _refuse_swapped(fqn: str, parameter: Any) -> None:
@@ -274,11 +253,11 @@ def _refuse_swapped(fqn: str, parameter: Any) -> None:
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes in a loss scaler; the rest is configuration, which the one who loads has chosen anew."""
+"""Attributes that change in a loss scaler; the rest is configuration, which is chosen anew for each run."""
 
 
 def facts_of(wrapper: Any, engine: Any | None) -> dict[str, Any]:
-    """What a resumed training needs besides parameters and their state."""
+    """Returns what a resumed training needs besides parameters and their state."""
     facts: dict[str, Any] = {}
     scaler = _dynamic_scaler(wrapper)
     if scaler is not None:
@@ -312,7 +291,7 @@ def take_facts(wrapper: Any, engine: Any | None, facts: Mapping[str, Any]) -> No
 
 
 def _dynamic_scaler(wrapper: Any) -> Any | None:
-    """What adapts the loss scale; None where that is fixed, as without fp16."""
+    """Returns what adapts the loss scale; None where that is fixed, as without fp16."""
     of_zero, of_fp16 = getattr(wrapper, "loss_scaler", None), getattr(wrapper, "loss_scale_config", None)
     if getattr(of_zero, "dynamic", False):
         return of_zero

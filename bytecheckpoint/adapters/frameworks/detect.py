@@ -1,4 +1,4 @@
-"""The frameworks that a call may name, and whether anything in a state is of the one that it names."""
+"""The frameworks that a call may name, and the check that something in a state is of the one that it names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from bytecheckpoint.adapters.stateful import RankLocal, is_stateful
 from bytecheckpoint.errors import CheckpointMismatchError
 
 Framework = Literal["auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale"]
-"""What `framework` may be. Those without adapters of their own are read by those of torch's modules and optimizers."""
+"""Values of `framework`. Those without adapters of their own are read by those of torch's modules and optimizers."""
 
 FRAMEWORKS: tuple[str, ...] = get_args(Framework)
-_DDP = "DistributedDataParallel"
 
 
 def check_known(framework: object) -> None:
@@ -60,7 +59,7 @@ def _is_there(framework: str, state: Mapping[str, Any]) -> bool:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """What is in the containers of a state."""
+    """Yields the values in the containers of a state."""
     if isinstance(value, RankLocal):
         value = value.value
     if isinstance(value, Mapping):
@@ -96,12 +95,13 @@ def _is_among(framework: str, values: Iterable[Any]) -> bool:
 
 
 def _is_ddp(module: torch.nn.Module) -> bool:
-    """Megatron's modules count: who says so knows that none of their tensors is split."""
-    return any(kind.__name__ == _DDP for kind in type(module).__mro__) or hasattr(type(module), "sharded_state_dict")
+    """True if a module is of DDP, or Megatron's: the caller knows that none of its tensors is split."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return "DistributedDataParallel" in names or hasattr(type(module), "sharded_state_dict")
 
 
 def _is_of_vescale(value: Any) -> bool:
-    """Its classes, and torch's DTensor with its placements, which are told by what they have."""
+    """True for veScale's classes, and for torch's DTensor with its placements, told by their attributes."""
     if any(kind.__module__.partition(".")[0] == "vescale" for kind in type(value).__mro__):
         return True
     placements = value.placements if isinstance(value, DTensor) else ()

@@ -13,51 +13,50 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart
-from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond, same_but_for_padding
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamPart, same_but_for_padding, split_padding
 from bytecheckpoint.adapters.native.parameter_names import OptimizedParameter, ParameterNames, check_state_key
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
-from bytecheckpoint.adapters.optimizers.scalar_state import (
+from bytecheckpoint.adapters.optimizers.param_state import (
     HOST_SCALARS,
+    ParamGroup,
     can_take,
-    holds_more,
     is_number,
     is_scalar,
     put_scalar,
     scalar_device,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import leaves
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, torch_dtype
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
 
+_ADVICE = "use an optimizer whose state has the shape of its parameters"
 
-class FlatState:
+
+class FlatParamState:
     """The optimizer state of one flat tensor, in one save or load."""
 
     def __init__(
         self,
         fqn: str,
-        optimizer: torch.optim.Optimizer,
+        group: ParamGroup,
         memory: torch.Tensor,
         *,
-        group: Mapping[str, Any],
         optimized: Sequence[OptimizedParameter],
-        one_values: MutableMapping[str, Any],
+        scalars: MutableMapping[str, Any],
     ) -> None:
         self._fqn = fqn
-        self._optimizer = optimizer
         self._memory = memory
         self._group = group
         # A rank that has nothing of a parameter has nothing to say of it either.
         self._parts = [(each.names, each.part) for each in optimized if each.part.numel]
-        self._one_values = one_values
-        """By FQN: what a save writes and a load reads for each parameter of which the optimizer has one for all."""
+        self._scalars = scalars
+        """Scalars by FQN: a save writes and a load reads one for each parameter, the optimizer has one for all."""
 
     @property
     def _state(self) -> Mapping[str, Any]:
-        state: Mapping[str, Any] = self._optimizer.state.get(self._memory, {})
+        state: Mapping[str, Any] = self._group.optimizer.state.get(self._memory, {})
         return state
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -68,36 +67,35 @@ class FlatState:
             for key, value in state.items():
                 fqn = self._state_fqn(names, key)
                 if not isinstance(value, torch.Tensor):
-                    _refuse_inside(fqn, value)
+                    if _holds(torch.Tensor, value, fqn):
+                        what = f"a {type(value).__name__} of tensors in the optimizer state of flat parameters"
+                        raise unsupported(fqn, what, _ADVICE)
                     self._check_same(fqn, value)
                     plain[key] = value
                 elif value.shape == shape:
                     shards.found += part.shards(fqn, value)
                 elif value.numel() == 1:
-                    self._add_one_value(fqn, value, shards)
+                    if fqn not in self._scalars:  # several parts of one parameter may lie on this rank
+                        shards.add(fqn, value)
+                    self._check_same(fqn, value)
                 else:
-                    raise _refused(fqn, f"optimizer state of shape {list(value.shape)} for flat parameters")
+                    what = f"optimizer state of shape {list(value.shape)} for flat parameters"
+                    raise unsupported(fqn, what, _ADVICE)
             if plain:
                 yield names.name, plain
 
-    def _add_one_value(self, fqn: str, value: torch.Tensor, shards: LocalShards) -> None:
-        """Once where several parts of one parameter lie on this rank, in this tensor or in others."""
-        if fqn not in self._one_values:
-            shards.add(fqn, value)
-        self._check_same(fqn, value)
-
     def _check_same(self, fqn: str, value: Any) -> None:
-        """That other parts of the parameter have the same, and have it in the same form."""
-        other = self._one_values.setdefault(fqn, value)
+        """Checks that other parts of the parameter have the same value, and have it in the same form."""
+        other = self._scalars.setdefault(fqn, value)
         if isinstance(other, torch.Tensor) != isinstance(value, torch.Tensor) or not same_value(other, value):
-            what = f"{value} for one part of a parameter and {self._one_values[fqn]} for another"
+            what = f"{value} for one part of a parameter and {other} for another"
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
     def expect(self, found: StoredOptimizer) -> Expectation:
         shards = LocalShards(with_addresses=True)
         problems: list[Problem] = []
         padding: list[LocalShard] = []
-        are_one: dict[str, set[bool]] = {}
+        are_scalars: dict[str, set[bool]] = {}
         for names, part in self._not_excluded(found):
             if found.group(names) is None:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
@@ -109,18 +107,19 @@ class FlatState:
                 if "." in key:
                     text = f"{fqn}: a tensor inside a list, for which flat parameters have no place"
                     problems.append(Problem("shape", fqn, text))
-                elif _is_one_value(tensor, _stored_as(names, part, found), key):
-                    are_one.setdefault(key, set()).add(True)
-                    shards.add(fqn, self._one_values.get(fqn, placeholder(tensor)))
-                elif not self._can_lie(key):
-                    own = list(self._state[key].shape)
-                    text = f"{fqn}: shape {list(tensor.shape)} in the checkpoint, {own} in the state, for a flat buffer"
-                    problems.append(Problem("shape", fqn, text))
+                elif _is_stored_scalar(tensor, _stored_as(names, part, found), key):
+                    are_scalars.setdefault(key, set()).add(True)
+                    shards.add(fqn, self._scalars.get(fqn, placeholder(tensor)))
+                elif isinstance(own := self._state.get(key), torch.Tensor) and own.shape != self._memory.shape:
+                    shapes = f"shape {list(tensor.shape)} in the checkpoint, {list(own.shape)} in the state"
+                    problems.append(Problem("shape", fqn, f"{fqn}: {shapes}, for a flat buffer"))
                 else:
-                    are_one.setdefault(key, set()).add(False)
-                    targets = part.shards(fqn, self._target(key, tensor))
-                    shards.found += [as_stored(target, part.padded_axis, tensor.shape) for target in targets]
-                    padding += chain.from_iterable(beyond(each, part.padded_axis, tensor.shape) for each in targets)
+                    are_scalars.setdefault(key, set()).add(False)
+                    new = torch.empty(self._memory.shape, dtype=torch_dtype(tensor.dtype), device="meta")
+                    targets = part.shards(fqn, own if isinstance(own, torch.Tensor) else new)
+                    for of_stored, beyond in (split_padding(each, part.padded_axis, tensor.shape) for each in targets):
+                        shards.found.append(of_stored)
+                        padding += beyond
             plain = found.plain(names)
             for key, value in self._state.items():
                 is_number_there = key in plain and is_number(plain[key][1]) and is_scalar(value)
@@ -131,53 +130,42 @@ class FlatState:
                     problems += [] if is_flat else [not_stored(fqn)]
                 elif is_number(value) and key not in states and key not in plain:
                     problems.append(not_stored(self._state_fqn(names, key)))
-        problems += chain.from_iterable(self._clashes(key, of_key, found) for key, of_key in are_one.items())
+        problems += chain.from_iterable(self._clashes(key, of_key, found) for key, of_key in are_scalars.items())
         return Expectation(shards.found, set(), problems, padding=padding)
 
-    def _clashes(self, key: str, are_one: Collection[bool], found: StoredOptimizer) -> Iterator[Problem]:
-        """Of parameters that the checkpoint has one value for, where this memory keeps a tensor of its own shape."""
+    def _clashes(self, key: str, are_scalars: Collection[bool], found: StoredOptimizer) -> Iterator[Problem]:
+        """Yields parameters that the checkpoint has a scalar for, where this memory keeps a tensor of its own shape."""
         own = self._state.get(key)
-        if True in are_one and (False in are_one or holds_more(own)):
+        if True in are_scalars and (False in are_scalars or (isinstance(own, torch.Tensor) and own.numel() != 1)):
             for names, part in self._taken(found):
                 fqn, tensor = found.tensors(names).get(key, ("", None))
-                if tensor is not None and _is_one_value(tensor, _stored_as(names, part, found), key):
+                if tensor is not None and _is_stored_scalar(tensor, _stored_as(names, part, found), key):
                     text = (
                         f"{fqn}: one value of shape {list(tensor.shape)} in the checkpoint, and in the state a tensor "
                         "with an element for each of the parameter"
                     )
                     yield Problem("shape", fqn, text)
 
-    def _can_lie(self, key: str) -> bool:
-        """True if this memory keeps no tensor of another shape than its own, as one value for all has."""
-        own = self._state.get(key)
-        return not isinstance(own, torch.Tensor) or own.shape == self._memory.shape
-
-    def _target(self, key: str, stored: StoredTensor) -> torch.Tensor:
-        own = self._state.get(key)
-        if isinstance(own, torch.Tensor):
-            return own
-        return torch.empty(self._memory.shape, dtype=torch_dtype(stored.dtype), device="meta")
-
     def prepare(self, found: StoredOptimizer) -> None:
         for names, part in self._taken(found):
             for key, (fqn, tensor) in _whole_tensors(names, found).items():
-                if _is_one_value(tensor, _stored_as(names, part, found), key):
-                    device = scalar_device(self._group, self._memory)
-                    self._one_values[fqn] = torch.empty_like(placeholder(tensor), device=device)
+                if _is_stored_scalar(tensor, _stored_as(names, part, found), key):
+                    device = scalar_device(self._group.values, self._memory)
+                    self._scalars[fqn] = torch.empty_like(placeholder(tensor), device=device)
                 elif not isinstance(self._state.get(key), torch.Tensor):
                     # Zeros, because the padding is stored nowhere and no step is to meet what lay there before.
                     new = torch.zeros_like(self._memory.detach(), dtype=torch_dtype(tensor.dtype))
-                    self._optimizer.state[self._memory][key] = new
+                    self._group.optimizer.state[self._memory][key] = new
 
     def finish(self, found: StoredOptimizer) -> list[str]:
-        """What is left as it was, and why: values that there is one of, on which parameters do not agree."""
+        """Puts scalars in place. Returns which are left as they were, and why: parameters do not agree on them."""
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
         for names, part in self._taken(found):
             of_parameter: dict[str, tuple[str, Any]] = {
-                key: (fqn, self._one_values[fqn])
+                key: (fqn, self._scalars[fqn])
                 for key, (fqn, tensor) in _whole_tensors(names, found).items()
-                if _is_one_value(tensor, _stored_as(names, part, found), key)
+                if _is_stored_scalar(tensor, _stored_as(names, part, found), key)
             }
             # Trees of tensors were refused, and strict=False leaves them out.
             of_parameter |= {
@@ -191,7 +179,7 @@ class FlatState:
                     differing[key] = f"{fqn} is {value} in the checkpoint and {first_fqn} is {first}"
         for key, (_, value) in values.items():
             if key not in differing and can_take(self._state.get(key), value):
-                put_scalar(self._optimizer, self._memory, key, value, group=self._group)
+                put_scalar(self._group, self._memory, key, value)
         return list(differing.values())
 
     def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
@@ -208,7 +196,7 @@ class FlatState:
 
 
 def _whole_tensors(names: ParameterNames, found: StoredOptimizer) -> dict[str, tuple[str, StoredTensor]]:
-    """Those of a parameter's state by key, without tensors inside lists, which were refused."""
+    """Returns the tensors of a parameter's state by key, without those inside lists, which were refused."""
     return {key: of_key for key, of_key in found.tensors(names).items() if "." not in key}
 
 
@@ -222,26 +210,17 @@ def _fits(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) ->
     return same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found))
 
 
-def _is_one_value(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:
-    """True if what is stored of the state of a parameter of this shape is one value, and no tensor like it."""
+def _is_stored_scalar(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:
+    """True if the stored state of a parameter of this shape is a scalar, and no tensor like the parameter."""
     return prod(stored.shape) == 1 and (stored.shape != shape or key in HOST_SCALARS)
-
-
-def _refuse_inside(fqn: str, value: Any) -> None:
-    if _holds(torch.Tensor, value, fqn):
-        raise _refused(fqn, f"a {type(value).__name__} of tensors in the optimizer state of flat parameters")
 
 
 def _holds(kind: type[torch.Tensor | TensorRef], value: Any, fqn: str) -> bool:
     return any(isinstance(leaf, kind) for leaf in leaves(value, fqn).values())
 
 
-def _refused(fqn: str, what: str) -> Exception:
-    return unsupported(fqn, what, "use an optimizer whose state has the shape of its parameters")
-
-
 def differing_error(texts: Sequence[str]) -> CheckpointMismatchError:
-    """For what `FlatState.finish` left as it was."""
+    """Returns the error for what `FlatParamState.finish` has left as it was."""
     return CheckpointMismatchError(
         f"{'; '.join(texts)}; but this rank keeps both parameters in one flat buffer, which has one value for all. "
         "What else the checkpoint has for this rank is loaded, and this value is as it was: load into a model that "

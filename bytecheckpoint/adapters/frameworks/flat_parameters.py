@@ -25,24 +25,24 @@ class _FlatRegion(NamedTuple):
     """A region of a part, as it lies in flat memory."""
 
     region: Region
-    """In global coordinates."""
+    """Region of the tensor, in global coordinates."""
     position: int
-    """Of its first element in the flat memory, in elements."""
+    """Position of its first element in the flat memory, in elements."""
     strides: tuple[int, ...]
-    """In elements of the flat memory."""
+    """Strides in elements of the flat memory."""
 
 
 class _PartFields(NamedTuple):
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Region
-    """What of it is counted by rows: all of it, or what tensor parallelism leaves to this rank."""
+    """Region whose elements are counted by rows: the whole tensor, or what tensor parallelism leaves to this rank."""
     start: int
-    """The first element of the box that lies here."""
+    """Index of the first element of the box that lies here."""
     numel: int
-    """How many elements lie here; none at all where the rank holds nothing of the box."""
+    """Number of elements that lie here; 0 where the rank holds nothing of the box."""
     position: int
-    """Of the first of them in the flat memory, in elements."""
+    """Position of the first of them in the flat memory, in elements."""
     order: tuple[int, ...] | None = None
     """The dimensions from the outermost in memory to the innermost, where elements are counted so and not by rows."""
     padded_axis: int | None = None
@@ -54,15 +54,17 @@ class FlatParamPart(_PartFields):
 
     @cached_property
     def _cuts(self) -> Sequence[_FlatRegion]:
-        """Found once for the parameter and all of its optimizer state: it takes longer than the views."""
+        """The regions, found once for the parameter and all of its optimizer state: it takes longer than the views."""
         lengths = self.box.lengths
         if self.order is None and self.start == 0 and self.numel == prod(lengths) > 0:
             return (_FlatRegion(self.box, self.position, _row_strides(lengths)),)
         order = self.order or tuple(range(len(lengths)))
         back = [order.index(dim) for dim in range(len(order))]
         cuts, position = [], self.position
-        in_memory = [lengths[dim] for dim in order]
-        for region in split_flat_range(in_memory, self.start, self.numel) or _nothing_of(self.box):
+        nothing = (0,) * len(lengths)
+        # One of no elements, so that every rank knows the FQN; what has no dimensions cannot have no elements.
+        empty = [Region(nothing, nothing)] if nothing else []
+        for region in split_flat_range([lengths[dim] for dim in order], self.start, self.numel) or empty:
             offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
             strides = _row_strides(region.lengths)
             held = Region(offsets, tuple(region.lengths[at] for at in back))
@@ -71,8 +73,8 @@ class FlatParamPart(_PartFields):
         return cuts
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
-        """The regions that lie here, as views of the flat memory; one of no elements where there are none, if it has
-        dimensions.
+        """Returns the regions that lie here, as views of the flat memory; one of no elements where there are none, if
+        it has dimensions.
 
         Memory that has the box's shape is the box itself.
 
@@ -105,22 +107,16 @@ def _row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatParamPart:
-    """A part of a tensor whose elements are counted over all of it."""
+    """Returns a part of a tensor whose elements are counted over all of it."""
     lengths = tuple(shape)
     return FlatParamPart(lengths, Region((0,) * len(lengths), lengths), start, numel, position)
 
 
-def _nothing_of(box: Region) -> list[Region]:
-    """So that every rank knows the FQN; what has no dimensions cannot have no elements."""
-    nothing = (0,) * len(box.lengths)
-    return [Region(nothing, nothing)] if nothing else []
-
-
 class NamedPart(NamedTuple):
-    """A part, and whose."""
+    """A part of a parameter, and the parameter's name."""
 
     name: str
-    """Of the parameter, in its module, without what wrappers put into names."""
+    """Name of the parameter in its module, without what wrappers put into names."""
     part: FlatParamPart
 
 
@@ -128,14 +124,10 @@ class FlatParamMemory(NamedTuple):
     """A part of a parameter, and its memory."""
 
     name: str
-    """As of NamedPart."""
+    """Name as in NamedPart."""
     part: FlatParamPart
     memory: torch.Tensor
-    """One-dimensional and contiguous. What a save writes and a load fills."""
-
-
-def nothing_to_do() -> None:
-    """For modules whose parameters need nothing more once their memory is filled."""
+    """The memory that a save writes and a load fills: one-dimensional and contiguous."""
 
 
 class FlatModule(NamedTuple):
@@ -148,17 +140,17 @@ class FlatModule(NamedTuple):
     aliases: Mapping[str, str] = {}
     """Other names of tied parameters -> the name in `held`."""
     in_optimizer: Mapping[int, Sequence[NamedPart]] = {}
-    """By the id of what an optimizer has in its param_groups: what lies in it, as in tensors of its optimizer state
-    that have its shape."""
+    """Parts that lie in a tensor of an optimizer's param_groups, and in tensors of its optimizer state that have its
+    shape, by the id of that tensor."""
     copies: Sequence[FlatParamMemory] = ()
-    """What the module keeps of the same parameters in lower precision. A load fills it from the same tensors, and
+    """Memory of the same parameters in lower precision. A load fills it from the same tensors, and
     converts them whatever `cast` says, because no precision is lost that the module has. A save does not look at it."""
-    finish: Callable[[], None] = nothing_to_do
+    finish: Callable[[], None] = lambda: None
     """Called when a load has filled the memory."""
 
 
 def merged(flat: Sequence[FlatModule]) -> FlatModule | None:
-    """What several optimizers keep of one module."""
+    """Returns one record of what several optimizers keep of one module."""
     if len(flat) < 2:
         return next(iter(flat), None)
 
@@ -176,6 +168,43 @@ def merged(flat: Sequence[FlatModule]) -> FlatModule | None:
     )
 
 
+def split_padding(
+    shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | None
+) -> tuple[LocalShard, list[LocalShard]]:
+    """Splits a shard of a tensor that is padded along one axis by an amount that depends on the layout, as vocabularies
+    are: what a stored tensor of this shape has of it, as a shard of that tensor, and what it lacks, one shard or none.
+
+    The shard itself, and none, where nothing is padded, or where the two differ along another axis, which is for the
+    load to refuse.
+    """
+    if axis is None or stored_shape is None or not _differ_along(axis, shard.global_shape, stored_shape):
+        return shard, []
+    offsets, lengths = list(shard.region.offsets), list(shard.region.lengths)
+    length = min(max(stored_shape[axis] - offsets[axis], 0), lengths[axis])
+    memory, rest = torch.split(shard.tensor, [length, lengths[axis] - length], axis)
+    padding = []
+    if rest.shape[axis]:
+        region = Region(tuple(at + length * (dim == axis) for dim, at in enumerate(offsets)), tuple(rest.shape))
+        padding = [shard._replace(region=region, tensor=rest, address=0)]
+    lengths[axis] = length
+    if not length:
+        offsets = lengths = [0] * len(offsets)
+        memory = memory.new_empty(lengths)
+    region = Region(tuple(offsets), tuple(lengths))
+    return LocalShard(shard.fqn, shard.dtype, tuple(stored_shape), region, memory), padding
+
+
+def same_but_for_padding(axis: int | None, shape: Sequence[int], other: Sequence[int]) -> bool:
+    """True if the shapes are equal, or differ along this axis only."""
+    return tuple(shape) == tuple(other) or (axis is not None and _differ_along(axis, shape, other))
+
+
+def _differ_along(axis: int, shape: Sequence[int], other: Sequence[int]) -> bool:
+    """True if the shapes differ, and along this axis only."""
+    lengths = list(zip(shape, other, strict=False))
+    return len(shape) == len(other) and [dim for dim, (a, b) in enumerate(lengths) if a != b] == [axis]
+
+
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 """The parameters of a module, each under all of its names."""
 
@@ -185,10 +214,10 @@ class FlatOptimizer(NamedTuple):
 
     optimizer: torch.optim.Optimizer
     parameters: Sequence[Sequence[torch.Tensor]]
-    """What each of its param_groups has, also while the framework keeps it elsewhere."""
+    """The parameters of each of its param_groups, also while the framework keeps them elsewhere."""
     module: Callable[[NamedParameters], FlatModule | None]
-    """How the module is kept that has these parameters; None where none is flat."""
+    """Finds the flat parameters of the module that has these; None where none is flat."""
     facts: Callable[[], dict[str, Any]]
-    """What else a resumed training needs, as plain data that is the same on all ranks."""
+    """Returns what else a resumed training needs, as plain data that is the same on all ranks."""
     take_facts: Callable[[Mapping[str, Any]], None]
     """Puts those of a checkpoint in place, which may come from another framework and lack any of them."""

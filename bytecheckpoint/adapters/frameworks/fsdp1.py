@@ -10,7 +10,7 @@ communicates, and no method of such a module that does is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,9 +31,9 @@ from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 from bytecheckpoint.region import whole
 
 WRAPPED = "_fsdp_wrapped_module"
-"""What the wrapper puts into names."""
+"""The name of a wrapped module in its wrapper, which stands in the names of all in it."""
 _HOOKS = "torch.distributed.fsdp."
-"""Where the hooks come from by which the wrapper gathers parameters for a state_dict."""
+"""Prefix of the modules with the hooks by which the wrapper gathers parameters for a state_dict."""
 _MIDDLE_OF_BACKWARD = {HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_POST}
 
 # torch has no public way to a unit's flat parameter and local shard; its own state_dict code goes this one.
@@ -47,13 +47,9 @@ class _FsdpUnit(NamedTuple):
     memory: torch.Tensor
     """The local shard."""
 
-    @property
-    def flat_parameter(self) -> Any:
-        return self.handle.flat_param
-
 
 _Position = tuple[int, int]
-"""Of a parameter: the number of its unit, and its number there."""
+"""The number of a parameter's unit, and its number there."""
 
 
 def has_units(fqn: str, tree: ModuleTree) -> bool:
@@ -100,7 +96,7 @@ def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
 
 
 def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) -> FlatModule:
-    """What the units of a module have flat. `plain_name` takes wrappers out of a name.
+    """Returns what the units of a module have flat. `plain_name` takes wrappers out of a name.
 
     Raises CheckpointSaveError (unsupported_value) within summon_full_params, and for what the elements of a flat
     parameter cannot be told of.
@@ -109,24 +105,35 @@ def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) ->
     for wrapper in wrappers.values():
         _refuse_summoned(fqn, wrapper)
     units = [_unit(fqn, wrapper) for wrapper in wrappers.values() if wrapper._handle is not None]
-    names = _names(tree, units, plain_name)
-    parts: dict[_Position, NamedPart] = {}
-    for position in _positions(units):
-        if position not in names:
-            path = units[position[0]].flat_parameter._fqns[position[1]]
-            raise unsupported(fqn, f"an FSDP1 model that has lost its parameter {path}", "wrap the model as it is now")
-        name = names[position][0]
-        parts[position] = NamedPart(name, _part(join_fqn(fqn, name), units[position[0]].flat_parameter, position[1]))
+    names: dict[_Position, dict[str, None]] = {}
+    for position, name, _ in _places(tree, units):
+        names.setdefault(position, {})[plain_name(name)] = None
+    held: list[FlatParamMemory] = []
+    in_optimizer: dict[int, list[NamedPart]] = {}
+    for number, unit in enumerate(units):
+        flat = unit.handle.flat_param
+        for index, path in enumerate(flat._fqns):
+            if (number, index) not in names:
+                what = f"an FSDP1 model that has lost its parameter {path}"
+                raise unsupported(fqn, what, "wrap the model as it is now")
+            name = next(iter(names[number, index]))
+            part = _part(join_fqn(fqn, name), flat, index)
+            held.append(FlatParamMemory(name, part, unit.memory))
+            if flat._params is None:
+                in_optimizer.setdefault(id(flat), []).append(NamedPart(name, part))
+            else:
+                in_optimizer[id(flat._params[index])] = [NamedPart(name, part._replace(position=0))]
     for unit in units:
         _take_over(fqn, unit.handle)
+    replaced = {id(tensor) for _, _, tensor in _places(tree, units) if tensor is not None}
+    for flat in (unit.handle.flat_param for unit in units):
+        replaced |= {id(tensor) for tensor in (flat, *(flat._params or ()), *(flat._shared_params or ()))}
     buffers = _lowered_buffers(tree, wrappers.values(), plain_name)
-    held = [FlatParamMemory(*named, units[number].memory) for (number, _), named in parts.items()]
-    shown = {id(shown) for shown in _shown(tree, units)} | {id(lowered.buffer) for lowered in buffers}
     return FlatModule(
         held=held + [lowered.held for lowered in buffers],
-        replaced=shown,
+        replaced=replaced | {id(lowered.buffer) for lowered in buffers},
         aliases={alias: first for first, *others in names.values() for alias in others},
-        in_optimizer=_in_optimizer(units, parts),
+        in_optimizer=in_optimizer,
         finish=partial(_finish, units, buffers),
     )
 
@@ -175,17 +182,12 @@ def _take_over(fqn: str, handle: Any) -> None:
         raise unsupported(fqn, f"an FSDP1 model with other memory for {replaced}: {error}", advice) from error
 
 
-def _positions(units: Sequence[_FsdpUnit]) -> Iterator[_Position]:
-    for number, unit in enumerate(units):
-        yield from ((number, index) for index in range(unit.flat_parameter._num_params))
-
-
 def _places(tree: ModuleTree, units: Sequence[_FsdpUnit]) -> Iterator[tuple[_Position, str, torch.Tensor | None]]:
-    """All places in the module where parameters of the units belong: their names, and what is registered there now."""
+    """Yields all places in the module where parameters of the units belong: names, and what is registered there now."""
     owned: dict[int, dict[str, _Position]] = {}
     of_object: dict[int, _Position] = {}
     for number, unit in enumerate(units):
-        flat = unit.flat_parameter
+        flat = unit.handle.flat_param
         for index, info in enumerate(flat._param_infos):
             owned.setdefault(id(info.module), {})[info.param_name] = number, index
         for info in flat._shared_param_infos:
@@ -196,24 +198,6 @@ def _places(tree: ModuleTree, units: Sequence[_FsdpUnit]) -> Iterator[tuple[_Pos
         here = {own: of_object[id(each)] for own, each in module._parameters.items() if id(each) in of_object}
         for own, position in (here | owned.get(id(module), {})).items():
             yield position, join_fqn(name, own), module._parameters.get(own)
-
-
-def _names(
-    tree: ModuleTree, units: Sequence[_FsdpUnit], plain_name: Callable[[str], str]
-) -> Mapping[_Position, Sequence[str]]:
-    """All plain names of each parameter."""
-    names: dict[_Position, dict[str, None]] = {}
-    for position, name, _ in _places(tree, units):
-        names.setdefault(position, {})[plain_name(name)] = None
-    return {position: [*of_one] for position, of_one in names.items()}
-
-
-def _shown(tree: ModuleTree, units: Sequence[_FsdpUnit]) -> Iterator[torch.Tensor]:
-    """What stands in the module, or is known to optimizers, for what the units have flat."""
-    for unit in units:
-        flat = unit.flat_parameter
-        yield from (flat, *(flat._params or ()), *(flat._shared_params or ()))
-    yield from (shown for _, _, shown in _places(tree, units) if shown is not None)
 
 
 def _part(fqn: str, flat: Any, index: int) -> FlatParamPart:
@@ -238,19 +222,6 @@ def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int,
             raise unsupported(fqn, f"a parameter that had strides {list(strides)}", "wrap a model without views")
         stride *= shape[dim]
     return tuple(order)
-
-
-def _in_optimizer(
-    units: Sequence[_FsdpUnit], parts: Mapping[_Position, NamedPart]
-) -> Mapping[int, Sequence[NamedPart]]:
-    found: dict[int, list[NamedPart]] = {}
-    for (number, index), (name, part) in parts.items():
-        flat = units[number].flat_parameter
-        if flat._params is None:
-            found.setdefault(id(flat), []).append(NamedPart(name, part))
-        else:
-            found[id(flat._params[index])] = [NamedPart(name, part._replace(position=0))]
-    return found
 
 
 class _Lowered(NamedTuple):
@@ -292,7 +263,7 @@ def _finish(units: Sequence[_FsdpUnit], lowered: Sequence[_Lowered]) -> None:
 
 
 def _reshard(unit: _FsdpUnit) -> None:
-    flat = unit.flat_parameter
+    flat = unit.handle.flat_param
     unit.handle._use_sharded_flat_param()
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):
         gathered = getattr(flat, name, None)

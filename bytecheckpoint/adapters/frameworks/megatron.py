@@ -7,8 +7,6 @@ several ranks are replicas whatever their `replica_id` is. What megatron_sharded
 
 A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds. One of
 which ranks step a share each is saved by shares: elsewhere it may be as it was before the last step.
-
-Which modules are Megatron's: those with `sharded_state_dict()`, inside wrappers or not. Never calls it.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Scope, not_stored
-from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamMemory, NamedPart
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatParamMemory, NamedPart, split_padding
 from bytecheckpoint.adapters.frameworks.megatron_sharded import CopiedFactory, ShardedPiece, bits_of, find_in
-from bytecheckpoint.adapters.frameworks.padding import as_stored, beyond
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree, leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
@@ -39,11 +37,11 @@ class OptimizedElements(NamedTuple):
     """Elements of a model's parameter, as an optimizer has them."""
 
     parameter: torch.Tensor
-    """Of the model."""
+    """Parameter of the model."""
     held: torch.Tensor
-    """What the optimizer has in its param_groups: flat or in the parameter's shape, contiguous."""
+    """Tensor in the optimizer's param_groups: flat or in the parameter's shape, contiguous."""
     start: int
-    """The first element of the flattened parameter that it is."""
+    """Index of its first element in the flattened parameter."""
     kept_as: Literal["itself", "share", "copy"]
     """The parameter itself; a view of what this rank steps of it, outside of which it may be out of date; or a copy in
     higher precision."""
@@ -69,12 +67,12 @@ class MegatronEntry:
         self._add(tree, None)
         self._in_optimizer: dict[int, list[NamedPart]] = {}
         self._masters: dict[object, list[FlatParamMemory]] = {}
-        """By the place of a parameter: what this rank has of its more precise copy."""
+        """Parts of a parameter's more precise copy on this rank, by the key of the parameter's memory."""
         self._shares: dict[object, list[FlatParamMemory]] = {}
-        """By the place of a parameter: what this rank steps of it."""
+        """Parts of a parameter that this rank steps, by the same key."""
         self._pieces_of: dict[object, list[ShardedPiece]] = {}
         for piece in self._pieces:
-            self._pieces_of.setdefault(_place(piece.source), []).append(piece)
+            self._pieces_of.setdefault(_memory_key(piece.source), []).append(piece)
         # What is no run of its parameter's memory is left out: only an optimizer that has it says so.
         in_runs = [piece.source for piece in self._pieces if piece.span is not None]
         self.link(OptimizedElements(source, source, 0, "itself") for source in in_runs)
@@ -95,13 +93,14 @@ class MegatronEntry:
         Raises CheckpointSaveError (unsupported_value) for flat memory of a parameter whose pieces are no runs of it.
         """
         for of_parameter in optimized:
-            place = _place(of_parameter.parameter)
-            parts = [self._part(piece, of_parameter) for piece in self._pieces_of.get(place, ())]
-            if parts:
-                self._in_optimizer[id(of_parameter.held)] = parts
-            if parts and of_parameter.kept_as != "itself":
+            key = _memory_key(of_parameter.parameter)
+            parts = [self._part(piece, of_parameter) for piece in self._pieces_of.get(key, ())]
+            if not parts:
+                continue
+            self._in_optimizer[id(of_parameter.held)] = parts
+            if of_parameter.kept_as != "itself":
                 of_kind = self._masters if of_parameter.kept_as == "copy" else self._shares
-                of_kind[place] = [FlatParamMemory(name, part, of_parameter.held) for name, part in parts]
+                of_kind[key] = [FlatParamMemory(name, part, of_parameter.held) for name, part in parts]
 
     def _part(self, piece: ShardedPiece, optimized: OptimizedElements) -> NamedPart:
         part = piece.part(optimized.start, optimized.held.numel())
@@ -112,15 +111,15 @@ class MegatronEntry:
         return NamedPart(piece.key, part)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """None: optimizers, torch's too, have all of them as parts of tensors."""
+        """Yields nothing: optimizers, torch's too, have all parameters as parts of tensors."""
         return iter(())
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
-        """What an optimizer has in its param_groups, by id, and which parts of parameters lie in it."""
+        """Yields the ids of tensors in an optimizer's param_groups, and which parts of parameters lie in each."""
         yield from self._in_optimizer.items()
 
     def tied_names(self) -> dict[str, str]:
-        """None: tied tensors have one key."""
+        """Returns nothing: tied tensors have one key."""
         return {}
 
     def buffers(self) -> Iterator[torch.Tensor]:
@@ -137,7 +136,8 @@ class MegatronEntry:
         names = {fqn for fqn, _ in shards}
         for item in self._objects:
             if item.sharded.data is not None and _is_main(item.sharded.replica_id):
-                value = _as_plain(item.sharded.data)
+                data = item.sharded.data
+                value = {_BYTES_IO: data.getvalue()} if isinstance(data, io.BytesIO) else data
                 encoded = encode_plain(value, item.fqn, keep_in_tree)
                 if plain.setdefault(item.fqn, ("shared", encoded)) != ("shared", encoded):
                     raise _two_of_one_name(item.fqn, "objects")
@@ -147,15 +147,15 @@ class MegatronEntry:
     def _saved(self) -> Iterator[LocalShard]:
         held = {**self._shares, **self._masters}
         for piece in self._pieces:
-            if _place(piece.source) not in held:
+            if _memory_key(piece.source) not in held:
                 yield piece.shard(join_fqn(self.fqn, piece.key))
         for name, part, memory in chain.from_iterable(held.values()):
             yield from part.shards(join_fqn(self.fqn, name), memory)
 
     def _loaded(self) -> Iterator[tuple[LocalShard, int | None, bool]]:
-        """What a load fills, the axis along which it is padded, and whether a more precise copy exists."""
+        """Yields each shard that a load fills, the axis along which it is padded, and True if it is a rounded copy."""
         for piece in self._pieces:
-            is_rounded = _place(piece.source) in self._masters
+            is_rounded = _memory_key(piece.source) in self._masters
             yield piece.shard(join_fqn(self.fqn, piece.key)), piece.padded_axis, is_rounded
         for name, part, memory in chain.from_iterable(self._masters.values()):
             for shard in part.shards(join_fqn(self.fqn, name), memory):
@@ -166,10 +166,10 @@ class MegatronEntry:
         padding: list[LocalShard] = []
         expectation = Expectation([], set(), [], copies, padding)
         for shard, padded_axis, is_rounded in self._loaded():
-            of_these = copies if is_rounded else expectation.shards
-            stored_shape = _stored_shape(shard, checkpoint)
-            of_these.append(as_stored(shard, padded_axis, stored_shape))
-            padding += beyond(shard, padded_axis, stored_shape)
+            stored = checkpoint.tensors.get(shard.fqn)
+            of_stored, beyond = split_padding(shard, padded_axis, None if stored is None else stored.shape)
+            (copies if is_rounded else expectation.shards).append(of_stored)
+            padding += beyond
         for item in self._objects:
             found = checkpoint.entry_tree(item.fqn)
             if found is not None:
@@ -179,7 +179,7 @@ class MegatronEntry:
         return expectation
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
-        """Nothing: Megatron's models have their memory."""
+        """Does nothing: Megatron's models have their memory."""
 
     def finish(self, checkpoint: CheckpointView) -> None:
         with torch.no_grad():
@@ -197,9 +197,9 @@ class _ShardedObject(NamedTuple):
     fqn: str
     sharded: Any
     chunk: torch.nn.Module | None
-    """The module that it is of."""
+    """Module that it belongs to."""
     path: str
-    """What the module calls it."""
+    """Its name in the module."""
 
     def give_back(self, plain: Any) -> None:
         value = io.BytesIO(plain[_BYTES_IO]) if type(plain) is dict and plain.keys() == {_BYTES_IO} else plain
@@ -213,7 +213,7 @@ class _ShardedObject(NamedTuple):
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """The one of this path, which wrappers that have a sharded_state_dict() of their own may not be in."""
+    """Returns the module at this path, which wrappers with a sharded_state_dict() of their own may not be in."""
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -223,17 +223,13 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
         return _submodule(child, path)
 
 
-def _as_plain(value: Any) -> Any:
-    return {_BYTES_IO: value.getvalue()} if isinstance(value, io.BytesIO) else value
-
-
 def _is_main(replica_id: int | Sequence[int]) -> bool:
     """True if an object is the one of its replicas that is saved: Megatron's may differ."""
     return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
 
 
-def _place(tensor: torch.Tensor) -> object:
-    """What tells a parameter from others, also where it is given as its `data`, another object each time."""
+def _memory_key(tensor: torch.Tensor) -> object:
+    """Returns a key of a parameter's memory, the same also where it is given as its `data`, a new object each time."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
@@ -253,7 +249,7 @@ def _two_of_one_name(fqn: str, what: str) -> CheckpointSaveError:
 
 
 def _whole_masters(pieces: Iterable[ShardedPiece]) -> Iterator[OptimizedElements]:
-    """Copies that parameters themselves know of and that are not cut into shards."""
+    """Yields the copies that parameters themselves know of and that are not cut into shards."""
     for source in {id(piece.source): piece.source for piece in pieces}.values():
         main = getattr(source, "main_param", None)
         is_sharded = getattr(source, "main_param_sharded", False)
@@ -261,17 +257,12 @@ def _whole_masters(pieces: Iterable[ShardedPiece]) -> Iterator[OptimizedElements
             yield OptimizedElements(source, main, 0, "copy")
 
 
-def _stored_shape(shard: LocalShard, checkpoint: CheckpointView) -> tuple[int, ...] | None:
-    tensor = checkpoint.tensors.get(shard.fqn)
-    return None if tensor is None else tensor.shape
-
-
 _BASE_CLASS = "MegatronModule"
 """Megatron's DistributedDataParallel is derived of it, whatever module it wraps."""
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside wrappers, which have one child, call it `module`, and hold and say nothing of their own."""
+    """Returns the module inside wrappers, which have one child, call it `module`, and hold nothing of their own."""
     while module._modules.keys() == {"module"} and not _has_own_state(module):
         child = module._modules["module"]
         if child is None or _has_own_method(module, child):

@@ -28,7 +28,7 @@ from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 _SCALER = "megatron_grad_scaler"
-"""Its name among the facts: torch's GradScaler, which DeepSpeed may have, says other things of itself."""
+"""Key of its state among the facts: torch's GradScaler, which DeepSpeed may have, gives another state."""
 
 
 def is_megatron_optimizer(value: object) -> bool:
@@ -63,8 +63,8 @@ def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> Optimi
 
 
 def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
-    """The inner optimizer, and what the grad scaler knows as a fact beside it, which a checkpoint of another framework
-    lacks. Scalers of a chain all have one value.
+    """Returns the inner optimizer, with the state of the grad scaler as a fact beside it, which a checkpoint of another
+    framework lacks. Scalers of a chain all have one value.
     """
     inner: torch.optim.Optimizer = owner.optimizer
     scaler = getattr(owner, "grad_scaler", None)
@@ -82,7 +82,7 @@ def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
 
 
 def _chained(optimizer: Any) -> Iterator[Any]:
-    """The optimizers inside; ChainedOptimizer's own `optimizer` is only there for a chain of one."""
+    """Yields the optimizers inside; ChainedOptimizer's own `optimizer` is only there for a chain of one."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
@@ -118,7 +118,7 @@ def _optimized(owner: Any) -> Iterator[OptimizedElements]:
 
 
 def _shards(owner: Any) -> Iterator[OptimizedElements]:
-    """What a DistributedOptimizer cuts."""
+    """Yields the elements that a DistributedOptimizer gives this rank."""
     if not hasattr(owner, "shard_fp32_from_float16_groups"):
         return
     here: set[int] = set()

@@ -1,5 +1,5 @@
-"""What Megatron's `sharded_state_dict()` gives, told by its attributes and turned into regions of live memory. Nothing
-of Megatron is imported.
+"""The objects of Megatron's `sharded_state_dict()`, told by their attributes and turned into regions of live memory.
+Nothing of Megatron is imported.
 
     ShardedTensor         key, data, local_shape, global_shape, global_offset, prepend_axis_num, replica_id,
                           allow_shape_mismatch: a box of the tensor `key`, which has `prepend_axis_num` axes more than
@@ -30,10 +30,10 @@ class ShardedPiece(NamedTuple):
 
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor, with the axes that the piece itself lacks."""
+    """Shape of the whole tensor, with the axes that the piece itself lacks."""
     region: Region
     memory: torch.Tensor
-    """With the region's lengths, prepended axes and all."""
+    """Memory with the region's lengths, prepended axes and all."""
     source: torch.Tensor
     """The parameter or buffer that `memory` is a part of, or was made of."""
     padded_axis: int | None
@@ -44,14 +44,14 @@ class ShardedPiece(NamedTuple):
 
     @property
     def span(self) -> range | None:
-        """Which elements of the flattened source it is, where they follow one another."""
+        """Indices of its elements in the flattened source, where they follow one another."""
         if not (_is_view(self.memory, self.source) and self.memory.is_contiguous() and self.source.is_contiguous()):
             return None
         start = self.memory.storage_offset() - self.source.storage_offset()
         return range(start, start + self.memory.numel())
 
     def part(self, start: int, numel: int) -> FlatParamPart | None:
-        """What of it lies in memory that holds these elements of the flattened source; None where that is no run."""
+        """Returns its part in memory that holds these elements of the flattened source; None where that is no run."""
         span = self.span
         if span is None:
             return None
@@ -69,7 +69,7 @@ class CopiedFactory(NamedTuple):
 
 
 class ShardedObjects(NamedTuple):
-    """What a tree of sharded objects holds on this rank."""
+    """The contents of a tree of sharded objects on this rank."""
 
     pieces: list[ShardedPiece]
     objects: list[tuple[str, Any]]
@@ -79,7 +79,8 @@ class ShardedObjects(NamedTuple):
 
 def is_sharded_leaf(value: object) -> bool:
     """True if a value is one of the objects that a sharded_state_dict holds."""
-    return _is_factory(value) or _is_tensor(value) or _is_object(value) or _is_local(value)
+    is_local = type(value).__name__ == "LocalNonpersistentObject" and has_attributes(value, "unwrap")
+    return is_local or _is_factory(value) or _is_tensor(value) or _is_object(value)
 
 
 def _is_factory(value: object) -> bool:
@@ -94,12 +95,8 @@ def _is_object(value: object) -> bool:
     return has_attributes(value, "key", "data", "global_offset", "replica_id")
 
 
-def _is_local(value: object) -> bool:
-    return type(value).__name__ == "LocalNonpersistentObject" and has_attributes(value, "unwrap")
-
-
 def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in nested dicts and lists, with where: keys joined by dots."""
+    """Yields the items of nested dicts and lists, each after its path: keys joined by dots."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from leaves_of(value, join_fqn(path, key))
@@ -151,7 +148,7 @@ def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
 
 
 def _with_data(built: Any) -> Any:
-    """What was built, with tensors in place of ShardedTensors."""
+    """Returns what was built, with tensors in place of ShardedTensors."""
     if isinstance(built, Mapping):
         return {key: _with_data(value) for key, value in built.items()}
     if type(built) in (list, tuple):
@@ -191,7 +188,7 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What tells equal tensors also where they hold NaN."""
+    """Returns the bytes of a tensor, which tell equal ones also where they hold NaN."""
     return flat_bytes(tensor.detach().contiguous())
 
 

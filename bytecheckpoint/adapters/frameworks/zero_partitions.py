@@ -1,4 +1,4 @@
-"""Which part of which parameter DeepSpeed's optimizers keep in this rank's full-precision memory, and where.
+"""The parts of parameters that DeepSpeed's optimizers keep in this rank's full-precision memory, and where each is.
 
 Takes, by the attributes that they have:
 
@@ -29,16 +29,16 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 class MasterPart(NamedTuple):
-    """What of one parameter this rank's full-precision memory holds."""
+    """The part of one parameter that this rank's full-precision memory holds."""
 
     parameter: torch.nn.Parameter
     part: FlatParamPart
     master: torch.Tensor
-    """What the inner optimizer has as a parameter."""
+    """Tensor that the inner optimizer has as a parameter."""
 
 
 def part_of_partition(shape: Sequence[int], start: int, partition: int, index: int) -> FlatParamPart:
-    """What of a parameter that starts at an element of flat memory lies in one of the equal partitions of it."""
+    """Returns the part of a parameter, which starts at an element of flat memory, in one of its equal partitions."""
     first = max(start, index * partition)
     end = min(start + prod(shape), (index + 1) * partition)
     if end <= first:
@@ -47,7 +47,7 @@ def part_of_partition(shape: Sequence[int], start: int, partition: int, index: i
 
 
 def part_of_rank(shape: Sequence[int], partition: int, index: int, position: int) -> FlatParamPart:
-    """What of a parameter lies on one of the ranks that hold as many elements of it, the last ones with padding."""
+    """Returns the part of a parameter on one of the ranks that hold as many elements of it, the last with padding."""
     numel = max(0, min(partition, prod(shape) - index * partition))
     return part_of_whole(shape, index * partition, numel, position) if numel else part_of_whole(shape, 0, 0, 0)
 
@@ -59,7 +59,7 @@ def is_wrapper(value: Any) -> bool:
 
 
 def masters_of(fqn: str, wrapper: Any) -> list[MasterPart]:
-    """Every parameter that the optimizer has, with what of it is on this rank, which may be nothing.
+    """Returns every parameter that the optimizer has, with the part of it on this rank, which may be empty.
 
     Raises CheckpointSaveError (unsupported_value) where the partitions do not fit the parameters.
     """
@@ -68,7 +68,7 @@ def masters_of(fqn: str, wrapper: Any) -> list[MasterPart]:
 
 
 def part_of_partitioned(fqn: str, parameter: Any, position: int) -> FlatParamPart:
-    """What of a parameter of ZeRO 3 is on this rank.
+    """Returns the part of a parameter of ZeRO 3 on this rank.
 
     Raises CheckpointSaveError (unsupported_value) where it is partitioned in another way.
     """
@@ -153,4 +153,4 @@ _READERS: Mapping[str, Callable[[str, Any], Iterator[MasterPart]]] = {
     "fp32_groups_flat": _fp16,
     "fp32_groups": _fp16_unfused,
 }
-"""By the attribute that holds the masters."""
+"""Readers of the masters, by the attribute that holds these."""

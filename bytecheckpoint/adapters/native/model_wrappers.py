@@ -52,7 +52,7 @@ def modules_inside(value: Any) -> WrappedModules | None:
 
 
 def _modules_in(value: Any) -> list[torch.nn.Module]:
-    """Those in attributes, lists and dicts there included; without what is inside of another."""
+    """Returns the modules in attributes, lists and dicts there included; without those inside of another."""
     found: dict[int, torch.nn.Module] = {}
     for item in getattr(value, "__dict__", {}).values():
         items = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
@@ -68,7 +68,7 @@ def _is_read_otherwise(module: torch.nn.Module) -> bool:
 
 
 def _memory(value: Any) -> tuple[int, int] | None:
-    """What tells the memory of a tensor, whatever views it; also on the meta device."""
+    """Returns a key of a tensor's memory, equal for all views that start there; also on the meta device."""
     if not isinstance(value, torch.Tensor):
         return None
     tensor = value._local_tensor if isinstance(value, DTensor) else value

@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", fsdp1.WRAPPED})
-"""What torch.compile, activation checkpointing and FSDP1 put into names."""
+"""Parts of names that torch.compile, activation checkpointing and FSDP1 put in."""
 EXTRA_STATE = "_extra_state"
 
 
@@ -31,13 +31,13 @@ class ModulePart(NamedTuple):
 
     tree: ModuleTree
     ddp_prefixes: Sequence[str]
-    """What the names of everything inside a DistributedDataParallel start with, innermost ones first."""
+    """Prefixes of all names inside a DistributedDataParallel, innermost ones first."""
     stage: int | None
-    """Which stage of a pipeline it is, where it says so."""
+    """Number of the pipeline stage, where the module's stage says it."""
     is_wrapped: bool
-    """True if a wrapper puts anything into names; else they are plain as they are."""
+    """True if a wrapper puts anything into names."""
     flat: FlatModule | None = None
-    """What its framework keeps flat."""
+    """Parameters that its framework has flat."""
 
     def plain_name(self, name: str) -> str:
         """The name of something in the module, without what wrappers put into it."""

@@ -1,4 +1,5 @@
-"""What a module holds, read in one walk where that gives what its own methods give; torch's methods take one walk each.
+"""Parameters and buffers of a module, read in one walk where that gives what its own methods give; torch's methods take
+one walk each.
 
 Knows the module's own names only, nothing of checkpoints.
 """
@@ -16,11 +17,11 @@ _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _METHODS = frozenset(_WALKING + _SAVING)
 """A module can also override them by an attribute of its own."""
 _FILLING = ("state_dict", "_save_to_state_dict", "named_modules")
-"""What decides which values a state_dict has."""
+"""Methods that decide which values a state_dict has."""
 _RENAMING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-"""Where hooks come from that only take a wrapper out of names."""
+"""Module with the hooks that only take a wrapper out of names."""
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
-"""Where the hooks come from that put sharded parameters back in their places before a state_dict, and do no more."""
+"""Prefix of the modules with the hooks that put sharded parameters back before a state_dict, and do no more."""
 
 
 class ModuleTree(NamedTuple):
@@ -36,7 +37,7 @@ class ModuleTree(NamedTuple):
     resharding: Sequence[Callable[..., Any]]
     """The hooks of fully_shard; what else there are of hooks is in `is_saved_as_usual`."""
     extra_states: Sequence[tuple[str, torch.nn.Module]] = ()
-    """Where the tree itself looks for extra state: what it is called, and whose it is."""
+    """Names of extra state that the tree itself looks for, and the module of each."""
 
     def own_saving(self, known: str) -> Iterator[tuple[str, str]]:
         """The modules that say themselves what a state_dict holds, by their names, and how: a walk would miss that.
@@ -73,7 +74,7 @@ class ModuleTree(NamedTuple):
             hook(self.module, "", True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What `state_dict(keep_vars=True)` of the module gives: live values by the module's own names."""
+        """Returns what `state_dict(keep_vars=True)` of the module gives: live values by the module's own names."""
         if not self.is_saved_as_usual:
             return self.module.state_dict(keep_vars=True)
         values: dict[str, Any] = {}
@@ -89,7 +90,7 @@ class ModuleTree(NamedTuple):
         return values
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """What `named_parameters()` of the module gives: each once, under its first name."""
+        """Returns what `named_parameters()` of the module gives: each once, under its first name."""
         if not self.is_walked_as_usual:
             return self.module.named_parameters()
         found: dict[int, tuple[str, torch.nn.Parameter]] = {}
@@ -101,7 +102,7 @@ class ModuleTree(NamedTuple):
         return found.values()
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """What `buffers()` of the module gives; where it is walked as usual, some more than once."""
+        """Returns what `buffers()` of the module gives; where it is walked as usual, some more than once."""
         if not self.is_walked_as_usual:
             return self.module.buffers()
         return [buffer for _, module in self.submodules for buffer in module._buffers.values() if buffer is not None]

@@ -35,7 +35,8 @@ from bytecheckpoint.adapters.native.module_parts import (
 from bytecheckpoint.adapters.native.pipelines import Stage
 from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, leaves
+from bytecheckpoint.adapters.plain.plain_data import encode_plain
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
 from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
@@ -43,25 +44,25 @@ from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
 class _ModuleTensors(NamedTuple):
-    """What the modules of an entry hold."""
+    """All that the modules of an entry hold."""
 
     tensors: Mapping[str, torch.Tensor]
-    """By FQN; of tied ones the first."""
+    """Tensors by FQN; of tied ones the first."""
     aliases: Mapping[str, str]
     """FQN of a tied tensor -> the first one's."""
     extra: Mapping[str, Any]
     """Extra state, by FQN."""
     flat: Sequence[tuple[str, FlatParamMemory]]
-    """What is kept flat, with its FQN."""
+    """Flat parameters, each after its FQN."""
 
     def names(self) -> set[str]:
         """The FQNs of all tensors."""
         return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
 
     facts: Mapping[str, Any]
-    """What else is known of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
+    """Metadata of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
     stages: Mapping[str, int]
-    """By FQN, of stages of a pipeline that say which they are."""
+    """Number of the pipeline stage by FQN, where a stage says it."""
 
 
 class ModuleEntry:
@@ -70,7 +71,7 @@ class ModuleEntry:
     def __init__(self, fqn: str, stages: Sequence[Stage]) -> None:
         self.fqn = fqn
         self.engines = [stage.module for stage in stages if deepspeed.is_engine(stage.module)]
-        """Those of the modules that are engines of DeepSpeed."""
+        """DeepSpeed engines among the modules."""
         self.framework = "deepspeed" if self.engines else ""
         """Name of the framework whose adapter reads them; empty for torch's own."""
         self._parts = [part_of(fqn, stage) for stage in stages]
@@ -78,7 +79,7 @@ class ModuleEntry:
         self._detached: dict[str, torch.Tensor] = {}
         """Tensors that state_dict hooks made: no live memory, so a load hands them to load_state_dict."""
         self._named: _ModuleTensors | None = None
-        """What was found to name parameters, for the one collect or expect that follows at once."""
+        """Tensors that were read to name parameters, for the one collect or expect that follows at once."""
         self._refused = Refusals([], ())
 
     def find_flat(self, optimizers: Sequence[FlatOptimizer]) -> None:
@@ -110,7 +111,7 @@ class ModuleEntry:
                     yield parameter, part.plain_name(name) if part.is_wrapped else name
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
-        """What an optimizer has in place of flat parameters, by id, and what lies in it."""
+        """Yields the ids of tensors that an optimizer has in place of flat parameters, and what lies in each."""
         for part in self._parts:
             if part.flat is not None:
                 yield from part.flat.in_optimizer.items()
@@ -163,16 +164,16 @@ class ModuleEntry:
             if found is None:
                 problems.append(not_stored(fqn))
             elif found.is_taken:
-                shards += self._extra.shards(found.tree, found.fqn, {}, checkpoint)
+                shards += self._extra.shards(found, {}, checkpoint)
                 values = leaves(found.tree, found.fqn)
                 claims.update(map(checkpoint.rename, values))
-                problems += self._extra.problems(found.tree, found.fqn, checkpoint)
+                problems += self._extra.problems(found, checkpoint)
                 missing = [value for value in values.values() if isinstance(value, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
 
     def _copies(self, other_names: Mapping[str, Sequence[str]], checkpoint: CheckpointView) -> list[LocalShard]:
-        """What flat parameters are in lower precision."""
+        """Returns the shards of flat parameters in lower precision."""
         shards: list[LocalShard] = []
         for part in self._parts:
             for copy in () if part.flat is None else part.flat.copies:
@@ -192,7 +193,7 @@ class ModuleEntry:
         for fqn in held.extra:
             found = checkpoint.entry_tree(fqn)
             if found is not None:
-                self._extra.prepare(found.tree, found.fqn, {}, checkpoint)
+                self._extra.prepare(found, {}, checkpoint)
         for part in self._parts:
             materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, is_filled)})
 
@@ -206,7 +207,7 @@ class ModuleEntry:
                 if fqn in self._detached:
                     given[name] = self._detached[fqn]
                 elif found is not None and found.is_taken:
-                    given[name] = self._extra.filled(found.tree, found.fqn, leaves(value, fqn), checkpoint)
+                    given[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
             for name in filter(is_extra_state, list(given)):
@@ -231,7 +232,7 @@ class ModuleEntry:
         return held
 
     def _read(self) -> _ModuleTensors:
-        """What the modules hold now."""
+        """Reads what the modules hold now."""
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
         flat: list[tuple[str, FlatParamMemory]] = []

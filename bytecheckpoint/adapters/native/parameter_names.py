@@ -1,4 +1,4 @@
-"""What the parameters of an optimizer are called, in a checkpoint and in the state. Knows nothing of what is stored.
+"""The names of an optimizer's parameters, in a checkpoint and in the state. Knows nothing of what is stored.
 
 A parameter of the module whose FQN is `model` has the name that it has in that module, one of any other module has its
 FQN. So a name depends on nothing that other ranks hold, and on nothing else that the state holds.
@@ -29,21 +29,21 @@ class NamesParameters(Protocol):
         """Every parameter that is no flat memory, with its name in the model; a tied one once."""
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
-        """What an optimizer has in place of the others, by id, and what lies in it."""
+        """Yields the ids of tensors that an optimizer has in place of the others, and what lies in each."""
 
     def tied_names(self) -> dict[str, str]:
         """The other names of tied tensors -> their first name."""
 
 
 class ParameterNames(NamedTuple):
-    """What one parameter is called."""
+    """The names of one parameter."""
 
     name: str
-    """Under which its optimizer state is saved."""
+    """Name under which its optimizer state is saved."""
     fqns: tuple[str, ...]
     """All FQNs that it has in the state, or may have: several where it is tied, or stands in two modules."""
     elsewhere: tuple[str, ...] = ()
-    """Those of them that lie in other modules than the first that has it."""
+    """FQNs of it in other modules than the first that has it."""
 
     @property
     def is_outside_model(self) -> bool:
@@ -59,7 +59,7 @@ class OptimizedParameter(NamedTuple):
 
 
 class OptimizedParameters(NamedTuple):
-    """What each tensor that an optimizer calls a parameter holds, by the tensor's id."""
+    """Contents of each tensor that an optimizer calls a parameter, by the tensor's id."""
 
     whole: dict[int, ParameterNames]
     """One parameter, as a tensor that says how it lies."""
@@ -67,7 +67,7 @@ class OptimizedParameters(NamedTuple):
     """Parts of parameters."""
 
     def names(self, parameters: Iterable[torch.Tensor]) -> list[ParameterNames]:
-        """Of all that lies in these tensors."""
+        """Returns the names of all that lies in these tensors."""
         whole, flat = self
         if not flat:
             return [whole[id(parameter)] for parameter in parameters]
@@ -85,7 +85,7 @@ class OptimizedParameters(NamedTuple):
 def name_parameters(
     optimizer_fqn: str, parameters: Iterable[tuple[torch.Tensor, str | None]], modules: Sequence[NamesParameters]
 ) -> OptimizedParameters:
-    """What the tensors hold that an optimizer calls parameters, each given with the name that it knows it by.
+    """Returns what the tensors hold that an optimizer calls parameters, each given with the name that it knows it by.
 
     Raises CheckpointSaveError (unsupported_value) for a parameter that has no name or is given twice, and where two
     would have the same one.
@@ -155,7 +155,7 @@ def _names_of(prefix: str, others: Mapping[str, Sequence[str]], name: str, *, is
 
 
 def _merged(first: ParameterNames, other: ParameterNames) -> ParameterNames:
-    """Of one that stands in two modules: the first of them gives it its name."""
+    """Returns the names of a parameter that stands in two modules: the first of them names it."""
     return ParameterNames(first.name, first.fqns + other.fqns, first.elsewhere + other.fqns)
 
 
@@ -164,7 +164,7 @@ def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> Optimi
 
 
 def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
-    """Of a parameter that only its optimizer has a name for: it may have been saved beside a model."""
+    """Returns the names of a parameter that only its optimizer names: it may have been saved beside a model."""
     if is_flattened(parameter):
         what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
         raise unsupported(optimizer_fqn, what, "pass the model beside it")

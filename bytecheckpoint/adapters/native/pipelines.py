@@ -16,7 +16,7 @@ class Stage(NamedTuple):
 
     module: torch.nn.Module
     number: int | None
-    """Which stage of the pipeline it is, where it says so."""
+    """Number of the pipeline stage, where it says it."""
 
 
 def stages_of(value: Any) -> list[Stage]:

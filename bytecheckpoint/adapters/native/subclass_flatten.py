@@ -84,7 +84,7 @@ def outer_fqn(facts_fqn: str) -> str:
 
 
 def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
-    """Those of the FQNs of subclasses that something is inside of, the innermost one first."""
+    """Returns the FQNs of subclasses that an FQN is inside of, the innermost one first."""
     found, name = [], fqn.rpartition(".")[0]
     while name:
         if name in outer:
@@ -96,8 +96,8 @@ def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
 def tied_subclasses(
     facts_fqns: Iterable[str], aliases: Mapping[str, str], fqns_of_own: Iterable[str]
 ) -> dict[str, str]:
-    """Of subclasses all of whose inner tensors are tied to those of one other: the FQN of each -> the FQN under which
-    these are stored. `fqns_of_own` are those of tensors that are no aliases.
+    """Maps each subclass all of whose inner tensors are tied to those of one other to the FQN under which these are
+    stored. `fqns_of_own` are those of tensors that are no aliases.
     """
     outer = {outer_fqn(fqn) for fqn in facts_fqns}
     if not outer or not aliases:
@@ -165,8 +165,8 @@ def restored(
 
 
 def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -> dict[str, str]:
-    """Of subclasses whose facts are among these leaves, by FQN: the FQN of the facts of each outermost one that cannot
-    be built, and why. Their inner tensors are among the leaves too, on the meta device, where all of it is tried.
+    """Returns why outermost subclasses, whose facts are among these leaves, cannot be built, by the FQN of their facts.
+    Their inner tensors are among the leaves too, on the meta device, where all of it is tried.
     """
     facts = {outer_fqn(fqn): value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
     parts: dict[str, dict[str, Any]] = {fqn: {} for fqn in facts}

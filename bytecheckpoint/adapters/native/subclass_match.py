@@ -25,17 +25,17 @@ from bytecheckpoint.adapters.native.subclass_flatten import (
     why_not_built,
 )
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS, are_facts, difference
-from bytecheckpoint.adapters.plain.plain_data import leaves
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import dtype_name, has_all_memory, shares_elements, torch_dtype
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
 class Refusals(NamedTuple):
-    """What keeps live subclasses from being filled: each is loaded wholly, or not at all."""
+    """Reasons why live subclasses are not filled: each is loaded wholly, or not at all."""
 
     problems: list[Problem]
     prefixes: tuple[str, ...]
-    """What the FQNs start with of all that is inside of them."""
+    """Prefixes of the FQNs of all that is inside of them."""
 
     def has(self, fqn: str) -> bool:
         return bool(self.prefixes) and fqn.startswith(self.prefixes)
@@ -47,7 +47,7 @@ def refusals(
     aliases: Mapping[str, str] = MappingProxyType({}),
     other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Refusals:
-    """Which of the live subclasses among these tensors and facts do not fit.
+    """Finds the live subclasses among these tensors and facts that do not fit.
 
     The other FQNs of a tied tensor are `other_names` of it, and `aliases` of its own. Subclasses that share a tensor
     are refused together.
@@ -80,7 +80,7 @@ def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[st
 
 
 def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: Sequence[str]) -> Problem | None:
-    """Why an inner tensor cannot be filled. It is never cast: the same number means something else as another type."""
+    """Returns why an inner tensor cannot be filled. It is never cast: that would change what its numbers mean."""
     missing = checkpoint.missing_at(fqn)
     if missing is not None:
         return rank_missing(fqn, missing[1].num_saved)
@@ -113,7 +113,7 @@ def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | Non
 
 
 def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
-    """What is different, or missing, of facts by FQN; `tied` subclasses have those of any of their names."""
+    """Returns the facts, by FQN, that differ or are missing; `tied` subclasses have those of any of their names."""
     names: dict[str, list[str]] = {}
     for fqn in own:
         owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
@@ -137,7 +137,7 @@ def _problem(fqn: str, own: Any, checkpoint: CheckpointView) -> Problem:
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Of subclasses that are about to be built of these leaves, by checkpoint FQN: which cannot be, by theirs."""
+    """Returns which subclasses cannot be built of these leaves by checkpoint FQN, by theirs."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}
@@ -150,7 +150,7 @@ def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[s
 
 
 def _on_meta(fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
-    """What stands for a leaf where no memory is wanted yet."""
+    """Returns what stands for a leaf while no memory is needed."""
     if isinstance(value, TensorRef):
         tensor = checkpoint.tensors.get(checkpoint.rename(fqn))
         return None if tensor is None else placeholder(tensor)
@@ -182,7 +182,7 @@ def _holds_any(value: Any) -> bool:
 
 
 class SubclassState:
-    """What of one parameter's optimizer state is tensor subclasses, live and in a checkpoint.
+    """The tensor subclasses in one parameter's optimizer state, live and in a checkpoint.
 
     `tensors` and `plain` are what the checkpoint has by state key, as StoredOptimizer gives them.
     """
@@ -222,7 +222,7 @@ class SubclassState:
         return list(why_not_built({**parts, **new}, self._parameter).items())
 
     def _why_no_part(self, key: str, own: Any) -> str | None:
-        """Why a live inner tensor is not filled; what include and exclude leave out is no reason."""
+        """Returns why a live inner tensor is not filled; what include and exclude leave out is no reason."""
         if is_facts(key) or not enclosing(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
             return None
         if key not in self._tensors:

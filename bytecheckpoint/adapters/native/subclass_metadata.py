@@ -1,4 +1,4 @@
-"""What must be known of a tensor subclass besides its inner tensors, as plain data: its class by name, what its
+"""Metadata of a tensor subclass besides its inner tensors, as plain data: its class by name, what its
 `__tensor_flatten__` returns as context, and the shape, stride and dtype that it shows.
 
 A context may hold plain data, enum members, dataclasses and devices. Nothing is imported for a checkpoint: classes are
@@ -97,7 +97,7 @@ def _has_only_fields(value: Any) -> bool:
 
 
 def difference(own: Any, found: Any) -> str | None:
-    """What of the facts of a live subclass is different in a checkpoint, as text for an error."""
+    """Returns what is different in a checkpoint from the facts of a live subclass, as text for an error."""
     if not are_facts(found):
         return "found what is no description of a tensor subclass"
     texts = [text for key, expected in own[0].items() for text in _differences(key, found[0][key], expected)]

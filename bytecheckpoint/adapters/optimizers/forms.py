@@ -5,28 +5,28 @@ library writes optimizers down; tensors have the same names in all three, so onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
-from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
+from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree, split_state_path
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
 
 
 class Form(NamedTuple):
-    """How a state holds the state of an optimizer."""
+    """The form in which a state holds the state of an optimizer."""
 
     is_own: bool = False
-    """As the library does for optimizers themselves."""
+    """True for the library's own form of optimizers."""
     groups: Sequence[Sequence[str]] | None = None
     """The names of the parameters in each group, where it is nested; None where it is flat."""
     keys: frozenset[str] | None = None
     """All that it keeps for a parameter, where it can also take a state_dict: one that holds more stays a state_dict.
     """
     is_numbered: bool = False
-    """As the state_dict() of torch's optimizers does, with numbers for parameters."""
+    """True for the form of state_dict() of torch's optimizers, with numbers for parameters."""
 
 
 OWN, FLAT, NUMBERED = Form(is_own=True), Form(), Form(is_numbered=True)
@@ -40,24 +40,20 @@ class ShowsOptimizers(Protocol):
     """An entry of the state that may hold the state of optimizers."""
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """By state FQN."""
+        """Returns forms by state FQN."""
 
 
 def forms_of(entries: Iterable[object]) -> dict[str, Form]:
-    """The forms of all optimizer state in these entries, by state FQN."""
-    found: dict[str, Form] = {}
-    for entry in entries:
-        if isinstance(entry, ShowsOptimizers):
-            found.update(entry.optimizer_forms())
-    return found
+    """Returns the forms of all optimizer state in these entries, by state FQN."""
+    shown = [entry.optimizer_forms() for entry in entries if isinstance(entry, ShowsOptimizers)]
+    return {fqn: form for forms in shown for fqn, form in forms.items()}
 
 
 def forms_in(value: Any, fqn: str) -> dict[str, Form]:
     """The nested and flat optimizer state in a tree of plain data."""
     if not isinstance(value, dict):
         return {}
-    form = _form_of(value)
-    if form is not None:
+    if (form := _form_of(value)) is not None:
         return {fqn: form}
     return {name: each for key, item in value.items() for name, each in forms_in(item, join_fqn(fqn, key)).items()}
 
@@ -76,22 +72,22 @@ def _form_of(value: Mapping[Any, Any]) -> Form | None:
 
 
 class Reshaping(NamedTuple):
-    """How the plain data of a checkpoint is put into the forms that a state has."""
+    """Puts the plain data of a checkpoint into the forms that a state has."""
 
     forms: Mapping[str, Form]
-    """By state FQN."""
+    """Forms by state FQN."""
     parse: Parse
 
     def reshaped(self, tree: Any, fqn: str, rename: Callable[[str], str], tensors: Iterable[str]) -> Any:
         """The tree of this checkpoint FQN, with optimizers in it in the forms that the state has; `tensors` are the
         checkpoint FQNs of all tensors.
         """
-        form = self.forms.get(rename(fqn))
         if not isinstance(tree, dict):
             return tree
-        if form is not None:
-            return self._as(form, tree, fqn, tensors)
-        below = f"{rename(fqn)}." if rename(fqn) else ""
+        name = rename(fqn)
+        if name in self.forms:
+            return self._as(self.forms[name], tree, fqn, tensors)
+        below = f"{name}." if name else ""
         if is_optimizer_tree(tree) or not any(name.startswith(below) for name in self.forms):
             return tree
         items = {key: self.reshaped(item, join_fqn(fqn, key), rename, tensors) for key, item in tree.items()}
@@ -147,13 +143,12 @@ def _without_names(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
     """The library's own tree without what the names of its tensors say already."""
-    state: dict[str, Any] = {}
-    for name, values in tree[_STATE].items():
-        prefix = f"{join_fqn(fqn, _STATE)}.{name}."
-        plain = {key: value for key, value in values.items() if value != TensorRef(f"{prefix}{key}")}
-        if plain:
-            state[name] = plain
-    return {**tree, _STATE: state}
+    prefix = f"{join_fqn(fqn, _STATE)}."
+    state = {
+        name: {key: value for key, value in values.items() if value != TensorRef(f"{prefix}{name}.{key}")}
+        for name, values in tree[_STATE].items()
+    }
+    return {**tree, _STATE: {name: plain for name, plain in state.items() if plain}}
 
 
 def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> dict[str, Any]:
@@ -162,37 +157,26 @@ def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> dic
     state = {name: dict(values) for name, values in tree[_STATE].items()}
     prefix = f"{join_fqn(fqn, _STATE)}."
     for tensor in tensors:
-        name, key = _split(tensor.removeprefix(prefix), known) if tensor.startswith(prefix) else ("", "")
+        name, key = split_state_path(tensor.removeprefix(prefix), known) if tensor.startswith(prefix) else ("", "")
         if name and "." not in key:  # the tree itself refers to those in containers
             state.setdefault(name, {})[key] = TensorRef(tensor)
     return {**tree, _STATE: state}
 
 
-def _split(path: str, known: set[str]) -> tuple[str, str]:
-    """The name of the parameter, and the key of its state; empty where there is no such parameter."""
-    name, _, key = path.rpartition(".")
-    while name and name not in known:
-        name, _, head = name.rpartition(".")
-        key = f"{head}.{key}"
-    return name, key
-
-
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, values in tree[_STATE].items():
-        _add_flat(flat, f"{_STATE}.{name}", values)
+    flat = {key: value for name, values in tree[_STATE].items() for key, value in _items(f"{_STATE}.{name}", values)}
     for group in tree["groups"].values():
         for name in group[_PARAMS]:
             flat |= {f"{_GROUPS}.{name}.{key}": value for key, value in group["values"].items()}
     return flat
 
 
-def _add_flat(flat: dict[str, Any], name: str, values: Mapping[Any, Any]) -> None:
+def _items(name: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            _add_flat(flat, f"{name}.{key}", value)
+            yield from _items(f"{name}.{key}", value)
         else:
-            flat[f"{name}.{key}"] = value
+            yield f"{name}.{key}", value
 
 
 def flat_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames
-from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredGroup, StoredOptimizer
+from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 
@@ -59,7 +59,7 @@ def agreed(
         if not taken:
             continue
         first = taken[0]
-        if key in first.values and all(_has_same(first, other, key) for other in taken):
+        if all(key in other.values and same_value(first.values[key], other.values[key]) for other in taken):
             values[key] = first.values[key]
             continue
         fqn = checkpoint.rename(join_fqn(first.fqn, key))
@@ -79,10 +79,6 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
         else:
             is_number = isinstance(value, torch.Tensor) and isinstance(own, int | float)
             group[key] = value.item() if is_number else copy.deepcopy(value)
-
-
-def _has_same(group: StoredGroup, other: StoredGroup, key: str) -> bool:
-    return key in other.values and same_value(group.values[key], other.values[key])
 
 
 def same_value(a: Any, b: Any) -> bool:

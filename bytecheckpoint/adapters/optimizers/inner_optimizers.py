@@ -1,17 +1,19 @@
 """Optimizers that hold other optimizers, or keep their state elsewhere than in `.state`: what is inside of them, and
-which tensors their state_dict() has. Knows nothing of names and of checkpoints.
+which tensors their state_dict() has. And whether each runs torch's step hooks, in which a step waits until a lazy
+snapshot is staged. Knows nothing of names and of checkpoints.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
-from bytecheckpoint.manifest.plain_wire import MAX_DEPTH
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, unsupported
 
 _MAX_NESTING = 4
 """Containers of containers of optimizers in one attribute."""
@@ -34,29 +36,34 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _add_inner(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
-    for name, value in getattr(optimizer, "__dict__", {}).items():
-        for inner in optimizers_at(name, value):
-            if id(inner) in seen:
-                continue
-            seen.add(id(inner))
-            before = len(found)
-            if isinstance(inner, torch.optim.Optimizer):
-                _add_inner(inner, found, seen)
-            if len(found) == before:
-                found[id(inner)] = inner
+    for inner in _held_by_attributes(optimizer):
+        if id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        before = len(found)
+        if isinstance(inner, torch.optim.Optimizer):
+            _add_inner(inner, found, seen)
+        if len(found) == before:
+            found[id(inner)] = inner
 
 
-def optimizers_at(name: str, value: Any) -> Iterator[Any]:
-    """The optimizers in an attribute of an optimizer, also in lists and dicts there."""
-    return _optimizers_in(value, _MAX_NESTING) if name not in _OF_TORCH else iter(())
+def _held_by_attributes(owner: Any) -> Iterator[Any]:
+    """Yields the optimizers in the attributes of an object, also in lists and dicts there."""
+    attributes = getattr(owner, "__dict__", {})
+    values = [value for name, value in attributes.items() if name not in _OF_TORCH]
+    # The attributes themselves are one level of nesting more.
+    return _items_of(
+        values, _MAX_NESTING + 1, lambda value: isinstance(value, torch.optim.Optimizer) or is_wrapper(value)
+    )
 
 
-def _optimizers_in(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, torch.optim.Optimizer) or is_wrapper(value):
+def _items_of(value: Any, depth: int, is_one: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yields what `is_one` holds for, in dicts, lists and tuples nested as deep."""
+    if is_one(value):
         yield value
-    elif isinstance(value, dict | list | tuple) and depth:
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _optimizers_in(item, depth - 1)
+    elif isinstance(value, Mapping | list | tuple) and depth:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _items_of(item, depth - 1, is_one)
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:
@@ -74,14 +81,14 @@ class ShownState(NamedTuple):
     """The state that an optimizer's state_dict() gives out."""
 
     shapes: Shapes
-    """Of its tensors, without hyperparameters."""
+    """Shapes of its tensors, without hyperparameters."""
     has_own_data: bool
     """True if there is plain data in it that is neither state of a parameter nor a hyperparameter."""
 
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
-    """What state_dict() has. State that it makes for inner optimizers that had none is not counted and is removed
-    again: torchtitan's takes a step to make it, and a save changes nothing.
+    """Returns what state_dict() has. State that it makes for inner optimizers that had none is not counted and is
+    removed again: torchtitan's takes a step to make it, and a save changes nothing.
     """
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]
     shapes: Shapes = Counter()
@@ -104,14 +111,11 @@ def _look(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:
         return True
     is_found = False
     for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if not _is_groups(key, item):
-            is_state = is_known or key == _STATE or (type(key) is str and key.startswith(f"{_STATE}."))
+        text = key if type(key) is str else ""
+        if not (key == _GROUPS and isinstance(item, list)) and not text.startswith(f"{_GROUPS}."):
+            is_state = is_known or key == _STATE or text.startswith(f"{_STATE}.")
             is_found |= _look(item, shapes, depth=depth - 1, is_known=is_state)
     return is_found
-
-
-def _is_groups(key: object, item: Any) -> bool:
-    return (key == _GROUPS and isinstance(item, list)) or (type(key) is str and key.startswith(f"{_GROUPS}."))
 
 
 def held_by(optimizers: Iterable[Any], *, without: Iterable[Any] = ()) -> Shapes:
@@ -122,14 +126,50 @@ def held_by(optimizers: Iterable[Any], *, without: Iterable[Any] = ()) -> Shapes
 
 def _state_tensors(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
-        state = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else {}
-        for of_parameter in state.values():
-            yield from _tensors_in(of_parameter, MAX_DEPTH)
+        for of_parameter in optimizer.state.values() if isinstance(optimizer, torch.optim.Optimizer) else ():
+            yield from _items_of(of_parameter, MAX_DEPTH, lambda value: isinstance(value, torch.Tensor))
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple) and depth:
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item, depth - 1)
+_LAZY_ADVICE = 'save with snapshot="copy", which needs no optimizer to wait'
+
+
+def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrapped: Iterable[FlatOptimizer]) -> None:
+    """Raises CheckpointSaveError (unsupported_value) where a step of one of these may change its parameters or its
+    state without running torch's step hooks.
+    """
+    for optimizer in optimizers:
+        if not _waits(optimizer, ()):
+            name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            what = f"an optimizer, {name}, whose step does not run torch's step hooks (torch.optim.Optimizer.__init__ "
+            what += "sets them up), so it would not wait for a lazy snapshot"
+            raise unsupported(fqn, what, f"call super().__init__() in its __init__, or {_LAZY_ADVICE}")
+    for flat in wrapped:
+        if any(group.get("use_muon") for group in flat.optimizer.param_groups):
+            what = "DeepSpeed's Muon, which changes its momentum outside of the optimizer's step, so it would not wait"
+            raise unsupported(fqn, f"{what} for a lazy snapshot", _LAZY_ADVICE)
+
+
+def _waits(optimizer: torch.optim.Optimizer, outer: Sequence[object]) -> bool:
+    """True if a step of this optimizer waits: it runs hooks, or optimizers inside it that do step all parameters."""
+    # Not by the class alone: schedulers and trainers replace `step` on the instance.
+    if getattr(optimizer.step, "hooked", False):
+        return True
+    inside = list(_optimizers_inside(optimizer, (*outer, optimizer)))
+    if not all(_waits(each, (*outer, optimizer)) for each in inside):
+        return False
+    return bool(inside) and _parameters(optimizer) <= set().union(*map(_parameters, inside))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _optimizers_inside(owner: Any, outer: Sequence[object]) -> Iterator[torch.optim.Optimizer]:
+    """Yields the torch optimizers in the attributes of an object."""
+    for item in _held_by_attributes(owner):
+        if any(item is each for each in outer):
+            continue
+        if isinstance(item, torch.optim.Optimizer):
+            yield item
+        else:
+            yield from _optimizers_inside(item, (*outer, item))

@@ -1,4 +1,4 @@
-"""True if state that was saved is state of an optimizer's own kind, told by what it consists of: names of classes say
+"""The check that saved state is state of an optimizer's own kind, told by what it consists of: names of classes say
 little, because a fused, a wrapped and a derived optimizer go on from one another's state.
 """
 
@@ -21,9 +21,9 @@ class OptimizerKind(NamedTuple):
     """The keys of the state that an optimizer keeps for a parameter."""
 
     needed: frozenset[str]
-    """Without which its next step fails, where there is other state."""
+    """Keys without which its next step fails, where there is other state."""
     others: frozenset[str] = frozenset()
-    """Those that hyperparameters or versions decide about."""
+    """Keys that hyperparameters or versions decide about."""
 
 
 def _kind(needed: str, others: str = "") -> OptimizerKind:
@@ -47,9 +47,9 @@ _KINDS: Mapping[str, OptimizerKind] = {
     "Rprop": _kind("prev", "step step_size"),
     "LBFGS": _kind("", "func_evals n_iter d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss al"),
 }
-"""What torch's optimizers keep, by class: those derived of them without a step of their own keep the same."""
+"""State of torch's optimizers, by class: those derived of them without a step of their own have the same."""
 _STATE_KEYS = frozenset(key for kind in _KINDS.values() for key in kind.needed | kind.others) - {"step"}
-"""Those that tell kinds apart: frameworks count steps whatever the optimizer does."""
+"""Keys that tell kinds apart: frameworks count steps whatever the optimizer does."""
 
 _ALGORITHM = _kind(
     "betas amsgrad momentum dampening nesterov alpha centered rho lr_decay initial_accumulator_value momentum_decay "
@@ -75,7 +75,7 @@ class Clash(NamedTuple):
     stored: Collection[str]
     """Keys in the checkpoint."""
     own: Collection[str]
-    """Those of the optimizer in the state."""
+    """Keys of the optimizer in the state."""
 
 
 def clashes(
@@ -100,17 +100,13 @@ def clashes(
         values, keys = values_of[saved.fqn], found.state_keys(names) - {"step"}
         if own and values and not own & values:
             clashing.append(Clash(names.name, values, own))
-        elif kind is not None and _is_of_another(kind, keys, may_lack=own <= values or not found.takes_all):
-            clashing.append(Clash(names.name, keys, kind.needed or kind.others))
+        elif kind is not None:
+            # State may lack keys where it was saved with the same hyperparameters, or is not loaded whole.
+            may_lack = own <= values or not found.takes_all or not keys
+            is_whole = may_lack or kind.needed.issubset(keys)
+            if not is_whole or not (kind.needed | kind.others).issuperset(_STATE_KEYS & keys):
+                clashing.append(Clash(names.name, keys, kind.needed or kind.others))
     return clashing
-
-
-def _is_of_another(kind: OptimizerKind, keys: Collection[str], *, may_lack: bool) -> bool:
-    """True if state with these keys is none that an optimizer of this kind goes on from. It `may_lack` some where it
-    was saved with the same hyperparameters, or was not to be loaded whole.
-    """
-    is_lacking = not may_lack and bool(keys) and not kind.needed.issubset(keys)
-    return is_lacking or not (kind.needed | kind.others).issuperset(_STATE_KEYS & set(keys))
 
 
 def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:

@@ -16,26 +16,26 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem
-from bytecheckpoint.adapters.frameworks.flat_optimizer_state import FlatState, differing_error
+from bytecheckpoint.adapters.frameworks.flat_optimizer_state import FlatParamState, differing_error
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.frameworks.fsdp1 import shows_parameter
 from bytecheckpoint.adapters.native.parameter_names import (
     MODEL_FQN,
     NamesParameters,
     OptimizedParameters,
-    ParameterNames,
     name_parameters,
 )
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
 from bytecheckpoint.adapters.optimizers.hyperparameters import agreed, by_first_parameter, set_hyperparameters
+from bytecheckpoint.adapters.optimizers.inner_optimizers import check_steps_wait
 from bytecheckpoint.adapters.optimizers.kinds import Clash, clashes, problem_of
 from bytecheckpoint.adapters.optimizers.param_state import (
     CreatedTensors,
-    WholeState,
+    ParamGroup,
+    ParamState,
     collect_state,
     refuse_zero_redundancy,
 )
-from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
@@ -59,17 +59,17 @@ class OptimizerEntry:
         """The optimizers that frameworks have wrapped."""
         self.framework = framework or ("deepspeed" if self.wrapped else "")
         """Name of the framework whose adapter has read the optimizers; empty for torch's own."""
-        self._link = link
         self.optimizers = [each.optimizer if isinstance(each, FlatOptimizer) else each for each in optimizers]
+        self._link = link
         self._optimized = OptimizedParameters({}, {})
-        """What lies in each tensor of the param_groups."""
+        """Parameters in each tensor of the param_groups."""
         self._has_model = False
         """True if there is a `model`, which may have the names of other modules in it."""
         self._created: CreatedTensors = {}
-        self._one_values: dict[str, Any] = {}
-        """What flat memory has one of, by FQN."""
+        self._scalars: dict[str, Any] = {}
+        """The scalars that flat memory has one of for several parameters, by FQN."""
         self._found: StoredOptimizer | None = None
-        """What the one load that this entry is made for has found."""
+        """The optimizer in the checkpoint of the one load that this entry is made for."""
         self._is_prepared = False
         self._clashes: Mapping[int, Sequence[Clash]] | None = None
 
@@ -82,7 +82,12 @@ class OptimizerEntry:
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)
         self._link(modules)
-        self._optimized = name_parameters(self.fqn, self._parameters(), modules)
+        parameters: list[tuple[torch.Tensor, str | None]] = []
+        for group in self._groups():
+            names = group.values.get("param_names") or []
+            is_of_them = len(names) == len(group.parameters)  # a wrapper puts other parameters in their place
+            parameters += zip(group.parameters, names if is_of_them else [None] * len(group.parameters), strict=True)
+        self._optimized = name_parameters(self.fqn, parameters, modules)
         self._has_model = any(module.fqn == MODEL_FQN for module in modules)
 
     def check_can_be_lazy(self) -> None:
@@ -95,30 +100,31 @@ class OptimizerEntry:
 
     def collect(self) -> EntryContents:
         shards = LocalShards()
-        self._one_values.clear()
+        self._scalars.clear()
         tensors: list[tuple[str, torch.Tensor]] = []
         keys: set[str] = set()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
-        for optimizer in self.optimizers:
-            for _, parameter, names in self._named(optimizer):
-                state = optimizer.state.get(parameter)
-                plain = collect_state(f"{self.fqn}.state.{names.name}.", state, tensors, keys) if state else None
+        whole = self._optimized.whole
+        for group in self._groups() if whole else ():
+            state_of = group.optimizer.state
+            for parameter in group.parameters:
+                names, state = whole.get(id(parameter)), state_of.get(parameter)
+                if names is None or not state:
+                    continue
+                plain = collect_state(f"{self.fqn}.state.{names.name}.", state, tensors, keys)
                 if plain:
                     tree["state"][names.name] = plain
         shards.add_all(tensors)
         num_whole = len(shards.found)
-        for optimizer in self.optimizers:
-            for flat in self._flat_states(optimizer):
-                tree["state"].update(flat.collect(shards))
-        by_optimizer = map(self._param_groups, self.optimizers)
-        groups = ((group, self._optimized.names(parameters)) for group, parameters in chain.from_iterable(by_optimizer))
+        for flat in self._flat_states():
+            tree["state"].update(flat.collect(shards))
+        groups = ((group.values, self._optimized.names(group.parameters)) for group in self._groups())
         tree["groups"] = by_first_parameter(self.fqn, groups)
-        elsewhere = {
-            fqn: names.name for names in self._optimized.all_names() if names.elsewhere for fqn in names.elsewhere
-        }
+        all_names = list(self._optimized.all_names())
+        elsewhere = {fqn: names.name for names in all_names if names.elsewhere for fqn in names.elsewhere}
         if elsewhere:
             tree["elsewhere"] = elsewhere
-        outside = [names.name for names in self._optimized.all_names() if self._has_model and names.is_outside_model]
+        outside = [names.name for names in all_names if names.is_outside_model] if self._has_model else []
         if outside:
             tree["outside_model"] = dict.fromkeys(outside)  # a dict, because dicts of ranks are united
         if self.wrapped:
@@ -132,7 +138,7 @@ class OptimizerEntry:
         return EntryContents(shards.found, all_fqns, {self.fqn: ("shared", encoded)})
 
     def _facts(self) -> dict[str, Any]:
-        """Those of all wrapped optimizers, which a list of them has once."""
+        """Returns the facts of all wrapped optimizers, which a list of them has once."""
         facts: dict[str, Any] = {}
         for key, value in chain.from_iterable(each.facts().items() for each in self.wrapped):
             fqn = f"{self.fqn}.facts.{key}"
@@ -143,52 +149,48 @@ class OptimizerEntry:
         return facts
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
-        padding: list[LocalShard] = []
-        expectation = Expectation([], set(), [], padding=padding)
         found = self._find(checkpoint)
         if found is None:
-            why = checkpoint.why_left_out(self.fqn)
-            if why is not None:  # its tensors are there, and no use without its groups
-                claims = {name for name in checkpoint.all_names() if is_at_or_below(name, {self.fqn})}
-                problem = Problem("conflict", self.fqn, f"{self.fqn}: {why}")
-                return expectation._replace(claims=claims, problems=[problem])
-            text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
-            if checkpoint.entry_tree(f"{self.fqn}.1") is not None:
-                text += ", but several with numbers: give each a name, as in "
-                text += f'{{"{self.fqn}": {{"0": first, "1": second}}}}'
-            return expectation._replace(problems=[Problem("missing_key", self.fqn, text)])
-        expectation.claims.update(found.shared_claims())
-        expectation.problems.extend(found.number_problems())
+            return self._expect_nothing(checkpoint)
+        padding: list[LocalShard] = []
+        expectation = Expectation([], set(found.shared_claims()), found.number_problems(), padding=padding)
         for names in self._optimized.all_names():
             expectation.claims.update(found.claims(names))
         clashing = list(chain.from_iterable(self._clashing(found).values()))
         if clashing:
             kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
             expectation.problems.append(problem_of(self.fqn, kinds, clashing))
-        for optimizer in self.optimizers:
-            for state in self._whole_states(optimizer, found):
-                of_parameter = state.expect()
-                expectation.shards.extend(of_parameter.shards)
-                expectation.problems.extend(of_parameter.problems)
-            for flat in self._flat_states(optimizer, found):
-                of_flat = flat.expect(found)
-                expectation.shards.extend(of_flat.shards)
-                expectation.problems.extend(of_flat.problems)
-                padding += of_flat.padding
-            for _, parameters in self._param_groups(optimizer):
-                expectation.problems.extend(self._hyperparameters(parameters, found, checkpoint)[1])
+        whole = (state.expect() for state in self._param_states(found))
+        flat = (state.expect(found) for state in self._flat_states(found))
+        for of_state in chain(whole, flat):
+            expectation.shards.extend(of_state.shards)
+            expectation.problems.extend(of_state.problems)
+            padding += of_state.padding
+        for group in self._groups():
+            expectation.problems.extend(agreed(self._optimized.names(group.parameters), found, checkpoint)[1])
         return expectation
+
+    def _expect_nothing(self, checkpoint: CheckpointView) -> Expectation:
+        why = checkpoint.why_left_out(self.fqn)
+        if why is not None:  # its tensors are there, and no use without its groups
+            claims = {name for name in checkpoint.all_names() if is_at_or_below(name, {self.fqn})}
+            return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {why}")])
+        text = f"{self.fqn}: the checkpoint holds no optimizer under this name"
+        if checkpoint.entry_tree(f"{self.fqn}.1") is not None:
+            text += ", but several with numbers: give each a name, as in "
+            text += f'{{"{self.fqn}": {{"0": first, "1": second}}}}'
+        return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         self._is_prepared = True
         found = self._find(checkpoint)
         if found is None:
             return
-        for state in self._loadable(found):
-            state.prepare()
-        for optimizer in self.optimizers:
-            for flat in self._flat_states(optimizer, found):
-                flat.prepare(found)
+        for state in self._param_states(found):
+            if state.fits:
+                state.prepare()
+        for flat in self._flat_states(found):
+            flat.prepare(found)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Raises CheckpointMismatchError (conflict) at the end, where flat memory has one value for parameters that do
@@ -199,100 +201,65 @@ class OptimizerEntry:
             return
         if found.has_subclasses and not self._is_prepared:  # a rank that holds nothing has nothing to read for them
             self.prepare(checkpoint, ())
-        for state in self._loadable(found):
-            state.finish(checkpoint)
-        differing: list[str] = []
-        for optimizer in self.optimizers:
-            for flat in self._flat_states(optimizer, found):
-                differing += flat.finish(found)
-            for group, parameters in self._param_groups(optimizer):
-                if id(group) not in self._clashing(found):
-                    set_hyperparameters(group, self._hyperparameters(parameters, found, checkpoint)[0])
+        for state in self._param_states(found):
+            if state.fits:
+                state.finish(checkpoint)
+        differing = [text for flat in self._flat_states(found) for text in flat.finish(found)]
+        for group in self._groups():
+            if id(group.values) not in self._clashing(found):
+                values, _ = agreed(self._optimized.names(group.parameters), found, checkpoint)
+                set_hyperparameters(group.values, values)
         for each in self.wrapped:
             each.take_facts(found.facts())
         if differing:
             raise differing_error(differing)
 
-    def _whole_states(self, optimizer: torch.optim.Optimizer, found: StoredOptimizer) -> Iterator[WholeState]:
-        clashing = self._clashing(found)
-        for group, parameter, names in self._named(optimizer):
-            if id(group) not in clashing and not found.is_excluded(names):
-                yield WholeState(
-                    self.fqn, optimizer, parameter, group=group, names=names, found=found, created=self._created
-                )
-
-    def _clashing(self, found: StoredOptimizer) -> Mapping[int, Sequence[Clash]]:
-        """The parameters that were saved by another kind of optimizer, by the id of their group."""
-        if self._clashes is None:
-            every = [(each, *of_group) for each in self.optimizers for of_group in self._param_groups(each)]
-            found_in = {
-                id(group): clashes(optimizer, group, self._optimized.names(parameters), found)
-                for optimizer, group, parameters in every
-            }
-            self._clashes = {key: of_group for key, of_group in found_in.items() if of_group}
-        return self._clashes
-
-    def _loadable(self, found: StoredOptimizer) -> Iterator[WholeState]:
-        """Of the parameters whose state is loaded."""
-        for optimizer in self.optimizers:
-            yield from (state for state in self._whole_states(optimizer, found) if state.fits)
-
     def _find(self, checkpoint: CheckpointView) -> StoredOptimizer | None:
         if self._found is None:
             tree = checkpoint.object_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
-                held = [group for optimizer in self.optimizers for group in self._param_groups(optimizer)]
-                names = [self._optimized.names(parameters) for _, parameters in held]
-                has_order = all(self._has_order(memory) for _, parameters in held for memory in parameters)
+                groups = [group.parameters for group in self._groups()]
+                # True if each stands where its parameter would stand in an optimizer of the unwrapped model.
+                flat = self._optimized.flat
+                has_order = all(id(each) not in flat or shows_parameter(each) for of_one in groups for each in of_one)
+                names = list(map(self._optimized.names, groups))
                 self._found = StoredOptimizer(self.fqn, tree, checkpoint, names, has_order=has_order)
         return self._found
 
-    def _has_order(self, memory: torch.Tensor) -> bool:
-        """True if it stands where its parameter would stand in an optimizer of the unwrapped model."""
-        return id(memory) not in self._optimized.flat or shows_parameter(memory)
+    def _clashing(self, found: StoredOptimizer) -> Mapping[int, Sequence[Clash]]:
+        """Returns the parameters that were saved by another kind of optimizer, by the id of their group."""
+        if self._clashes is None:
+            found_in = {
+                id(group.values): clashes(group.optimizer, group.values, self._optimized.names(group.parameters), found)
+                for group in self._groups()
+            }
+            self._clashes = {key: of_group for key, of_group in found_in.items() if of_group}
+        return self._clashes
 
-    def _hyperparameters(
-        self, parameters: Sequence[torch.Tensor], found: StoredOptimizer, checkpoint: CheckpointView
-    ) -> tuple[dict[str, Any], list[Problem]]:
-        return agreed(self._optimized.names(parameters), found, checkpoint)
-
-    def _param_groups(
-        self, optimizer: torch.optim.Optimizer
-    ) -> Iterator[tuple[dict[str, Any], Sequence[torch.Tensor]]]:
-        """The param_groups, each with the parameters in it."""
-        wrapped = next((each for each in self.wrapped if each.optimizer is optimizer), None)
-        if wrapped is not None:
-            yield from zip(optimizer.param_groups, wrapped.parameters, strict=True)
-            return
-        for group in optimizer.param_groups:
-            yield group, group["params"]
-
-    def _parameters(self) -> Iterator[tuple[torch.Tensor, str | None]]:
+    def _groups(self) -> Iterator[ParamGroup]:
         for optimizer in self.optimizers:
-            for group, parameters in self._param_groups(optimizer):
-                names = group.get("param_names") or []
-                is_of_them = len(names) == len(parameters)  # a wrapper puts other parameters in their place
-                yield from zip(parameters, names if is_of_them else [None] * len(parameters), strict=True)
+            wrapped = next((each for each in self.wrapped if each.optimizer is optimizer), None)
+            parameters = (
+                [group["params"] for group in optimizer.param_groups] if wrapped is None else wrapped.parameters
+            )
+            for group, of_group in zip(optimizer.param_groups, parameters, strict=True):
+                yield ParamGroup(optimizer, group, of_group)
 
-    def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor, ParameterNames]]:
-        """The parameters that are no flat memory, each with its group."""
-        whole = self._optimized.whole
-        for group, parameters in self._param_groups(optimizer):
-            for parameter in parameters if whole else ():
+    def _param_states(self, found: StoredOptimizer) -> Iterator[ParamState]:
+        """Yields the state of each parameter that is no flat memory, where any of it is to be loaded."""
+        whole, clashing = self._optimized.whole, self._clashing(found)
+        for group in self._groups() if whole else ():
+            for parameter in group.parameters if id(group.values) not in clashing else ():
                 names = whole.get(id(parameter))
-                if names is not None:
-                    yield group, parameter, names
+                if names is not None and not found.is_excluded(names):
+                    yield ParamState(self.fqn, group, parameter, names=names, found=found, created=self._created)
 
-    def _flat_states(
-        self, optimizer: torch.optim.Optimizer, found: StoredOptimizer | None = None
-    ) -> Iterator[FlatState]:
-        """Of all flat memory, or of what can be loaded of `found`."""
+    def _flat_states(self, found: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
+        """Yields the state of all flat memory, or of what can be loaded of `found`."""
         flat = self._optimized.flat
         clashing = self._clashing(found) if flat and found is not None else {}
-        for group, parameters in self._param_groups(optimizer) if flat else ():
-            for memory in parameters if id(group) not in clashing else ():
+        for group in self._groups() if flat else ():
+            for memory in group.parameters if id(group.values) not in clashing else ():
                 optimized = flat.get(id(memory), ())
                 if any(of_parameter.part.numel for of_parameter in optimized):
-                    yield FlatState(
-                        self.fqn, optimizer, memory, group=group, optimized=optimized, one_values=self._one_values
-                    )
+                    yield FlatParamState(self.fqn, group, memory, optimized=optimized, scalars=self._scalars)

@@ -1,13 +1,14 @@
 """The state that an optimizer keeps for a parameter that it has as it is: tensors that lie like the parameter, those
-that are whole, and trees of others.
+that are whole, and trees of others. And the scalars among it, as a count of steps is: torch's optimizers keep most of
+them as tensors without dimensions, others as numbers. Either is loaded as the other.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -17,18 +18,30 @@ from bytecheckpoint.adapters.materialize import target_device
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames, check_state_key
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
-from bytecheckpoint.adapters.optimizers.scalar_state import (
-    HOST_SCALARS,
-    can_take,
-    is_number,
-    is_scalar,
-    put_scalar,
-    scalar_device,
-)
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
-from bytecheckpoint.adapters.plain.plain_data import leaves, with_leaves
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
+
+HOST_SCALARS = frozenset({"step", "mu_product"})
+"""State that has no dimensions and is no DTensor, whatever the parameter is."""
+
+_COUNT_IN_NUMBERS = (torch.optim.SparseAdam, torch.optim.LBFGS)
+
+
+class ParamGroup(NamedTuple):
+    """One of the param_groups of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    values: dict[str, Any]
+    """The group itself, a dict with the hyperparameters."""
+    parameters: Sequence[torch.Tensor]
+    """The parameters in it, also while a framework keeps them elsewhere."""
+
+
+CreatedTensors = MutableMapping[tuple[int, str], torch.Tensor]
+"""Tensors that a load makes anew and that no state holds before it ends: those in lists, and what becomes a number. The
+key is the parameter's id, because two that are no longer tied have one FQN, and the FQN."""
 
 
 def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:
@@ -65,38 +78,42 @@ def collect_state(
     return plain
 
 
-CreatedTensors = MutableMapping[tuple[int, str], torch.Tensor]
-"""Tensors that a load makes anew and that no state holds before it ends: those in lists, and what becomes a number. By
-the parameter's id, because two that are no longer tied have one FQN, and by FQN."""
+def _copied(value: Any, fqn: str) -> Any:
+    """Returns the same tree in containers of its own, so that the live state is not changed. A subclass becomes a dict
+    of its parts.
+    """
+    if isinstance(value, dict) or is_subclass(value):
+        items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
+        return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
+    if type(value) not in (list, tuple):
+        return value
+    return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))
 
 
-class WholeState:
+class ParamState:
     """The state that an optimizer keeps for one parameter, in one load."""
 
     def __init__(
         self,
         fqn: str,
-        optimizer: torch.optim.Optimizer,
+        group: ParamGroup,
         parameter: torch.Tensor,
         *,
-        group: Mapping[str, Any],
         names: ParameterNames,
         found: StoredOptimizer,
         created: CreatedTensors,
     ) -> None:
-        self._fqn = fqn
-        self._optimizer = optimizer
-        self._parameter = parameter
+        self._prefix = f"{fqn}.state.{names.name}."
+        self._groups_fqn = f"{fqn}.groups.{names.name}"
         self._group = group
+        self._parameter = parameter
         self._names = names
         self._found = found
         self._tensors = found.tensors(names)
         self._created = created
-        live = optimizer.state.get(parameter, {})
-        if found.has_subclasses:
-            self._subclasses = SubclassState(parameter, live, self._tensors, found.plain(names))
-        else:
-            self._subclasses = SubclassState(parameter, live, {}, {})
+        live = group.optimizer.state.get(parameter, {})
+        stored = (self._tensors, found.plain(names)) if found.has_subclasses else ({}, {})
+        self._subclasses = SubclassState(parameter, live, *stored)
 
     @property
     def fits(self) -> bool:
@@ -104,118 +121,139 @@ class WholeState:
         return self._found.fits(self._names, tuple(self._parameter.shape))
 
     def expect(self) -> Expectation:
-        """Where the state goes, and what the optimizer has that the checkpoint lacks."""
-        found, names = self._found, self._names
+        """Returns the targets of the stored tensors, and what the optimizer has that the checkpoint lacks."""
+        found, names, subclasses = self._found, self._names, self._subclasses
         problems = [] if self.fits else list(found.misfits(names, tuple(self._parameter.shape)))
         if found.group(names) is None:
-            problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
-        for key, why in self._subclasses.problems():
-            fqn = self._state_fqn(key)
+            problems.append(not_stored(self._groups_fqn))
+        for key, why in subclasses.problems():
+            fqn = self._prefix + key
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
         if not self.fits:
             return Expectation([], set(), problems)
         plain = found.plain(names)
-        lacking = (key for key, own in self._subclasses.own.items() if is_number(own))
-        problems += [
-            not_stored(self._state_fqn(key)) for key in lacking if key not in plain and key not in self._tensors
-        ]
+        numbers = (key for key, own in subclasses.own.items() if is_number(own))
+        problems += [not_stored(self._prefix + key) for key in numbers if key not in plain and key not in self._tensors]
         return Expectation(self._shards(plain), set(), problems)
 
     def _shards(self, plain: Mapping[str, tuple[str, Any]]) -> list[LocalShard]:
         subclasses = self._subclasses
         shards = LocalShards(with_addresses=True)
         for key, (fqn, tensor) in self._tensors.items():
-            own = subclasses.own.get(key)
-            target = own if isinstance(own, torch.Tensor) else self._created.get((id(self._parameter), fqn))
             if not subclasses.takes(key):
                 continue
-            if not isinstance(target, torch.Tensor):
-                target = self._new(key, tensor, torch.device("meta"))
-            shards.add(fqn, target)
+            own = subclasses.own.get(key)
+            target = own if isinstance(own, torch.Tensor) else self._created.get((id(self._parameter), fqn))
+            shards.add(fqn, self._new(key, tensor, torch.device("meta")) if target is None else target)
         for key, value in subclasses.own.items():
             is_plain = key in plain and is_number(plain[key][1]) and is_scalar(value)
             is_own = isinstance(value, torch.Tensor) and key not in self._tensors and not is_plain
             if is_own and subclasses.takes(key) and not subclasses.is_elsewhere(key):
-                shards.add(self._state_fqn(key), value)
+                shards.add(self._prefix + key, value)
         return shards.found
 
     def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
+        """Makes a state tensor that lies like its parameter where it has its shape, and is whole otherwise: on
+        `device`, or where the optimizer itself would have made it, also for a parameter on the meta device.
+        """
         if "." in key:
             return self._subclasses.new_part(key, stored, device)
-        return new_state(self._parameter, key, stored, device, group=self._group)
+        parameter, dtype = self._parameter, torch_dtype(stored.dtype)
+        has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
+        if device is None and has_no_dims:
+            device = scalar_device(self._group.values, parameter)
+        elif device is None and parameter.is_meta:
+            device = target_device(parameter)
+        if stored.shape == tuple(parameter.shape) and not has_no_dims:
+            return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
+        return torch.empty(stored.shape, dtype=dtype, device=device or parameter.device)
 
     def prepare(self) -> None:
         """Makes the tensors that the state lacks."""
-        optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
+        parameter, subclasses = self._parameter, self._subclasses
         for key, (fqn, tensor) in self._tensors.items():
-            is_there = key in subclasses.own if "." in key else isinstance(subclasses.own.get(key), torch.Tensor)
+            own = subclasses.own.get(key)
+            is_there = key in subclasses.own if "." in key else isinstance(own, torch.Tensor)
             if is_there or not subclasses.takes(key):
                 continue
             if "." in key:
                 self._created[id(parameter), fqn] = self._new(key, tensor, None)
-            elif becomes_number(subclasses.own.get(key), tensor):
+            elif _becomes_number(own, tensor):
                 self._created[id(parameter), fqn] = torch.empty_like(placeholder(tensor), device="cpu")
             else:
-                optimizer.state[parameter][key] = self._new(key, tensor, None)
+                self._group.optimizer.state[parameter][key] = self._new(key, tensor, None)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts in place what is no tensor, or made of several."""
-        optimizer, parameter, subclasses = self._optimizer, self._parameter, self._subclasses
+        group, parameter, subclasses = self._group, self._parameter, self._subclasses
         for key, (fqn, value) in self._found.plain(self._names).items():
-            if not subclasses.lacks(key):
+            if not subclasses.lacks(key) or not can_take(subclasses.own.get(key), value):
+                continue
+            if is_number(value):
+                put_scalar(group, parameter, key, value)
                 continue
             refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
             new = {leaf: self._created[id(parameter), checkpoint.rename(ref.fqn)] for leaf, ref in refs.items()}
-            if not can_take(subclasses.own.get(key), value):
-                continue
-            if is_number(value):
-                put_scalar(optimizer, parameter, key, value, group=self._group)
-                continue
             filled = with_leaves(copy.deepcopy(value), fqn, new)  # another parameter may have been tied to this one
-            optimizer.state[parameter][key] = restored(filled, fqn, like=parameter)
+            group.optimizer.state[parameter][key] = restored(filled, fqn, like=parameter)
         for key, (fqn, tensor) in self._tensors.items():
-            if becomes_number(subclasses.own.get(key), tensor):
-                value = self._created[id(parameter), fqn]
-                put_scalar(optimizer, parameter, key, value, group=self._group)
-
-    def _state_fqn(self, key: str) -> str:
-        return f"{self._fqn}.state.{self._names.name}.{key}"
+            if _becomes_number(subclasses.own.get(key), tensor):
+                put_scalar(group, parameter, key, self._created[id(parameter), fqn])
 
 
-def becomes_number(own: Any, stored: StoredTensor) -> bool:
+def _becomes_number(own: Any, stored: StoredTensor) -> bool:
     """True if a stored tensor goes to where the optimizer has a number."""
     return is_number(own) and prod(stored.shape) == 1
 
 
-def new_state(
-    parameter: torch.Tensor,
-    key: str,
-    stored: StoredTensor,
-    device: torch.device | None,
-    *,
-    group: Mapping[str, Any],
-) -> torch.Tensor:
-    """A state tensor that lies like its parameter where it has its shape, and is whole otherwise.
+def is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
-    On `device`, or where the optimizer itself would have made it; also for a parameter on the meta device that is left
-    there.
+
+def is_scalar(value: Any) -> bool:
+    """True if a piece of state is a number, or a tensor of one element."""
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else is_number(value)
+
+
+def can_take(own: Any, value: Any) -> bool:
+    """True if a loaded value has a place where the optimizer has `own`: a scalar in a tensor of one element, anything
+    in what is no tensor. The rest was refused, and strict=False leaves it out.
     """
-    dtype = torch_dtype(stored.dtype)
-    is_scalar = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
-    if device is None and is_scalar:
-        device = scalar_device(group, parameter)
-    elif device is None and parameter.is_meta:
-        device = target_device(parameter)
-    if stored.shape == tuple(parameter.shape) and not is_scalar:
-        return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
-    return torch.empty(stored.shape, dtype=dtype, device=parameter.device if device is None else device)
+    return not isinstance(own, torch.Tensor) or (is_scalar(value) and own.numel() == 1)
 
 
-def _copied(value: Any, fqn: str) -> Any:
-    """The same tree in containers of its own, so that the live state is not changed. A subclass is one of its parts."""
-    if isinstance(value, dict) or is_subclass(value):
-        items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
-        return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
-    if type(value) not in (list, tuple):
-        return value
-    return type(value)(_copied(item, join_fqn(fqn, index)) for index, item in enumerate(value))
+def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
+    """Returns the device on which an optimizer itself makes the scalars of a parameter in this group."""
+    is_on_device = group.get("capturable") or group.get("fused")
+    return parameter.device if is_on_device else torch.device("cpu")
+
+
+def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any) -> None:
+    """Puts a loaded value in place: what is a tensor stays that tensor, and what is a number stays one. A state that
+    lacks it gets a tensor of its own, where the optimizer keeps one.
+
+    Never the value itself: other parts of the parameter, and what was tied to it, get the same, and steps change state
+    in place.
+    """
+    state: MutableMapping[str, Any] = group.optimizer.state[parameter]
+    own = state.get(key)
+    if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor):
+        own.copy_(value.view(own.shape))
+    elif isinstance(own, torch.Tensor) and is_number(value):
+        own.fill_(value)
+    elif isinstance(value, torch.Tensor) and is_number(own):
+        number = value.item()
+        state[key] = int(number) if isinstance(own, int) and float(number).is_integer() else number
+    elif isinstance(value, torch.Tensor):
+        state[key] = value.clone()
+    elif is_number(value) and own is None and key in HOST_SCALARS and _keeps_tensors(group.optimizer):
+        device = scalar_device(group.values, parameter)
+        state[key] = torch.tensor(float(value), dtype=torch.float32, device=device)
+    else:
+        state[key] = copy.deepcopy(value)
+
+
+def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer without state would make its scalars as tensors: torch's own and those derived of them."""
+    bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
+    return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, TypeGuard
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree
 from bytecheckpoint.adapters.expectation import Problem
 from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN, ParameterNames
 from bytecheckpoint.adapters.native.subclass_flatten import is_facts
-from bytecheckpoint.adapters.plain.plain_data import leaves
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
 BY_POSITION = "by_position"
@@ -21,7 +22,7 @@ class StoredGroup(NamedTuple):
     """The hyperparameters that some parameters were saved with."""
 
     fqn: str
-    """Of the values, in the checkpoint."""
+    """FQN of the values, in the checkpoint."""
     values: Mapping[str, Any]
 
 
@@ -36,9 +37,17 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
 
 def are_groups(tree: Any) -> bool:
     """True if a tree is surely an optimizer's: data of other objects may have the same keys."""
-    if not is_optimizer_tree(tree) or not isinstance(tree["groups"], dict) or not tree["groups"]:
-        return False
-    return all(isinstance(each, dict) and each.keys() == {"params", "values"} for each in tree["groups"].values())
+    groups = tree["groups"] if is_optimizer_tree(tree) else {}
+    return bool(groups) and all(group.keys() == {"params", "values"} for group in groups.values())
+
+
+def split_state_path(path: str, known: Collection[str]) -> tuple[str, str]:
+    """Splits `<parameter>.<state key>`; both may have dots. Both are empty for none of the `known` parameters."""
+    name, _, key = path.rpartition(".")
+    while name and name not in known:
+        name, _, head = name.rpartition(".")
+        key = f"{head}.{key}"
+    return (name, key) if name else ("", "")
 
 
 class StoredOptimizer:
@@ -56,7 +65,6 @@ class StoredOptimizer:
         """`groups` are the names of the parameters in each group of the live optimizer, in its order; `has_order` where
         an optimizer of the unwrapped model has the same.
         """
-        names = [of_parameter for of_group in groups for of_parameter in of_group]
         self._fqn = fqn
         self._checkpoint = checkpoint
         self._tree: Mapping[str, Any] = found.tree
@@ -66,7 +74,13 @@ class StoredOptimizer:
             for first, group in found.tree["groups"].items()
             for name in group["params"]
         }
-        self._tensors = self._tensors_by_name()
+        self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
+        prefix = f"{join_fqn(found.fqn, 'state')}."
+        for state_fqn, tensor in checkpoint.tensors.items():
+            if tensor.fqn.startswith(prefix):
+                name, key = split_state_path(tensor.fqn[len(prefix) :], self._groups)
+                if name:
+                    self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
         self._known_names: dict[tuple[str, ...], list[str]] = {}
         """FQNs of a parameter in the state -> what `_names` has found for them: it is asked for each time and again."""
         self._by_state_fqn: dict[str, str] = {}
@@ -74,15 +88,14 @@ class StoredOptimizer:
         self._by_tensor: dict[str, str] = {}
         """Checkpoint FQN under which a parameter's elements lie -> the same."""
         self._is_by_position = BY_POSITION in found.tree
-        self._lengths = _lengths(groups)
-        self._stored_lengths = _lengths([group["params"] for group in found.tree["groups"].values()])
+        self._lengths = [len(group) for group in groups if group]
+        self._stored_lengths = [len(group["params"]) for group in found.tree["groups"].values() if group["params"]]
         self._has_order = has_order
-        if self._is_by_position:
-            is_same = has_order and self._lengths == self._stored_lengths
-            order = enumerate(names if is_same else ())
-            self._by_state_fqn = {fqn: str(at) for at, of_parameter in order for fqn in of_parameter.fqns}
-        else:
+        if not self._is_by_position:
             self._find_by_name()
+        elif has_order and self._lengths == self._stored_lengths:
+            names = chain.from_iterable(groups)
+            self._by_state_fqn = {fqn: str(at) for at, of_parameter in enumerate(names) for fqn in of_parameter.fqns}
         # Where two come to one name, exclude has left one of them out.
         self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
 
@@ -98,20 +111,6 @@ class StoredOptimizer:
         """True if any state in it is a tensor subclass."""
         return any(map(is_facts, leaves(self._tree["state"], "")))
 
-    def _tensors_by_name(self) -> dict[str, dict[str, tuple[str, StoredTensor]]]:
-        prefix = f"{join_fqn(self._tree_fqn, 'state')}."
-        tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-        for fqn, tensor in self._checkpoint.tensors.items():
-            if not tensor.fqn.startswith(prefix):
-                continue
-            name, _, key = tensor.fqn[len(prefix) :].rpartition(".")
-            while name and name not in self._groups:
-                name, _, head = name.rpartition(".")
-                key = f"{head}.{key}"
-            if name:
-                tensors.setdefault(name, {})[key] = (fqn, tensor)
-        return tensors
-
     def _source(self, name: str) -> str:
         """The checkpoint FQN of the parameter that was saved under this name."""
         in_model = join_fqn(MODEL_FQN, name)
@@ -119,44 +118,34 @@ class StoredOptimizer:
         return in_model if is_in_model else name
 
     def _state_fqns(self, name: str) -> list[str]:
-        """What a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in its
-        module, or else as it renames its state in the optimizer.
+        """Returns what a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in
+        its module, or else as it renames its state in the optimizer.
         """
-        source = self._source(name)
+        source, rename = self._source(name), self._checkpoint.rename
         sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
-        renamed = [
-            new for new in map(self._checkpoint.rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources
-        ]
+        renamed = [new for new in map(rename, sources) if new.removeprefix(f"{self._fqn}.") not in sources]
         if renamed:
             return renamed
-        in_optimizer = self._renamed_in_optimizer(name)
-        return sources if in_optimizer is None else [join_fqn(MODEL_FQN, in_optimizer), in_optimizer]
-
-    def _renamed_in_optimizer(self, name: str) -> str | None:
         prefix = f"{self._fqn}.state."
         for key, (fqn, _) in self._tensors.get(name, {}).items():
-            if not fqn.startswith(prefix) or not fqn.endswith(f".{key}"):
-                continue
             new = fqn[len(prefix) : -len(key) - 1]
-            if new != name:
-                return new
-        return None
+            if fqn.startswith(prefix) and fqn.endswith(f".{key}") and new != name:
+                return [join_fqn(MODEL_FQN, new), new]
+        return sources
 
     def _names(self, names: ParameterNames) -> list[str]:
-        """Every name that a parameter of the state was saved under; several where it was not tied then."""
+        """Returns every name that a parameter of the state was saved under; several where it was not tied then."""
         known = self._known_names.get(names.fqns)
         if known is None:
-            known = self._known_names[names.fqns] = self._find_names(names)
+            found = [self._by_state_fqn.get(fqn) for fqn in names.fqns]
+            elsewhere = self._tree.get("elsewhere", {})
+            for fqn in names.fqns:
+                source = self._sources.get(fqn, fqn)
+                tensor = self._checkpoint.saved.get(source)
+                found += [elsewhere.get(source), None if tensor is None else self._by_tensor.get(tensor.fqn)]
+            known = list(dict.fromkeys(name for name in found if name is not None))
+            self._known_names[names.fqns] = known
         return known
-
-    def _find_names(self, names: ParameterNames) -> list[str]:
-        found = [self._by_state_fqn.get(fqn) for fqn in names.fqns]
-        elsewhere = self._tree.get("elsewhere", {})
-        for fqn in names.fqns:
-            source = self._sources.get(fqn, fqn)
-            tensor = self._checkpoint.saved.get(source)
-            found += [elsewhere.get(source), None if tensor is None else self._by_tensor.get(tensor.fqn)]
-        return list(dict.fromkeys(name for name in found if name is not None))
 
     def claims(self, names: ParameterNames) -> Iterator[str]:
         """State FQNs of all that was saved of a parameter's state."""
@@ -178,7 +167,7 @@ class StoredOptimizer:
         return all(map(self._checkpoint.excludes, sources or map(self._checkpoint.globbed_name, names.fqns)))
 
     def parameter_shape(self, names: ParameterNames) -> tuple[int, ...] | None:
-        """What the shape of the parameter was, where a module with it is in the checkpoint."""
+        """Returns the shape that the parameter had, where a module with it is in the checkpoint."""
         tensors = (self._checkpoint.saved.get(self._source(name)) for name in self._names(names))
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
@@ -190,7 +179,7 @@ class StoredOptimizer:
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
-        """Of each tensor in the state of a parameter that has this shape now, and had another one."""
+        """Yields a problem for each tensor in the state of a parameter that has this shape now, and had another one."""
         for fqn, tensor in self.tensors(names).values():
             if tensor.shape:
                 stored_as = list(tensor.shape if self._is_by_position else self.parameter_shape(names) or ())
@@ -198,29 +187,27 @@ class StoredOptimizer:
                 yield Problem("shape", fqn, text)
 
     def number_problems(self) -> list[Problem]:
-        """Why parameters that are called by their position cannot be those of the live optimizer."""
-        if not self._is_by_position:
+        """Returns why parameters that are called by their position cannot be those of the live optimizer."""
+        if not self._is_by_position or (self._has_order and self._lengths == self._stored_lengths):
             return []
         if not self._has_order:
             text = (
-                f"{self._fqn}: its parameters have no names in the checkpoint, and the flat memory in the state has "
-                "another order, so that nobody can tell which is which; save it with names "
-                "(torch.distributed.checkpoint.state_dict, or an optimizer made from named_parameters())"
+                "its parameters have no names in the checkpoint, and the flat memory in the state has another order, "
+                "so that nobody can tell which is which; save it with names (torch.distributed.checkpoint.state_dict, "
+                "or an optimizer made from named_parameters())"
             )
-            return [Problem("conflict", self._fqn, text)]
-        if self._lengths == self._stored_lengths:
-            return []
-        text = (
-            f"{self._fqn}: of {len(self._groups)} parameters without names in the checkpoint, of "
-            f"{sum(self._lengths)} in the state, so that nobody can tell which is which"
-        )
-        if sum(self._lengths) == len(self._groups):
+        elif sum(self._lengths) == len(self._groups):
             text = (
-                f"{self._fqn}: its parameters have no names in the checkpoint, and stand in groups of "
-                f"{self._stored_lengths}, in the state in groups of {self._lengths}, so that they may be in another "
-                "order; make the optimizer with the same param_groups as the one that was saved"
+                f"its parameters have no names in the checkpoint, and stand in groups of {self._stored_lengths}, in "
+                f"the state in groups of {self._lengths}, so that they may be in another order; make the optimizer "
+                "with the same param_groups as the one that was saved"
             )
-        return [Problem("conflict", self._fqn, text)]
+        else:
+            text = (
+                f"of {len(self._groups)} parameters without names in the checkpoint, of {sum(self._lengths)} in the "
+                "state, so that nobody can tell which is which"
+            )
+        return [Problem("conflict", self._fqn, f"{self._fqn}: {text}")]
 
     def group(self, names: ParameterNames) -> StoredGroup | None:
         return next((self._groups[name] for name in self._names(names)), None)
@@ -252,15 +239,10 @@ class StoredOptimizer:
         return self._checkpoint.takes_all
 
     def facts(self) -> dict[str, Any]:
-        """What else the framework of the optimizer saved with it, where include and exclude leave it."""
+        """Returns what else the framework of the optimizer saved with it, where include and exclude leave it."""
         facts: Mapping[str, Any] = self._tree.get("facts", {})
         prefix = join_fqn(self._tree_fqn, "facts")
         return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}
 
     def _takes_all(self, value: Any, fqn: str) -> bool:
         return all(map(self._checkpoint.takes, leaves(value, fqn)))
-
-
-def _lengths(groups: Sequence[Sized]) -> list[int]:
-    """Of the groups that hold anything."""
-    return [len(group) for group in groups if len(group)]

@@ -21,6 +21,7 @@ from bytecheckpoint.adapters.native.parameter_names import NamesParameters
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
 from bytecheckpoint.adapters.optimizers.inner_optimizers import (
     Shapes,
+    check_steps_wait,
     held_by,
     inner_optimizers,
     is_usual,
@@ -30,7 +31,6 @@ from bytecheckpoint.adapters.optimizers.inner_optimizers import (
 from bytecheckpoint.adapters.optimizers.kinds import kind_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
-from bytecheckpoint.adapters.optimizers.step_hooks import check_steps_wait
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.stateful import StatefulEntry
 from bytecheckpoint.errors import CheckpointSaveError
@@ -40,13 +40,13 @@ _Way = Literal["by parameter", "by state_dict", "refused"]
 
 
 class _StateCheck(NamedTuple):
-    """What is known of one optimizer when it is saved."""
+    """The way in which one optimizer is saved, and why."""
 
     way: _Way
     shown: Shapes
     """The state tensors of its state_dict()."""
     held: Shapes
-    """Those that it and the optimizers inside hold."""
+    """State tensors that it and the optimizers inside hold."""
 
 
 class OptimizerWrapper(NamedTuple):
@@ -57,7 +57,7 @@ class OptimizerWrapper(NamedTuple):
     """The optimizers inside; none where it holds none."""
 
     def look(self) -> _StateCheck:
-        """How it is to be saved."""
+        """Finds how it is to be saved."""
         inner = [each for each in self.inner if isinstance(each, torch.optim.Optimizer)]
         if len(inner) < len(self.inner):  # adapters know more of what frameworks keep flat than any state_dict() tells
             return _StateCheck("by parameter", Counter(), Counter())
@@ -97,7 +97,7 @@ class OptimizerWrapperEntry:
         ]
         self.optimizers = [*outer, *self._by_parameter.optimizers]
         self._unnamed: CheckpointSaveError | None = None
-        """Why its parameters have no names, where they have none."""
+        """The error for parameters that have no names, where they have none."""
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state, where they have them.
@@ -116,7 +116,7 @@ class OptimizerWrapperEntry:
         check_steps_wait(self.fqn, self.optimizers, self.wrapped)
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """By parameter, unless only its state_dict() can take what was saved."""
+        """Returns the form by parameter, unless only its state_dict() can take what was saved."""
         if self._by_state_dict is not None and not self._wrappers[0].inner:
             return self._by_state_dict.optimizer_forms()
         kinds = [kind_of(each) for each in self._by_parameter.optimizers]

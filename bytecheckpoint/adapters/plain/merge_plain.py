@@ -24,10 +24,10 @@ class _Conflict(NamedTuple):
 
 
 def merge_plain(
-    plain: Sequence[Mapping[str, tuple[Scope, bytes]]], names: Sequence[int]
+    plain: Sequence[Mapping[str, tuple[Scope, bytes]]], global_ranks: Sequence[int]
 ) -> tuple[dict[str, bytes], dict[str, dict[int, bytes]]]:
-    """What is common to all ranks, and what is kept for each, by FQN; `plain[r]` comes from rank r, whose global number
-    is `names[r]`.
+    """Returns what is common to all ranks, and what each rank has of its own, by FQN; `plain[r]` comes from rank r,
+    whose global number is `global_ranks[r]`.
 
     Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to.
     """
@@ -46,20 +46,20 @@ def merge_plain(
             trees = {rank: decode_plain(data) for rank, data in values.items()}
             shared[fqn] = _encoded(_unite(trees, fqn, conflicts, is_whole=scope == "whole"), fqn)
     if conflicts:
-        raise _conflict_error(conflicts, names)
+        raise _conflict_error(conflicts, global_ranks)
     return shared, by_rank
 
 
-def _conflict_error(conflicts: Sequence[_Conflict], names: Sequence[int]) -> CheckpointMismatchError:
+def _conflict_error(conflicts: Sequence[_Conflict], global_ranks: Sequence[int]) -> CheckpointMismatchError:
     lines = [
-        f"{fqn}: {_shown(a)} on rank {names[first]}, {_shown(b)} on rank {names[second]}"
+        f"{fqn}: {_shown(a)} on rank {global_ranks[first]}, {_shown(b)} on rank {global_ranks[second]}"
         for fqn, (a, b), (first, second) in conflicts
     ]
     return CheckpointMismatchError(
         f"{len(conflicts)} values of plain data differ between ranks; nothing was written. Wrap what is meant to "
         "differ in bcp.RankLocal(value), or give every rank the same:\n  " + and_more(lines, _NUM_SHOWN, "\n  "),
         kind="conflict",
-        ranks=tuple(sorted({names[rank] for conflict in conflicts for rank in conflict.ranks})),
+        ranks=tuple(sorted({global_ranks[rank] for conflict in conflicts for rank in conflict.ranks})),
     )
 
 

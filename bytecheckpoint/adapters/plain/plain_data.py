@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -20,7 +20,6 @@ import msgspec
 import torch
 import xxhash
 from msgspec.msgpack import Ext, encode
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of
 from bytecheckpoint.adapters.plain.plain_types import advice_for, is_tagged, tag_value, untag_value
@@ -44,7 +43,6 @@ from bytecheckpoint.manifest.plain_wire import (
     array_from_wire,
     ext,
     scalar_from_wire,
-    too_deep,
     unsupported,
 )
 
@@ -56,19 +54,13 @@ _UNDECODABLE = (
     *(msgspec.DecodeError, struct.error, ValueError, TypeError, AttributeError),
     *(RuntimeError, ArithmeticError, SyntaxError),
 )
-"""What msgspec, numpy and torch raise for content that nobody encoded: names that they lack, impossible shapes."""
+"""Errors of msgspec, numpy and torch for content that nobody encoded: names that they lack, impossible shapes."""
 
 _decode_fqn = msgspec.msgpack.Decoder(str).decode
 
 TensorHook = Callable[[str, torch.Tensor], str | torch.Tensor | None]
 """Gives what stands in the tree for the tensor of this FQN: the FQN under which its bytes lie in data files, None where
 that is its own, or a tensor to write in place."""
-
-
-ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, TensorRef, *PLAIN_TENSORS})
-"""Types of what is no entry of its own and holds none: most of a state, told from the rest by one look."""
-
-_LEAVES = ATOMS - {DTensor}  # one of a tensor subclass has the parts of that below it
 
 
 def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
@@ -244,70 +236,3 @@ _DECODERS: dict[int, Callable[[Any], Any]] = {
     wire.ORDERED: lambda pairs: OrderedDict(_checked_pairs(pairs)),
     wire.COUNTER: lambda pairs: Counter(dict(_checked_pairs(pairs))),
 }
-
-
-def leaves(value: Any, fqn: str) -> dict[str, Any]:
-    """The leaves of a tree by FQN: what is loaded, compared and renamed one by one.
-
-    Dicts and tensor subclasses are taken apart down to their last key, lists and tuples only where they hold tensors;
-    an empty container is a leaf.
-
-    Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN.
-    """
-    found: dict[str, Any] = {}
-    _add_leaves(value, fqn, found, MAX_DEPTH)
-    return found
-
-
-def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int) -> None:
-    if depth == 0:
-        raise too_deep(fqn)
-    children = _children(value, fqn)
-    if not children:
-        if fqn in found:
-            raise unsupported(fqn, "the name of two values", "rename a key that contains a dot, or mixes int and str")
-        found[fqn] = value
-    prefix = f"{fqn}." if fqn else ""
-    for key, item in children:
-        child = f"{prefix}{key}"
-        if child == fqn:  # an empty key below an empty name
-            raise unsupported(fqn, "the name of two values", "give the value with the empty key a name")
-        if type(item) in _LEAVES and depth > 1 and child not in found:
-            found[child] = item
-        else:
-            _add_leaves(item, child, found, depth - 1)
-
-
-def _children(value: Any, fqn: str) -> Collection[tuple[object, Any]]:
-    if isinstance(value, dict):
-        return value.items()
-    if type(value) in (list, tuple) and _holds_tensor(value, fqn, MAX_DEPTH):
-        return list(enumerate(value))
-    return parts_of(fqn, value).items() if is_subclass(value) else []
-
-
-def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
-    if isinstance(value, torch.Tensor | TensorRef):
-        return True
-    if depth == 0:
-        raise too_deep(fqn)
-    items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
-    return any(_holds_tensor(item, fqn, depth - 1) for item in items)
-
-
-def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
-    """The tree with new leaves, or new values for whole containers: dicts and lists are changed in place, tuples made
-    anew. Leaves not in `new` stay, and so do those of tensor subclasses, which are filled in place.
-    """
-    if fqn in new:
-        return new[fqn]
-    children = _children(value, fqn)
-    if not children or isinstance(value, torch.Tensor):
-        return value
-    prefix = f"{fqn}." if fqn else ""
-    filled = [(key, with_leaves(item, f"{prefix}{key}", new)) for key, item in children]
-    if type(value) is tuple:
-        return tuple(item for _, item in filled)
-    for key, item in filled:
-        value[key] = item
-    return value

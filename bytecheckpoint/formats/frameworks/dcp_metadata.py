@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.plain_values import DtypeName, SizeValue
-from bytecheckpoint.formats.torch_save.file import unpickle
+from bytecheckpoint.formats.file_reader import not_readable
+from bytecheckpoint.formats.plain_values import DtypeName
+from bytecheckpoint.formats.torch_save.file import translated, unpickle
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
-from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, find_value, instances
-from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, MAX_DIMS
+from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, instances, lengths_of, with_values
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH
 
 _METADATA = "torch.distributed.checkpoint.metadata."
 _CLASSES: Mapping[str, Any] = MappingProxyType(
@@ -50,11 +49,11 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
 )
 
 _Place = tuple[str, str]
-"""A name, and where a chunk begins in the tensor, as a text: nobody can choose the hash of one, as of numbers."""
+"""Name of a tensor, and the offsets of a chunk as a text: nobody can choose the hash of one, as of numbers."""
 
 
 class Item(NamedTuple):
-    """Where the bytes of a chunk, or of an object, are."""
+    """The bytes of a chunk, or of an object, in a file."""
 
     file: str
     byte_offset: int
@@ -81,30 +80,23 @@ class DcpTensor(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """What the file says."""
+    """The contents of the file."""
 
     tensors: dict[str, DcpTensor]
     objects: dict[str, Item]
     paths: Mapping[str, tuple[str | int, ...]]
-    """Of names that were made by joining the keys of nested containers: those keys."""
+    """Name -> keys of nested containers, which were joined to the name."""
     attributes: Mapping[str, Any]
-    """What else it has: frameworks add to it."""
+    """Its other attributes, which frameworks add."""
 
 
 def read_metadata(content: bytes, path: str) -> Metadata:
     """Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (pickle_refused)."""
     found = unpickle(content, path, _find_class)
-    try:
-        return _parse(found, path)
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise damaged(path, f"it does not describe a checkpoint: {type(error).__name__}: {error}") from error
+    return translated(path, "torch.distributed.checkpoint", _parse, found, path)
 
 
-def _find_class(module: str, name: str) -> Any:
-    found = _CLASSES.get(f"{module}.{name}")
-    return find_value(module, name) if found is None else found
+_find_class = with_values(_CLASSES)
 
 
 def _parse(found: Any, path: str) -> Metadata:
@@ -120,7 +112,7 @@ def _parse(found: Any, path: str) -> Metadata:
             objects[fqn] = _taken(items, fqn, None)
             continue
         of_tensor = _fields(description, "TensorStorageMetadata")
-        shape = _lengths(of_tensor["size"])
+        shape = lengths_of(of_tensor["size"])
         chunks = [StoredChunk(*place, _taken(items, fqn, place[0])) for place in _chunks(of_tensor["chunks"])]
         tensors[fqn] = DcpTensor(_dtype(of_tensor["properties"]), shape, chunks)
     return Metadata(tensors, objects, dict(_paths(fields.pop("planner_data", None))), fields)
@@ -140,7 +132,7 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
 def _chunks(chunks: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for chunk in chunks:
         fields = _fields(chunk, "ChunkStorageMetadata")
-        yield _lengths(fields["offsets"]), _lengths(fields["sizes"])
+        yield lengths_of(fields["offsets"]), lengths_of(fields["sizes"])
 
 
 def _place(index: Any) -> _Place:
@@ -148,7 +140,7 @@ def _place(index: Any) -> _Place:
     offset = fields.get("offset")
     if type(fields["fqn"]) is not str:
         raise PickleError("a name in it is no text")
-    return _key(fields["fqn"], None if offset is None else _lengths(offset))
+    return _key(fields["fqn"], None if offset is None else lengths_of(offset))
 
 
 def _key(fqn: str, offset: tuple[int, ...] | None) -> _Place:
@@ -194,15 +186,8 @@ def _dtype(properties: Any) -> str:
     return dtype.name
 
 
-def _lengths(value: Any) -> tuple[int, ...]:
-    lengths = value.lengths if isinstance(value, SizeValue) else tuple(value)
-    if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
-        raise PickleError("it has a shape that is none")
-    return lengths
-
-
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """Planners of other kinds keep something else there."""
+    """Yields the keys of each name; planners of other kinds have something else there."""
     for fqn, path in planner_data.items() if isinstance(planner_data, dict) else ():
         if isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(type(key) in {str, int} for key in path):
             yield fqn, path

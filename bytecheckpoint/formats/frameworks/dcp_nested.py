@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks.dcp_folder import METADATA_NAME, read_state, take_apart
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder, two_of
-from bytecheckpoint.formats.torch_save.files import missing_file, open_saved
-from bytecheckpoint.formats.torch_save.unpickler_globals import find_value
+from bytecheckpoint.formats.manifest_builder import two_of
+from bytecheckpoint.formats.torch_save.file import missing_file
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 
 class _Kind(NamedTuple):
-    """How a program names the folders."""
+    """The names that a program gives to the folders."""
 
     members: Mapping[str, str]
-    """Folder -> the name of what is in it; "" where that has names already."""
+    """Folder -> the name of what is in it; "" if that has names already. The first is that of the model."""
     extra: str
     """The folder with a file for each rank, if there is one."""
 
@@ -35,7 +35,7 @@ _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
 
 def is_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> bool:
-    """Whether the folder is one of these."""
+    """Returns True if the folder is one of these."""
     kind = _kind_of(listing)
     return kind is not None and any(
         METADATA_NAME in store.list(join_name(folder, name)) for name in _present(kind, listing)
@@ -50,78 +50,70 @@ def _present(kind: _Kind, listing: Mapping[str, int | None]) -> list[str]:
     return [name for name in kind.members if name in listing and listing[name] is None]
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
+def read_folder(source: SourceFolder) -> None:
     """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = ManifestBuilder(join_name(str(store), folder))
-    step = _STEP.search(parts.path)
-    parts.step = int(step[1]) if step else None
-    kind = _kind_of(listing) or _OSS
+    step = _STEP.search(source.path)
+    source.builder.step = int(step[1]) if step else None
+    kind = _kind_of(source.listing) or _OSS
     root: dict[Any, Any] = {}
-    members, left_out = _members(store, folder, listing, kind, parts.path)
+    members, left_out = _members(source, kind)
     for inside, name in members.items():
-        state = read_state(store, folder, inside, parts=parts, below=f"{name}." if name else "")
+        state = read_state(source, inside, below=f"{name}." if name else "")
         for key, value in ({name: state} if name else state).items():
             if key in root:
-                raise two_of(parts.path, str(key))
+                raise two_of(source.path, str(key))
             root[key] = value
-    if kind.extra and listing.get(kind.extra, 0) is None:
+    if kind.extra and source.is_folder(kind.extra):
         if kind.extra in root:
-            raise two_of(parts.path, kind.extra)
-        root[kind.extra] = _extra_state(store, folder, kind.extra, parts)
+            raise two_of(source.path, kind.extra)
+        root[kind.extra] = _extra_state(source, kind.extra)
     for name in left_out:
-        parts.leave_out(name, f"not of {', '.join(sorted(members))}, which were read")
-    take_apart(parts, root)
-    return parts
+        source.builder.leave_out(name, f"not of {', '.join(sorted(members))}, which were read")
+    take_apart(source.builder, root)
 
 
-def _members(
-    store: Store, folder: str, listing: Mapping[str, int | None], kind: _Kind, path: str
-) -> tuple[dict[str, str], list[str]]:
-    """The folders to read, each with the name of what is in it: a user's own have theirs. And what is left out."""
+def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[str]]:
+    """Returns the folders to read, each with the name of what is in it: a user's own have theirs. And what is left
+    out.
+    """
     members: dict[str, str] = {}
     left_out = []
-    for name, num_bytes in sorted(listing.items()):
+    for name, num_bytes in sorted(source.listing.items()):
         if num_bytes is not None:
             left_out.append(name)
             continue
-        inside = store.list(join_name(folder, name))
+        inside = source.list(name)
         if METADATA_NAME in inside:
             members[name] = kind.members.get(name, name)
         elif name in kind.members or any(file.endswith(".distcp") for file in inside):
-            raise missing_file(join_name(path, name), f"has no {METADATA_NAME}: its save was not finished")
+            raise missing_file(join_name(source.path, name), f"has no {METADATA_NAME}: its save was not finished")
         elif name != kind.extra:
             left_out += [f"{name}/{file}" for file in inside if _WEIGHTS.match(file)] or [f"{name}/"]
     weights = [name for name in left_out if _WEIGHTS.match(name)]
-    if weights and _model_folder(kind) not in members:
+    if weights and next(iter(kind.members)) not in members:
         what = f"has {weights[0]!r:.200} beside {min(members)!r:.200}, and which of them is the model is not known"
         raise CheckpointMismatchError(
-            f"{path} {what}; nothing was loaded: give the path of one of them",
-            kind="conflict",
-            path=path,
+            f"{source.path} {what}; nothing was loaded: give the path of one of them", kind="conflict", path=source.path
         )
     return members, left_out
 
 
-def _model_folder(kind: _Kind) -> str:
-    return next(iter(kind.members))
-
-
-def _extra_state(store: Store, folder: str, inside: str, parts: ManifestBuilder) -> dict[str, Any]:
-    """What each rank has saved of its own."""
+def _extra_state(source: SourceFolder, inside: str) -> dict[str, Any]:
+    """Returns what each rank has saved of its own."""
     found = {}
-    for file, num_bytes in store.list(join_name(folder, inside)).items():
+    for file, num_bytes in source.list(inside).items():
         match = _EXTRA_FILE.match(file)
         if match and num_bytes is not None:
-            found[int(match.group(1))] = file, num_bytes
-    ranks = [int(match.group(1)) for match in map(_DATA_FILE.search, (file.name for file in parts.files)) if match]
+            found[int(match.group(1))] = join_name(inside, file), num_bytes
+    data_files = map(_DATA_FILE.search, (file.name for file in source.builder.files))
+    ranks = [int(match.group(1)) for match in data_files if match]
     missing = sorted(set(range(max([*ranks, *found], default=-1) + 1)) - set(found))
     if missing:
-        raise missing_file(join_name(parts.path, inside), f"has no file of rank {missing[0]}")
+        raise missing_file(join_name(source.path, inside), f"has no file of rank {missing[0]}")
     state = {}
-    for rank, (file, num_bytes) in sorted(found.items()):
-        name = join_name(inside, file)
-        saved = open_saved(store, folder, name, num_bytes, parts=parts, find_global=find_value)
-        state[f"rank_{rank}"] = saved.plain(parts, saved.value, f"{inside}.rank_{rank}")
+    for rank, (name, num_bytes) in sorted(found.items()):
+        saved = source.open(name, num_bytes=num_bytes)
+        state[f"rank_{rank}"] = saved.plain(saved.value, f"{inside}.rank_{rank}")
     return state

@@ -8,20 +8,20 @@ whole; `optimizer` has the rest. Without ZeRO the optimizer lies whole beside th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.file_reader import damaged, not_readable
 from bytecheckpoint.formats.flat_ranges import chunks_of_runs, divided_runs
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks.deepspeed_universal import UNIVERSAL_FOLDER, read_universal
-from bytecheckpoint.formats.frameworks.deepspeed_zero import Result, ZeroState, lengths_of, read_zero_state
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder, holds_tensor, is_extra_state, plain_tree
-from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
-from bytecheckpoint.formats.torch_save.unpickler_globals import Call, StoredView, find_value, instances
-from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.formats.frameworks.deepspeed_zero import ZeroBuilder, ZeroState, read_zero_state
+from bytecheckpoint.formats.manifest_builder import holds_tensor, is_extra_state
+from bytecheckpoint.formats.torch_save.file import SavedFile, missing_file, translated
+from bytecheckpoint.formats.torch_save.unpickler_globals import Call, StoredView, instances, lengths_of, with_values
 
 _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
 _OPTIMIZER = re.compile(r"\A(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")
@@ -33,9 +33,8 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LEFT = ("ds_config", "universal_checkpoint_info", "checkpoint_parallel_dimensions", "autotp_uc_info")
 _OPTIMIZER_ENTRY, _INNER = "optimizer", "optimizer_state_dict"
 _WRAPPER_ENTRY = "mixed_precision"
-"""The entry for what DeepSpeed's wrapper of an optimizer without ZeRO keeps beside it: weights in full precision, and
-the scale of the loss.
-"""
+"""The entry for state of DeepSpeed's wrapper of an optimizer without ZeRO: weights in full precision, the loss
+scale."""
 _KNOWN = frozenset({*_LOADED, *_COUNTERS, *_LEFT, _OPTIMIZER_ENTRY, "lr_scheduler"})
 
 _CLASSES: Mapping[str, Any] = MappingProxyType(
@@ -53,40 +52,47 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
 
 
 def is_folder(names: set[str]) -> bool:
-    """Whether a folder with these files is one of a step."""
+    """Returns True for a folder of a step, by the names of its files."""
     return any(_MODEL.match(name) or _OPTIMIZER.match(name) for name in names)
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
+def read_folder(source: SourceFolder) -> None:
     """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
-    parts = ManifestBuilder(join_name(str(store), folder))
-    names = {name for name, num_bytes in listing.items() if num_bytes is not None}
-    models = _by_rank(names, _MODEL, parts.path)
-    optimizers = _by_rank(names, _OPTIMIZER, parts.path)
-    odd = sorted(name for name in names if _OTHER.match(name))
+    models, optimizers = (_by_rank(source.files, pattern, source.path) for pattern in (_MODEL, _OPTIMIZER))
+    odd = sorted(filter(_OTHER.match, source.files))
     if odd:
         advice = "make it universal with DeepSpeed's ds_to_universal, or save it from one"
-        raise not_readable(parts.path, f"{odd[0]!r:.200} is of a pipeline or of experts", advice)
-    reader = _Reader(store, folder, listing, parts)
-    model_files = [reader.open(name) for name in models]
+        raise not_readable(source.path, f"{odd[0]!r:.200} is of a pipeline or of experts", advice)
+    model_files = [_open(source, name) for name in models]
     if not model_files:
-        raise missing_file(parts.path, "has optimizer states and no model states")
+        raise missing_file(source.path, "has optimizer states and no model states")
+    first = model_files[0]
+    zero = ZeroBuilder(source.builder)
     state = None
-    if UNIVERSAL_FOLDER in listing and listing[UNIVERSAL_FOLDER] is None:
-        found = (reader.open_sized, store, folder, model_files[0], Result(parts))
-        state = translated(model_files[0].path, _WRITER, read_universal, *found)
+    if source.is_folder(UNIVERSAL_FOLDER):
+        open_file = partial(source.open, find_global=_find_class)
+        state = translated(first.path, _WRITER, read_universal, source, open_file, first, zero)
     elif optimizers:
-        optimizer_files = [reader.open(name) for name in optimizers]
-        found_files = (model_files, optimizer_files, Result(parts))
-        state = translated(optimizer_files[0].path, _WRITER, read_zero_state, *found_files)
-    translated(model_files[0].path, _WRITER, reader.add_frozen, model_files)
-    translated(model_files[0].path, _WRITER, reader.add_model, model_files[0], state)
-    reader.name_left_out(model_files)
-    return parts
+        optimizer_files = [_open(source, name) for name in optimizers]
+        state = translated(optimizer_files[0].path, _WRITER, read_zero_state, model_files, optimizer_files, zero)
+    translated(first.path, _WRITER, _add_frozen, model_files)
+    translated(first.path, _WRITER, _add_model, first, state)
+    _name_left_out(model_files)
+
+
+def _open(source: SourceFolder, name: str) -> SavedFile:
+    saved = source.open(name, _find_class)
+    if not isinstance(saved.value, dict):
+        raise damaged(saved.path, "it has no dict")
+    return saved
 
 
 def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
-    """The files, in the order of their ranks. Raises where ranks are missing, or tensors are cut in other ways too."""
+    """Returns the files in the order of their ranks.
+
+    Raises CheckpointNotFoundError (missing_file) if ranks are missing, CheckpointCorruptError (unsupported_version) if
+    tensors are cut in other ways too.
+    """
     found: dict[int, str] = {}
     for name in names:
         match = pattern.match(name)
@@ -103,95 +109,70 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
     return [found[rank] for rank in sorted(found)]
 
 
-class _Reader:
-    """The files of a folder, and what lies in model states."""
+def _add_frozen(models: list[SavedFile]) -> None:
+    """Adds parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""
+    builder = models[0].builder
+    for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
+        fqn = f"model.{name}"
+        if fqn in builder.tensors:  # universal checkpoints may have them
+            continue
+        lengths = lengths_of(shape)
+        views = [saved.value["frozen_param_fragments"][name] for saved in models]
+        if len(views) == 1 or views[0].shape == lengths:
+            models[0].add_tensor(fqn, views[0])
+            continue
+        found = [saved.buffer(view, name) for saved, view in zip(models, views, strict=True)]
+        dtype = found[0][1]
+        runs = list(divided_runs(lengths, 0, [[buffer] for buffer, _ in found], item_bytes=itemsize(dtype)))
+        chunks = chunks_of_runs(lengths, runs, item_bytes=itemsize(dtype))
+        builder.add_tensor(fqn, dtype, lengths, chunks, num_parts=len(chunks))
 
-    def __init__(self, store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> None:
-        self._store = store
-        self._folder = folder
-        self._listing = listing
-        self._parts = parts
 
-    def open(self, name: str) -> Saved:
-        """A file of the folder itself."""
-        saved = self.open_sized(name, self._listing[name] or 0)
-        if not isinstance(saved.value, dict):
-            raise damaged(saved.path, "it has no dict")
-        return saved
+def _add_model(saved: SavedFile, state: ZeroState | None) -> None:
+    """Adds what is saved with the model, but for what lies in flat buffers."""
+    value, builder = saved.value, saved.builder
+    flat = state.names if state else frozenset()
+    for name, view in value["module"].items():
+        # ZeRO 3 leaves empty tensors in the place of parameters.
+        if isinstance(view, StoredView) and not (name in flat and not all(view.shape)):
+            fqn = f"module.{name}" if name in flat else f"model.{name}"
+            if fqn not in builder.tensors:  # it is frozen
+                saved.add_tensor(fqn, view)
+        elif is_extra_state(name):
+            builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")
+    for alias, name in (value.get("shared_params") or {}).items():
+        if f"model.{alias}" not in builder.tensors and f"model.{name}" in builder.tensors:
+            builder.add_alias(f"model.{alias}", f"model.{name}")
+    facts: dict[str, Any] = {"engine": {name: value[name] for name in _COUNTERS if type(value.get(name)) is int}}
+    if isinstance(value.get("lr_scheduler"), dict):
+        facts["lr_scheduler"] = value["lr_scheduler"]
+    if state is None:
+        entries = facts | _without_zero(value.get(_OPTIMIZER_ENTRY))
+    else:
+        entries = {_OPTIMIZER_ENTRY: {**state.tree, "facts": {**state.facts, **facts}}}
+        if value.get(_OPTIMIZER_ENTRY) is not None:
+            builder.leave_out(_OPTIMIZER_ENTRY, "the files of the optimizer have its state")
+    builder.trees |= {name: saved.plain(entry, name) for name, entry in entries.items()}
+    for key, item in value.items():
+        if key not in _KNOWN and item is not None and str(key) not in builder.trees:
+            builder.trees[str(key)] = saved.plain(item, str(key))
+    builder.set_step(value.get("global_steps"))
 
-    def open_sized(self, name: str, num_bytes: int) -> Saved:
-        """A file at or below the folder."""
-        return open_saved(self._store, self._folder, name, num_bytes, parts=self._parts, find_global=_find_class)
 
-    def add_frozen(self, models: list[Saved]) -> None:
-        """Parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""
-        shapes = models[0].value.get("frozen_param_shapes") or {}
-        for name, shape in shapes.items():
-            if f"model.{name}" in self._parts.tensors:  # universal checkpoints may have them
-                continue
-            lengths = lengths_of(shape)
-            views = [saved.value["frozen_param_fragments"][name] for saved in models]
-            if len(views) == 1 or views[0].shape == lengths:
-                self._add(models[0], f"model.{name}", views[0])
-                continue
-            found = [saved.buffer(view, name) for saved, view in zip(models, views, strict=True)]
-            item_bytes = itemsize(found[0][1])
-            runs = list(divided_runs(lengths, 0, [[buffer] for buffer, _ in found], item_bytes=item_bytes))
-            chunks = chunks_of_runs(lengths, runs, item_bytes=item_bytes)
-            self._parts.add_tensor(f"model.{name}", found[0][1], lengths, chunks, num_parts=len(chunks))
-
-    def add_model(self, saved: Saved, state: ZeroState | None) -> None:
-        """Adds what is saved with the model, but for what lies in flat buffers."""
-        value, parts = saved.value, self._parts
-        flat = state.names if state else frozenset()
-        for name, view in value["module"].items():
-            # ZeRO 3 leaves empty tensors in the place of parameters.
-            if isinstance(view, StoredView) and not (name in flat and not all(view.shape)):
-                fqn = f"module.{name}" if name in flat else f"model.{name}"
-                if fqn not in parts.tensors:  # what is frozen
-                    self._add(saved, fqn, view)
-            elif is_extra_state(name):
-                parts.trees[f"model.{name}"] = self._plain(saved, view, f"model.{name}")
-        for alias, name in _pairs(value.get("shared_params")):
-            if f"model.{alias}" not in parts.tensors and f"model.{name}" in parts.tensors:
-                parts.add_alias(f"model.{alias}", f"model.{name}")
-        facts: dict[str, Any] = {"engine": {name: value[name] for name in _COUNTERS if type(value.get(name)) is int}}
-        if isinstance(value.get("lr_scheduler"), dict):
-            facts["lr_scheduler"] = value["lr_scheduler"]
-        if state is not None:
-            parts.trees["optimizer"] = self._plain(
-                saved, {**state.tree, "facts": {**state.facts, **facts}}, "optimizer"
-            )
-        else:
-            facts |= _without_zero(value.get(_OPTIMIZER_ENTRY))
-            parts.trees |= {name: self._plain(saved, fact, name) for name, fact in facts.items()}
-        for key, item in value.items():
-            if key not in _KNOWN and item is not None and str(key) not in parts.trees:
-                parts.trees[str(key)] = self._plain(saved, item, str(key))
-        if state is not None and value.get(_OPTIMIZER_ENTRY) is not None:
-            parts.leave_out(_OPTIMIZER_ENTRY, "the files of the optimizer have its state")
-        steps = value.get("global_steps")
-        parts.step = steps if type(steps) is int and steps >= 0 else None
-
-    def name_left_out(self, models: list[Saved]) -> None:
-        """Names values of the model states that are not read, but for what describes the files alone."""
-        for key in _LEFT:
-            if models[0].value.get(key) is not None:
-                self._parts.leave_out(key, "it describes the run, and is no state")
-        for saved in models[1:]:
-            for key, item in saved.value.items():
-                if key not in _KNOWN and holds_tensor(item):
-                    self._parts.leave_out(f"{saved.name}: {key}", "what the first rank has under this name is read")
-
-    def _plain(self, saved: Saved, value: Any, fqn: str) -> Any:
-        return plain_tree(value, fqn, path=saved.path, on_tensor=lambda name, view: self._add(saved, name, view))
-
-    def _add(self, saved: Saved, fqn: str, view: StoredView) -> None:
-        self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+def _name_left_out(models: list[SavedFile]) -> None:
+    """Names values of the model states that are not read, but for what describes the files alone."""
+    builder = models[0].builder
+    for key in _LEFT:
+        if models[0].value.get(key) is not None:
+            builder.leave_out(key, "it describes the run, and is no state")
+    for saved in models[1:]:
+        for key, item in saved.value.items():
+            if key not in _KNOWN and holds_tensor(item):
+                builder.leave_out(f"{saved.name}: {key}", "what the first rank has under this name is read")
 
 
 def _without_zero(optimizer: Any) -> dict[str, Any]:
-    """The optimizer of a training without ZeRO as entries: torch's state_dict, or one of a wrapper around it."""
+    """Returns the optimizer of a training without ZeRO as entries: torch's state_dict, or that of a wrapper."""
     if not isinstance(optimizer, dict):
         return {} if optimizer is None else {_OPTIMIZER_ENTRY: optimizer}
     if not isinstance(optimizer.get(_INNER), dict):
@@ -200,10 +181,4 @@ def _without_zero(optimizer: Any) -> dict[str, Any]:
     return {_OPTIMIZER_ENTRY: optimizer[_INNER], _WRAPPER_ENTRY: wrapper}
 
 
-def _pairs(value: Any) -> Iterator[tuple[str, str]]:
-    yield from ((str(alias), str(name)) for alias, name in (value or {}).items())
-
-
-def _find_class(module: str, name: str) -> Any:
-    found = _CLASSES.get(f"{module}.{name}")
-    return find_value(module, name) if found is None else found
+_find_class = with_values(_CLASSES)

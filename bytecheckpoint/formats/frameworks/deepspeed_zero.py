@@ -1,4 +1,4 @@
-"""What ZeRO keeps flat: full-precision weights and optimizer state, found by the order and the shapes of parameters
+"""The flat buffers of ZeRO: full-precision weights and optimizer state, found by the order and the shapes of parameters
 that DeepSpeed writes beside them.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.file_reader import damaged, not_readable
@@ -20,14 +20,9 @@ from bytecheckpoint.formats.flat_ranges import (
     partition_length,
     shared_runs,
 )
-from bytecheckpoint.formats.manifest_builder import holds_tensor
-from bytecheckpoint.formats.plain_values import SizeValue
-from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
-from bytecheckpoint.manifest.plain_wire import MAX_DIMS
-
-if TYPE_CHECKING:
-    from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-    from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, holds_tensor
+from bytecheckpoint.formats.torch_save.file import SavedFile
+from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView, lengths_of
 
 _READ = frozenset(
     {"base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "optimizer_state_dict"}
@@ -39,7 +34,7 @@ _ALIGNMENT = 2
 
 
 class ZeroState(NamedTuple):
-    """What was found."""
+    """The optimizer, and the parameters that flat buffers hold."""
 
     names: frozenset[str]
     """Parameters whose weights lie in flat buffers."""
@@ -49,7 +44,7 @@ class ZeroState(NamedTuple):
     """State of the optimizer's wrapper."""
 
 
-def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result: Result) -> ZeroState:
+def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile], zero: ZeroBuilder) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
 
     Raises LookupError, TypeError, ValueError and AttributeError where the files are none of DeepSpeed's, and what
@@ -64,15 +59,15 @@ def read_zero_state(models: Sequence[Saved], optimizers: Sequence[Saved], result
         advice = "make it universal with DeepSpeed's ds_to_universal"
         raise not_readable(optimizers[0].path, "parameters are divided over groups of ranks (MiCS, hpZ)", advice)
     shapes = [{name: lengths_of(shape) for name, shape in group.items()} for group in models[0].value["param_shapes"]]
-    given = _Given(optimizers, states, shapes)
+    given = _ZeroFiles(optimizers, states, shapes)
     if states[0].get("zero_stage") == 3:
-        _read_divided(given, result)
+        _read_divided(given, zero)
     else:
-        _read_shared(given, result)
+        _read_shared(given, zero)
     for saved, state in zip(optimizers, states, strict=True):
         for key in sorted(state.keys() - _READ):
-            result.leave_out(f"{saved.name}: {key}", state[key], "this release does not know it")
-    return ZeroState(frozenset(name for group in shapes for name in group), result.tree, _facts(states[0]))
+            zero.leave_out(f"{saved.name}: {key}", state[key], "this release does not know it")
+    return ZeroState(frozenset(name for group in shapes for name in group), zero.tree, _facts(states[0]))
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,39 +78,27 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"loss_scaler": {name: fields[name] for name in _LOSS_SCALE if name in fields}}
 
 
-def lengths_of(value: Any) -> tuple[int, ...]:
-    """A shape as a pickle has it."""
-    lengths = value.lengths if isinstance(value, SizeValue) else tuple(value)
-    if len(lengths) > MAX_DIMS or not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
-        raise ValueError(f"{lengths!r:.80} is no shape")
-    return lengths
+class ZeroBuilder:
+    """Puts together tensors of the manifest, and the optimizer's tree."""
 
-
-class Result:
-    """What is put together: tensors of the manifest, and the optimizer's tree."""
-
-    def __init__(self, parts: ManifestBuilder) -> None:
-        self._parts = parts
+    def __init__(self, builder: ManifestBuilder) -> None:
+        self._builder = builder
         self.tree: dict[str, Any] = {"state": {}, "groups": {}}
 
     def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Sequence[FlatRun]) -> None:
         chunks = chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
-        self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
-
-    def add_view(self, fqn: str, view: StoredView, saved: Saved) -> None:
-        """A tensor that is whole in a file."""
-        self._parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
+        self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
 
     def leave_out(self, name: str, value: Any, why: str) -> None:
         """Names a value that is not read, if it holds a tensor."""
         if holds_tensor(value):
-            self._parts.leave_out(name, why)
+            self._builder.leave_out(name, why)
 
-    def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: Saved) -> None:
-        """What all of these parameters have one of, such as the count of steps."""
+    def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: SavedFile) -> None:
+        """Adds a value of which all these parameters have the same, for instance the count of steps."""
         for name in names:
             if isinstance(value, StoredView):
-                self.add_view(f"optimizer.state.{name}.{key}", value, saved)
+                saved.add_tensor(f"optimizer.state.{name}.{key}", value)
             else:
                 self.tree["state"].setdefault(name, {})[key] = value
 
@@ -125,23 +108,23 @@ class Result:
             self.tree["groups"][names[0]] = {"params": dict.fromkeys(names), "values": values}
 
 
-class _Given(NamedTuple):
+class _ZeroFiles(NamedTuple):
     """The files of all ranks."""
 
-    saved: Sequence[Saved]
+    saved: Sequence[SavedFile]
     states: Sequence[dict[str, Any]]
-    """What each says of the optimizer."""
+    """The optimizer's state in each."""
     shapes: Sequence[dict[str, tuple[int, ...]]]
-    """Of the parameters in each group, in their order."""
+    """Shapes of the parameters in each group, in their order."""
 
     def buffers(self, views: Sequence[Any], what: str) -> tuple[list[FlatBuffer], str]:
-        """Flat tensors, one of each rank, and their dtype."""
+        """Returns flat tensors, one of each rank, and their dtype."""
         found = [saved.buffer(view, what) for saved, view in zip(self.saved, views, strict=True)]
         return [buffer for buffer, _ in found], found[0][1]
 
 
-def _read_shared(given: _Given, result: Result) -> None:
-    """ZeRO 1 and 2: the parameters of a group follow one another, and each rank has an equal part of all."""
+def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
+    """Reads ZeRO 1 and 2: the parameters of a group follow one another, and each rank has an equal part of all."""
     first = given.states[0]
     alignment = first.get("param_alignment_paddings")
 
@@ -155,17 +138,17 @@ def _read_shared(given: _Given, result: Result) -> None:
             if _is_flat(value, {part, *weights[0].shape}):
                 flat[f"optimizer.state.{{}}.{key}"] = [of_rank[key] for of_rank in by_rank]
             else:
-                result.add_one_value(shapes, key, value, given.saved[0])
+                zero.add_one_value(shapes, key, value, given.saved[0])
         for fqn, views in flat.items():
             buffers, dtype = given.buffers(views, fqn)
             for name, where in zip(shapes, placed, strict=True):
                 runs = shared_runs(where, part, buffers, item_bytes=itemsize(dtype))
-                result.add(fqn.format(name), dtype, where.shape, list(runs))
-        result.add_group(list(shapes), _param_group(first["base_optimizer_state"], index))
+                zero.add(fqn.format(name), dtype, where.shape, list(runs))
+        zero.add_group(list(shapes), _param_group(first["base_optimizer_state"], index))
 
 
-def _read_divided(given: _Given, result: Result) -> None:
-    """ZeRO 3: every rank has an equal part of each parameter, and these follow one another, in several buffers."""
+def _read_divided(given: _ZeroFiles, zero: ZeroBuilder) -> None:
+    """Reads ZeRO 3: every rank has an equal part of each parameter, one after the other in several buffers."""
     weights = [state["fp32_flat_groups"] for state in given.states]
     states = [state["optimizer_state_dict"]["state"] for state in given.states]
     num_buffers = len(weights[0])
@@ -177,7 +160,7 @@ def _read_divided(given: _Given, result: Result) -> None:
             flat[fqn] = [[of_rank[index][key] for index in range(num_buffers)] for of_rank in states]
         else:
             names = [name for shapes in given.shapes for name in shapes]
-            result.add_one_value(names, key, value, given.saved[0])
+            zero.add_one_value(names, key, value, given.saved[0])
     for fqn, views in flat.items():
         by_buffer = [given.buffers([of_rank[index] for of_rank in views], fqn) for index in range(num_buffers)]
         dtype = by_buffer[0][1]
@@ -185,20 +168,20 @@ def _read_divided(given: _Given, result: Result) -> None:
         at = 0
         for name, shape in (item for shapes in given.shapes for item in shapes.items()):
             runs = divided_runs(shape, at, of_ranks, item_bytes=itemsize(dtype))
-            result.add(fqn.format(name), dtype, shape, list(runs))
+            zero.add(fqn.format(name), dtype, shape, list(runs))
             at += divided_share(shape, len(given.saved))
-    _add_groups(given, result)
+    _add_groups(given, zero)
 
 
-def _add_groups(given: _Given, result: Result) -> None:
-    """Of the user, each of which is several buffers here."""
+def _add_groups(given: _ZeroFiles, zero: ZeroBuilder) -> None:
+    """Adds the user's groups, each of which is several buffers here."""
     groups = given.states[0]["optimizer_state_dict"]["param_groups"]
     known = [list(shapes) for shapes in given.shapes]
     if sorted(index for group in groups for index in group["params"]) != list(range(len(known))):
-        result.add_group([name for names in known for name in names], groups[0])
+        zero.add_group([name for names in known for name in names], groups[0])
         return
     for group in groups:
-        result.add_group([name for index in group["params"] for name in known[index]], group)
+        zero.add_group([name for index in group["params"] for name in known[index]], group)
 
 
 def _is_flat(value: Any, lengths: set[int]) -> bool:
@@ -206,7 +189,7 @@ def _is_flat(value: Any, lengths: set[int]) -> bool:
 
 
 def _state_of_group(base: Any, index: int) -> dict[str, Any]:
-    """What the optimizer that DeepSpeed has wrapped keeps for a group; of elastic checkpoints a list of such."""
+    """Returns the state of the wrapped optimizer for a group; elastic checkpoints have a list of such states."""
     states = base["state"] if isinstance(base, dict) else dict(enumerate(base))
     found: dict[str, Any] = states.get(index, {})
     return found

@@ -1,5 +1,5 @@
-"""What Megatron keeps beside the tensors of a `torch_dist` folder: a marker, arguments, counters, schedules and random
-state. Releases differ in where they put them; here they stand under the names that they have in Megatron.
+"""Values that Megatron keeps beside the tensors of a `torch_dist` folder: a marker, arguments, counters, schedules and
+random state. Releases put them in different places; here they have the names that they have in Megatron.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.torch_save.files import missing_file, open_saved
+from bytecheckpoint.formats.torch_save.file import missing_file
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -24,7 +24,7 @@ _MAX_MARKER_BYTES = 1 << 16
 
 
 def read_backend(store: Store, folder: str, listing: Mapping[str, int | None]) -> str | None:
-    """What Megatron says has written the folder; None where it is none of Megatron's."""
+    """Returns the backend that Megatron says has written the folder; None if it is none of Megatron's."""
     num_bytes = listing.get(MARKER_NAME)
     if not num_bytes or num_bytes > _MAX_MARKER_BYTES:
         return None
@@ -48,24 +48,20 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
         raise missing_file(path, f"has no .metadata, and {MARKER_NAME} says that Megatron saved it as {backend}")
 
 
-def with_common_state(
-    root: dict[Any, Any], store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder
-) -> dict[Any, Any]:
-    """The state with Megatron's objects as Megatron knows them: each of them is saved as a list of one, and the common
-    state, which has a place of its own, is spread out.
+def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, Any]:
+    """Returns the state with Megatron's objects as Megatron knows them: each of them is saved as a list of one, and the
+    common state, which has a place of its own, is spread out.
     """
     found = {key: value[0] if _is_sharded_object(key, value) else value for key, value in root.items()}
     common = found.pop(_COMMON_KEY, {})
-    num_bytes = listing.get(_COMMON_FILE)
-    if num_bytes is not None and not common:
-        saved = open_saved(store, folder, _COMMON_FILE, num_bytes, parts=parts, find_global=find_megatron_value)
-        common = saved.plain(parts, saved.value, "")
+    if _COMMON_FILE in source.files and not common:
+        saved = source.open(_COMMON_FILE, find_megatron_value)
+        common = saved.plain(saved.value, "")
     if not isinstance(common, dict):
-        raise damaged(parts.path, f"the common state of Megatron is no dict but a {type(common).__name__}")
+        raise damaged(source.path, f"the common state of Megatron is no dict but a {type(common).__name__}")
     for key, value in common.items():
         found.setdefault(key if key not in found else f"{_COMMON_KEY}.{key}", value)
-    iteration = common.get("iteration")
-    parts.step = iteration if type(iteration) is int and iteration >= 0 else None
+    source.builder.set_step(common.get("iteration"))
     return found
 
 

@@ -1,5 +1,5 @@
-"""What the pickles of Megatron may name besides tensors and plain data: its settings, in `args`, and the state of its
-checks. They are read as plain data: an enumeration as its value, an object as a dict.
+"""Names that the pickles of Megatron may have besides tensors and plain data: its settings, in `args`, and the state of
+its checks. They are read as plain data: an enumeration as its value, an object as a dict.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
-from bytecheckpoint.formats.torch_save.unpickler_globals import Call, find_value, instances
+from bytecheckpoint.formats.torch_save.unpickler_globals import Call, instances, with_values
 
 
 class _Enumeration(Call):
@@ -23,7 +23,7 @@ def _value(value: Any, *_: Any) -> Any:
 
 
 def _member(owner: Any, name: Any) -> str:
-    """What Python 3.11 calls for a member of an enumeration."""
+    """Stands for getattr, which Python 3.11 calls for a member of an enumeration."""
     if not isinstance(owner, _Enumeration) or type(name) is not str:
         raise PickleError("it asks for an attribute")
     return name
@@ -73,7 +73,5 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def find_megatron_value(module: str, name: str) -> Any:
-    """What stands for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
-    found = _CLASSES.get(f"{module}.{name}")
-    return find_value(module, name) if found is None else found
+find_megatron_value = with_values(_CLASSES)
+"""Returns the stand-in for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""

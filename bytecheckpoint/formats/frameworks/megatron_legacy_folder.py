@@ -14,13 +14,13 @@ from typing import Any
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.frameworks.megatron_legacy_model import MODEL_KEY, Model, Rank, RankFile
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved, translated
+from bytecheckpoint.formats.torch_save.file import SavedFile, missing_file, translated
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
 
 _RANK_FOLDER = re.compile(r"\Amp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?\Z")
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -42,39 +42,36 @@ _OF_RANK = ("rng_state", "rerun_state_machine")
 
 
 def is_folder(listing: Mapping[str, int | None]) -> bool:
-    """Whether a folder with this listing is one of a step."""
+    """Returns True for a folder of a step, by its listing."""
     return any(num_bytes is None and _RANK_FOLDER.match(name) for name, num_bytes in listing.items())
 
 
-def read_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
+def read_folder(source: SourceFolder) -> None:
     """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = ManifestBuilder(join_name(str(store), folder))
-    names = sorted(name for name, num_bytes in listing.items() if num_bytes is None and _RANK_FOLDER.match(name))
-    opened = [_open(store, folder, name, parts) for name in names]
+    names = sorted(name for name in source.listing if source.is_folder(name) and _RANK_FOLDER.match(name))
+    opened = [_open(source, name) for name in names]
     first = opened[0][1]
-    files = translated(first.path, _WRITER, _arrange, opened, parts)
-    translated(first.path, _WRITER, _read, files, parts)
-    return parts
+    files = translated(first.path, _WRITER, _arrange, opened, source.builder)
+    translated(first.path, _WRITER, _read, files, source.builder)
 
 
-def _open(store: Store, folder: str, name: str, parts: ManifestBuilder) -> tuple[str, Saved, str]:
-    """The file of a rank, and the name of a file with optimizer state beside it."""
-    inside = store.list(join_name(folder, name))
+def _open(source: SourceFolder, name: str) -> tuple[str, SavedFile, str]:
+    """Returns the folder and the file of a rank, and the name of a file with optimizer state beside it."""
+    inside = source.list(name)
     file = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
     if file is None:
-        raise missing_file(join_name(parts.path, name), f"has no {_MODEL_FILES[0]}")
-    full_name = join_name(name, file)
-    saved = open_saved(store, folder, full_name, inside[file] or 0, parts=parts, find_global=find_megatron_value)
+        raise missing_file(join_name(source.path, name), f"has no {_MODEL_FILES[0]}")
+    saved = source.open(join_name(name, file), find_megatron_value, num_bytes=inside[file])
     if not isinstance(saved.value, dict):
         raise damaged(saved.path, "it has no dict")
     other = next((file for file in sorted(inside) if _OPTIMIZER_FILES.match(file)), "")
     return name, saved, join_name(name, other) if other else ""
 
 
-def _arrange(opened: list[tuple[str, Saved, str]], parts: ManifestBuilder) -> dict[Rank, RankFile]:
-    """The files by rank, all of them there and of one save. Names where optimizer state is, if there is any."""
+def _arrange(opened: list[tuple[str, SavedFile, str]], builder: ManifestBuilder) -> dict[Rank, RankFile]:
+    """Returns the files by rank, all of them there and of one save. Leaves out optimizer state by name."""
     settings = RankFile(Rank(0, 0, 0), *opened[0][:2]).settings
     has_stages = _size(settings, "pipeline_model_parallel_size") > 1
     files: dict[Rank, RankFile] = {}
@@ -87,15 +84,15 @@ def _arrange(opened: list[tuple[str, Saved, str]], parts: ManifestBuilder) -> di
         if rank in files:
             what = f"has {files[rank].folder!r} and {name!r}, which are of one rank"
             raise CheckpointMismatchError(
-                f"{parts.path} {what}; nothing was loaded: remove the one that is older",
+                f"{builder.path} {what}; nothing was loaded: remove the one that is older",
                 kind="conflict",
-                path=parts.path,
+                path=builder.path,
             )
         files[rank] = RankFile(rank, name, saved)
         for left_out in (other, _OPTIMIZER if saved.value.get(_OPTIMIZER) else ""):
             if left_out:
-                parts.leave_out(left_out, "which parameter each of its tensors belongs to is not written there")
-    _refuse_missing_ranks(files, settings, parts.path)
+                builder.leave_out(left_out, "which parameter each of its tensors belongs to is not written there")
+    _refuse_missing_ranks(files, settings, builder.path)
     _refuse_mixed(files)
     return files
 
@@ -138,15 +135,14 @@ def _refuse_mixed(files: Mapping[Rank, RankFile]) -> None:
                 raise damaged(file.saved.path, f"it is of another save: {what}")
 
 
-def _read(files: Mapping[Rank, RankFile], parts: ManifestBuilder) -> None:
+def _read(files: Mapping[Rank, RankFile], builder: ManifestBuilder) -> None:
     first = files[Rank(0, 0, 0)]
-    steps = first.value.get("iteration")
-    parts.step = steps if type(steps) is int and steps >= 0 else None
-    Model(files, parts).add()
+    builder.set_step(first.value.get("iteration"))
+    Model(files, builder).add()
     for file in files.values():
-        kept = [key for key in file.value if not MODEL_KEY.match(str(key)) and key != _OPTIMIZER]
-        for key in kept if file is first else [key for key in kept if key in _OF_RANK]:
+        plain = [key for key in file.value if not MODEL_KEY.match(str(key)) and key != _OPTIMIZER]
+        for key in plain if file is first else [key for key in plain if key in _OF_RANK]:
             fqn = str(key) if file is first else f"{file.folder}.{key}"
-            tree = file.saved.plain(parts, file.value[key], fqn)
+            tree = file.saved.plain(file.value[key], fqn)
             if not isinstance(tree, TensorRef):
-                parts.trees[fqn] = tree
+                builder.trees[fqn] = tree

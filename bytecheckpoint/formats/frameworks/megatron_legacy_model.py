@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
-from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import Part, is_same_on_all, whole_of
+from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import TensorPart, is_same_on_all, whole_of
 from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, is_extra_state, two_of
-from bytecheckpoint.formats.plain_values import encode_value
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
-from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.torch_save.file import SavedFile
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn
 
@@ -25,15 +24,15 @@ _EXPERT = re.compile(
 )
 _OF_EXPERTS = re.compile(r"(?:\A|\.)(?:local_)?experts\.")
 _MAIN_LAYERS = re.compile(r"\A(?:module\.|language_model\.)*(encoder|decoder|transformer)\.layers\.\Z")
-"""Those that the arguments count."""
+"""Layers that the arguments count."""
 _MAY_STAND_TWICE = re.compile(r"(?:\A|\.)(?:word|position)_embeddings\.weight\Z")
 _ADVICE = "load it with Megatron and save it with --ckpt-format torch_dist"
 _FIRST_VERSION_OF_ORDER = 2.0
-"""Of checkpoints: the first in which the rows of attention follow one another as they do today."""
+"""The first version of checkpoints in which the rows of attention have the order of today."""
 
 
 class Rank(NamedTuple):
-    """Where a rank stands."""
+    """Coordinates of a rank."""
 
     tp: int
     pp: int
@@ -45,7 +44,7 @@ class RankFile(NamedTuple):
 
     rank: Rank
     folder: str
-    saved: Saved
+    saved: SavedFile
 
     @property
     def value(self) -> dict[str, Any]:
@@ -54,26 +53,26 @@ class RankFile(NamedTuple):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The arguments that Megatron ran with, as far as the file has them."""
+        """The arguments of Megatron, as far as the file has them."""
         args = self.value.get("args")
         return args.fields if isinstance(args, Instance) else {}
 
 
 _Stage = dict[str, list[tuple[RankFile, Any]]]
-"""What the files of a stage have, by name."""
+"""Values of the files of a stage, by name."""
 
 
 class Model:
     """The parts of the model in all files."""
 
-    def __init__(self, files: Mapping[Rank, RankFile], parts: ManifestBuilder) -> None:
+    def __init__(self, files: Mapping[Rank, RankFile], builder: ManifestBuilder) -> None:
         self._files = files
-        self._parts = parts
+        self._builder = builder
         self._num_layers: dict[str, int] = {}
-        """Of those that came before, by what their names begin with."""
+        """Number of layers in the stages before, by the prefix of their names."""
         self._stage_of: dict[str, Rank] = {}
         self._found: dict[str, list[tuple[RankFile, Any]]] = {}
-        """Of tensors that another stage may have as well."""
+        """Parts of tensors that another stage may have as well."""
         self._comparer = Comparer()
 
     def add(self) -> None:
@@ -95,8 +94,8 @@ class Model:
             self._num_layers[prefix] = self._num_layers.get(prefix, 0) + num_layers
 
     def _by_name(self, key: str, files: list[RankFile]) -> _Stage:
-        """What the files of a stage have of each tensor, in the order of tensor ranks, by name with its own numbers for
-        layers and those of the whole model for experts.
+        """Returns the parts of each tensor in the files of a stage, in the order of tensor ranks, by name with the
+        stage's numbers for layers and those of the whole model for experts.
         """
         values = {file.rank: _flat(file.value[key], file.saved.path) for file in files}
         first = values[files[0].rank]
@@ -118,25 +117,17 @@ class Model:
         return by_name
 
     def _refuse_no_copy(self, name: str, found: tuple[RankFile, Any], value: Any) -> None:
-        """What is of no expert, every rank of experts has a copy of."""
-        file, copy = found
+        """Refuses a value of no expert that is no copy: every rank of experts has one."""
+        file, _ = found
         if _OF_EXPERTS.search(name):
             what = f"{name!r:.200} is of experts, and which of them is not to be seen from its name"
             raise not_readable(file.saved.path, what, _ADVICE)
-        self._refuse_difference(name, (self._files[file.rank._replace(ep=0)], value), (file, copy))
+        self._refuse_difference(name, (self._files[file.rank._replace(ep=0)], value), found)
 
     def _refuse_difference(self, name: str, one: tuple[RankFile, Any], other: tuple[RankFile, Any]) -> None:
         here, there = (file.saved for file, _ in (one, other))
-        if isinstance(one[1], StoredView) and isinstance(other[1], StoredView):
-            if self._comparer.same((here, one[1]), (there, other[1]), name) is not False:
-                return
-        elif not isinstance(one[1], StoredView) and not isinstance(other[1], StoredView):
-            plain = (
-                saved.plain(ManifestBuilder(saved.path), each, name)
-                for saved, (_, each) in ((here, one), (there, other))
-            )
-            if len({encode_value(each, path=here.path) for each in plain}) == 1:
-                return
+        if self._comparer.same_value((here, one[1]), (there, other[1]), name) is not False:
+            return
         raise CheckpointMismatchError(
             f"{there.path} and {here.path} should have copies of {name!r:.200}, and they differ; which one counts is "
             f"not known, and nothing was loaded: {_ADVICE}",
@@ -167,31 +158,31 @@ class Model:
                 for one, other in zip(others, found, strict=True):
                     self._refuse_difference(name, one, other)
                 return
-        parts = [Part(file.saved, each) for file, each in found]
+        parts = [TensorPart(file.saved, each) for file, each in found]
         if is_same_on_all(name):
             for other in found[1:]:
                 self._refuse_difference(name, found[0], other)
         dtype, shape, chunks = whole_of(name, parts, is_gated=_is_gated(local_name, value, stage))
         self._refuse_taken(fqn, first.rank)
-        self._parts.add_tensor(fqn, dtype, shape, chunks, num_parts=2 * len(parts))
+        self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=2 * len(parts))
 
     def _refuse_taken(self, fqn: str, rank: Rank) -> None:
         other = self._stage_of.setdefault(fqn, rank)
-        if fqn in self._parts.tensors:
+        if fqn in self._builder.tensors:
             raise CheckpointMismatchError(
-                f"{self._parts.path}: pipeline ranks {other.pp} and {rank.pp} both have {fqn!r:.200}, and which one "
+                f"{self._builder.path}: pipeline ranks {other.pp} and {rank.pp} both have {fqn!r:.200}, and which one "
                 f"counts is not known; nothing was loaded: {_ADVICE}",
                 kind="conflict",
-                path=self._parts.path,
+                path=self._builder.path,
             )
 
     def _add_plain(self, fqn: str, found: list[tuple[RankFile, Any]]) -> None:
-        """Extra state of modules, of which ranks may have different ones."""
+        """Adds extra state of modules, of which ranks may have different ones."""
         for file, value in found:
             is_first = file is found[0][0]
             name = fqn if is_first else f"{file.folder}.{fqn}"
             if is_first or value is not None:
-                self._parts.trees[name] = file.saved.plain(self._parts, value, name)
+                self._builder.trees[name] = file.saved.plain(value, name)
 
     def _refuse_other_cuts(self, name: str, file: RankFile, num_parts: int) -> None:
         size = file.settings.get("expert_tensor_parallel_size")
@@ -209,7 +200,7 @@ class Model:
 
 
 def _chunks_of(file: RankFile) -> list[str]:
-    """The keys of the chunks of the model that a stage has, in their order."""
+    """Returns the keys of the chunks of the model that a stage has, in order."""
     matches = [match for match in map(MODEL_KEY.match, map(str, file.value)) if match]
     keys = [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
     if not keys:
@@ -218,7 +209,7 @@ def _chunks_of(file: RankFile) -> list[str]:
 
 
 def _flat(value: Any, path: str) -> dict[str, Any]:
-    """Tensors and other leaves by name: models were nested dicts once."""
+    """Returns tensors and other leaves by name: models were nested dicts once."""
     if not isinstance(value, dict):
         raise damaged(path, f"its model is a {type(value).__name__}, and no dict")
     found: dict[str, Any] = {}
@@ -243,7 +234,7 @@ def _flat(value: Any, path: str) -> dict[str, Any]:
 
 
 def num_local_experts(names: Mapping[str, Any], file: RankFile, num_ranks: int) -> int:
-    """Of each rank: all modules have as many, which the arguments say for all ranks together.
+    """Returns the number of experts of a rank: all modules have as many, and the arguments have the total of all ranks.
 
     Raises CheckpointCorruptError (bad_manifest).
     """
@@ -263,7 +254,7 @@ def num_local_experts(names: Mapping[str, Any], file: RankFile, num_ranks: int) 
 
 
 def refuse_other_counts(num_layers: Mapping[str, int], file: RankFile) -> None:
-    """Raises CheckpointCorruptError (bad_manifest) where there are not as many layers as the arguments say."""
+    """Raises CheckpointCorruptError (bad_manifest) if there are not as many layers as the arguments say."""
     for prefix, found in num_layers.items():
         match = _MAIN_LAYERS.match(prefix)
         if match is None:
@@ -276,7 +267,7 @@ def refuse_other_counts(num_layers: Mapping[str, int], file: RankFile) -> None:
 
 
 def _layers_of(names: Mapping[str, Any], path: str) -> dict[str, int]:
-    """How many layers a chunk of the model has, by what their names begin with."""
+    """Returns the number of layers in a chunk of the model, by the prefix of their names."""
     found: dict[str, set[int]] = {}
     for layer in filter(None, map(_LAYER.match, names)):
         found.setdefault(layer[1], set()).add(int(layer[2]))
@@ -288,8 +279,8 @@ def _layers_of(names: Mapping[str, Any], path: str) -> dict[str, int]:
 
 
 def _is_gated(name: str, view: StoredView, stage: _Stage) -> bool | None:
-    """Whether the first layer of this MLP has twice the width that the second takes; None where that is not to be seen,
-    and for what is no such layer.
+    """Returns True if the first layer of this MLP has twice the width that the second takes; None if that cannot be
+    seen, and for other layers.
     """
     second = re.sub(r"dense_h_to_4h\.(weight|bias)", "dense_4h_to_h.weight", name)
     second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", second)

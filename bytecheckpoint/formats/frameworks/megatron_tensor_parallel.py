@@ -1,5 +1,5 @@
-"""How Megatron cuts the tensors of its layers over the ranks of tensor parallelism, told by their names, and how the
-parts make up the whole. Where a name tells nothing, nothing is guessed.
+"""Joins tensors that Megatron has cut over the ranks of tensor parallelism. Their names say how; a tensor of another
+name is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.torch_save.file import SavedFile
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import shifted
@@ -30,14 +30,14 @@ _RULES = (
 _PATTERNS = [(rule, re.compile(rf"(?:\A|\.){pattern}\Z")) for rule, pattern in _RULES]
 
 
-class Part(NamedTuple):
-    """What a rank has of a tensor."""
+class TensorPart(NamedTuple):
+    """The part of a tensor that a rank has."""
 
-    saved: Saved
+    saved: SavedFile
     view: StoredView
 
 
-class Whole(NamedTuple):
+class WholeTensor(NamedTuple):
     """A tensor, put together."""
 
     dtype: str
@@ -45,15 +45,15 @@ class Whole(NamedTuple):
     chunks: list[Chunk]
 
 
-def whole_of(fqn: str, parts: Sequence[Part], *, is_gated: bool | None) -> Whole:
-    """A tensor from the parts of all ranks, in their order. `is_gated`: a first linear layer of an MLP is two, of which
-    each rank has a part of the one, followed by its part of the other; None where that is not known.
+def whole_of(fqn: str, parts: Sequence[TensorPart], *, is_gated: bool | None) -> WholeTensor:
+    """Returns a tensor from the parts of all ranks, in their order. `is_gated`: a first linear layer of an MLP is two,
+    of which each rank has a part of the one, followed by its part of the other; None if that is not known.
 
     Raises CheckpointCorruptError (bad_manifest, unsupported_version).
     """
     first = parts[0]
     if len(parts) == 1:
-        return Whole(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
+        return WholeTensor(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
     rule = _rule_of(fqn)
     if rule is None or (rule == _GATED and is_gated is None):
         what = f"{fqn!r:.200} is of no kind whose parts this release knows how to put together"
@@ -62,7 +62,7 @@ def whole_of(fqn: str, parts: Sequence[Part], *, is_gated: bool | None) -> Whole
         rule = _ROWS
     _refuse_odd_parts(fqn, parts, rule)
     if rule == _SAME:
-        return Whole(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
+        return WholeTensor(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
     if rule != _GATED:
         return _joined(fqn, parts, 1 if rule == _COLUMNS else 0)
     halves = [_half(part, index) for index in (0, 1) for part in parts]
@@ -70,7 +70,7 @@ def whole_of(fqn: str, parts: Sequence[Part], *, is_gated: bool | None) -> Whole
 
 
 def is_same_on_all(fqn: str) -> bool:
-    """Whether every rank has a copy of this tensor."""
+    """Returns True if every rank has a copy of this tensor."""
     return _rule_of(fqn) == _SAME
 
 
@@ -78,8 +78,8 @@ def _rule_of(fqn: str) -> str | None:
     return next((rule for rule, pattern in _PATTERNS if pattern.search(fqn)), None)
 
 
-def _refuse_odd_parts(fqn: str, parts: Sequence[Part], rule: str) -> None:
-    """Parts are of one dtype and shape: Megatron cuts evenly."""
+def _refuse_odd_parts(fqn: str, parts: Sequence[TensorPart], rule: str) -> None:
+    """Raises CheckpointCorruptError unless all parts have one dtype and shape: Megatron cuts evenly."""
     first = parts[0]
     for part in parts:
         if (part.view.dtype, part.view.shape) != (first.view.dtype, first.view.shape):
@@ -90,15 +90,15 @@ def _refuse_odd_parts(fqn: str, parts: Sequence[Part], rule: str) -> None:
         raise damaged(first.saved.path, f"its part of {fqn!r:.200} has the shape {list(first.view.shape)}")
 
 
-def _half(part: Part, index: int) -> Part:
+def _half(part: TensorPart, index: int) -> TensorPart:
     saved, view = part
     num_rows = view.shape[0] // 2
     start = view.item_offset + index * num_rows * view.strides[0]
     shape = (num_rows, *view.shape[1:])
-    return Part(saved, StoredView(view.storage, view.dtype, start, shape, view.strides))
+    return TensorPart(saved, StoredView(view.storage, view.dtype, start, shape, view.strides))
 
 
-def _joined(fqn: str, parts: Sequence[Part], dim: int) -> Whole:
+def _joined(fqn: str, parts: Sequence[TensorPart], dim: int) -> WholeTensor:
     chunks: list[Chunk] = []
     at = 0
     for saved, view in parts:
@@ -107,4 +107,4 @@ def _joined(fqn: str, parts: Sequence[Part], dim: int) -> Whole:
         at += view.shape[dim]
     view = parts[0].view
     shape = (*view.shape[:dim], at, *view.shape[dim + 1 :])
-    return Whole(view.dtype, shape, chunks)
+    return WholeTensor(view.dtype, shape, chunks)

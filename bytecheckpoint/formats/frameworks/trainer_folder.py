@@ -8,17 +8,12 @@ Accelerate numbers what there is more than one of: `model_1`, `optimizer_1`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import damaged
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import read_files, read_index
-from bytecheckpoint.formats.torch_save.files import Saved, missing_file, open_saved
-from bytecheckpoint.formats.torch_save.unpickler_globals import find_value
-from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.formats.torch_save.file import missing_file
 
 TORCH_SOLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STATE = re.compile(r"\A((?:optimizer|scheduler|scaler)(?:_\d{1,6})?)\.(?:pt|bin)\Z")
@@ -27,90 +22,66 @@ _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"(?:\A|/)checkpoint-(\d{1,18})\Z")
 
 
-def read_torch_model(store: Store, folder: str, listing: Mapping[str, int | None]) -> ManifestBuilder:
-    """The model of a folder with files of torch.save: one, or those of an index.
+def read_torch_model(source: SourceFolder) -> None:
+    """Reads the model of a folder with files of torch.save: one, or those of an index.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    parts = ManifestBuilder(join_name(str(store), folder))
-    if listing.get(TORCH_SOLE) is not None:
-        saved = _open(store, folder, TORCH_SOLE, listing, parts)
-        _add(parts, saved, saved.value)
-        return parts
-    path = join_name(parts.path, TORCH_INDEX)
-    weights = read_index(store, join_name(folder, TORCH_INDEX), path, listing[TORCH_INDEX] or 0)
+    if source.listing.get(TORCH_SOLE) is not None:
+        saved = source.open(TORCH_SOLE)
+        saved.take_apart(saved.value)
+        return
+    weights = read_index(source, TORCH_INDEX)
     for name in sorted(set(weights.values())):
-        if listing.get(name) is None:
-            raise missing_file(parts.path, f"lacks {name!r:.200}, in which its index has tensors")
-        saved = _open(store, folder, name, listing, parts)
+        if source.listing.get(name) is None:
+            raise missing_file(source.path, f"lacks {name!r:.200}, in which its index has tensors")
+        saved = source.open(name)
         wanted = {fqn for fqn, file in weights.items() if file == name}
         if not isinstance(saved.value, dict) or not wanted <= saved.value.keys():
+            path = f"{source.path}/{TORCH_INDEX}"
             raise damaged(path, f"tensors that it says are in {name!r:.200} are not there")
-        _add(parts, saved, {fqn: item for fqn, item in saved.value.items() if weights.get(fqn, name) == name})
-    return parts
+        saved.take_apart({fqn: item for fqn, item in saved.value.items() if weights.get(fqn, name) == name})
 
 
-def add_beside(store: Store, folder: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> None:
+def add_beside(source: SourceFolder) -> None:
     """Adds what lies beside the model of a folder, which was read.
 
     Raises CheckpointMismatchError (conflict), CheckpointCorruptError or UnsafeCheckpointError.
     """
-    step = _STEP.search(parts.path)
-    parts.step = int(step[1]) if step else None
-    read = {file.name for file in parts.files}
-    for name, num_bytes in sorted(listing.items()):
+    builder = source.builder
+    step = _STEP.search(source.path)
+    builder.step = int(step[1]) if step else None
+    read = {file.name for file in builder.files}
+    for name in sorted(source.files - read):
         state, model = _STATE.match(name), _MODEL.match(name)
-        if num_bytes is None or name in read:
-            continue
-        if state and state[1] not in parts.trees:
-            _add_state(store, folder, name, state[1], listing=listing, parts=parts)
-        elif model and model[1] not in parts.trees:
-            _add_model(store, folder, name, model[1], listing=listing, parts=parts)
+        if state and state[1] not in builder.trees:
+            _add_state(source, name, state[1])
+        elif model and model[1] not in builder.trees:
+            _add_model(source, name, model[1])
         elif name == _TRAINER_STATE:
-            parts.leave_out(name, "the history of the training, and no state of the model")
+            builder.leave_out(name, "the history of the training, and no state of the model")
 
 
-def _add_state(
-    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: ManifestBuilder
-) -> None:
-    """One that is refused is left out: the model can be loaded all the same."""
+def _add_state(source: SourceFolder, name: str, entry: str) -> None:
+    """Adds an entry, or leaves it out if it is refused: the model can be loaded all the same."""
     try:
-        saved = _open(store, folder, name, listing, parts)
+        saved = source.open(name)
     except UnsafeCheckpointError as error:
-        parts.leave_out(name, f"refused ({error.kind}), and an error says why where its path is given")
-        return
+        source.builder.leave_out(name, f"refused ({error.kind}), and an error says why where its path is given")
     except CheckpointCorruptError as error:
         if error.kind != "unsupported_version":
             raise
-        parts.leave_out(name, "of a form that this release does not read: give its path to see why")
-        return
-    _add(parts, saved, {entry: saved.value})
-
-
-def _add_model(
-    store: Store, folder: str, name: str, entry: str, *, listing: Mapping[str, int | None], parts: ManifestBuilder
-) -> None:
-    if name.endswith(".bin"):
-        saved = _open(store, folder, name, listing, parts)
-        _add(parts, saved, {entry: saved.value})
+        source.builder.leave_out(name, "of a form that this release does not read: give its path to see why")
     else:
-        parts.take_in(read_files(store, folder, [name]), entry)
+        saved.take_apart({entry: saved.value})
 
 
-def _open(store: Store, folder: str, name: str, listing: Mapping[str, int | None], parts: ManifestBuilder) -> Saved:
-    return open_saved(store, folder, name, listing[name] or 0, parts=parts, find_global=find_value)
-
-
-def _add(parts: ManifestBuilder, saved: Saved, value: Any) -> None:
-    known: dict[str, str] = {}
-
-    def add(fqn: str, view: Any) -> None:
-        place = repr((view.storage.key, view.dtype, view.item_offset, view.shape, view.strides))
-        first = known.setdefault(place, fqn)
-        if first == fqn:
-            parts.add_tensor(fqn, view.dtype, view.shape, saved.chunks(view, fqn))
-        else:
-            parts.add_alias(fqn, first)
-
-    parts.take_apart(value, on_tensor=add)
+def _add_model(source: SourceFolder, name: str, entry: str) -> None:
+    if name.endswith(".bin"):
+        saved = source.open(name)
+        saved.take_apart({entry: saved.value})
+    else:
+        model = SourceFolder(source.store, source.name, source.listing)
+        read_files(model, [name])
+        source.builder.take_in(model.builder, entry)

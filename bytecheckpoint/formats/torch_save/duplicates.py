@@ -1,15 +1,17 @@
-"""Whether tensors in two files of torch.save are copies of each other: by the checksums that torch has written, where
-it has, and else by their bytes. It knows no format.
+"""Compares values in two files of torch.save that may be copies of each other: tensors by the checksums that torch has
+written, where it has, and else by their bytes. It knows no format.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.torch_save.files import Saved
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder
+from bytecheckpoint.formats.plain_values import encode_value
+from bytecheckpoint.formats.torch_save.file import SavedFile
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.manifest import Chunk
 
@@ -18,17 +20,24 @@ _MAX_ALL_BYTES = 1 << 30
 _MAX_PIECES = 1 << 10
 _HEAD_BYTES = 1 << 12
 
-Copy = tuple[Saved, StoredView]
+StoredCopy = tuple[SavedFile, StoredView]
 
 
 class Comparer:
-    """Compares as many bytes as a checkpoint may ask for."""
+    """Compares values, up to the limits of a checkpoint."""
 
     def __init__(self) -> None:
         self._bytes_left = _MAX_ALL_BYTES
 
-    def same(self, one: Copy, other: Copy, fqn: str) -> bool | None:
-        """Whether they have the same elements; None where it takes too much to tell.
+    def same_value(self, one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str) -> bool | None:
+        """Compares tensors, or plain data. Returns and raises what `same` does."""
+        are_tensors = [isinstance(value, StoredView) for _, value in (one, other)]
+        if all(are_tensors):
+            return self.same(one, other, fqn)
+        return not any(are_tensors) and _encoded(*one, fqn) == _encoded(*other, fqn)
+
+    def same(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
+        """Returns True if they have the same elements; None if it takes too much to tell.
 
         Raises CheckpointCorruptError (bad_manifest, truncated) for a tensor that is not in its file.
         """
@@ -37,14 +46,14 @@ class Comparer:
             return False
         if 0 in here.shape:
             return True
-        told = _by_checksums(one, other)
-        return self._by_bytes(one, other, fqn) if told is None else told
+        by_checksums = _by_checksums(one, other)
+        return self._by_bytes(one, other, fqn) if by_checksums is None else by_checksums
 
-    def _by_bytes(self, one: Copy, other: Copy, fqn: str) -> bool | None:
+    def _by_bytes(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
         num_bytes = _num_bytes(one[1])
         if max(strided_views.num_chunks(view.shape, view.strides) for _, view in (one, other)) > _MAX_PIECES:
             return None
-        first, second = (_Content(saved, saved.chunks(view, fqn)) for saved, view in (one, other))
+        first, second = (_CopyContent(saved, saved.chunks(view, fqn)) for saved, view in (one, other))
         if not first.begins_like(second):
             return False
         if num_bytes > min(_MAX_TENSOR_BYTES, self._bytes_left):
@@ -53,24 +62,24 @@ class Comparer:
         return first.read() == second.read()
 
 
-class _Content(NamedTuple):
-    """The elements of a tensor, in their order."""
+class _CopyContent(NamedTuple):
+    """The elements of a tensor, in order."""
 
-    saved: Saved
+    saved: SavedFile
     chunks: list[Chunk]
 
     def read(self) -> bytes:
         return b"".join(self.saved.archive.read(chunk.byte_offset, chunk.byte_length) for chunk in self.chunks)
 
-    def begins_like(self, other: _Content) -> bool:
-        """Which costs little, and tells different weights of any size."""
+    def begins_like(self, other: _CopyContent) -> bool:
+        """Compares the first bytes, which costs little and tells different weights of any size."""
         num_bytes = min(_HEAD_BYTES, self.chunks[0].byte_length, other.chunks[0].byte_length)
         heads = (each.saved.archive.read(each.chunks[0].byte_offset, num_bytes) for each in (self, other))
         return next(heads) == next(heads)
 
 
-def _by_checksums(one: Copy, other: Copy) -> bool | None:
-    """A checksum of 0 stands where torch was told to write no checksums, or no data."""
+def _by_checksums(one: StoredCopy, other: StoredCopy) -> bool | None:
+    """Compares checksums; None if these do not tell. torch writes 0 if it should write no checksums, or no data."""
     (first, here), (second, there) = one, other
     checksums = first.archive.checksum(here.storage), second.archive.checksum(there.storage)
     alike = (here.storage.num_items, here.item_offset, here.strides) == (
@@ -87,3 +96,8 @@ def _by_checksums(one: Copy, other: Copy) -> bool | None:
 
 def _num_bytes(view: StoredView) -> int:
     return itemsize(view.dtype) * prod(view.shape)
+
+
+def _encoded(saved: SavedFile, value: Any, fqn: str) -> bytes:
+    apart = saved._replace(builder=ManifestBuilder(saved.path))
+    return encode_value(apart.plain(value, fqn), path=saved.path)

@@ -4,16 +4,21 @@ storage, and lie there in any order.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.errors import CheckpointError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from bytecheckpoint.formats import strided_views
 from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder
+from bytecheckpoint.formats.flat_ranges import FlatBuffer
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
 from bytecheckpoint.formats.torch_save.archive import ZipArchive
 from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES, FindGlobal, PickleError, read_pickle
-from bytecheckpoint.formats.torch_save.unpickler_globals import StorageRef, StoredView, find_storage, find_value
+from bytecheckpoint.formats.torch_save.unpickler_globals import StorageRef, StoredView, find_storage
+from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
@@ -21,6 +26,8 @@ LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
 
 _PICKLE = "data.pkl"
 _SMALL = 1024
+
+_Found = TypeVar("_Found")
 
 
 class TorchArchive:
@@ -30,12 +37,14 @@ class TorchArchive:
         self._file = file
         self._zip = ZipArchive(file, start, end)
         self._folder = self._find_folder()
-        if self._text("byteorder") == "big":
+        self._storages: dict[str, tuple[int, int]] = {}
+        byteorder = f"{self._folder}byteorder"
+        if byteorder in self._zip.members and self._zip.read(byteorder, max_bytes=_SMALL) == b"big":
             advice = "load it on a machine of its kind, and save it again"
             raise not_readable(file.path, "its numbers are big-endian", advice)
 
     def _find_folder(self) -> str:
-        """Every member lies in one folder, which is named after the file when it was written."""
+        """Returns the folder of all members, which is named after the file when it was written."""
         names = [name for name in self._zip.members if name == _PICKLE or name.endswith(f"/{_PICKLE}")]
         folders = [name.removesuffix(_PICKLE) for name in names if name.count("/") <= 1]
         if len(folders) != 1:
@@ -45,41 +54,41 @@ class TorchArchive:
             raise not_readable(self._file.path, "it is a program of TorchScript", advice)
         return folders[0]
 
-    def _text(self, name: str) -> str:
-        full_name = self._folder + name
-        return self._zip.read(full_name, max_bytes=_SMALL).decode("latin-1") if full_name in self._zip.members else ""
-
     @property
     def pickle(self) -> bytes:
         return self._zip.read(self._folder + _PICKLE, max_bytes=MAX_PICKLE_BYTES)
 
     def checksum_offset(self, ref: StorageRef) -> int:
-        """Where the checksum of a storage stands before it, from the start of the archive."""
+        """Returns where the checksum of a storage stands before it, from the start of the archive."""
         return self._zip.checksum_offset(f"{self._folder}data/{ref.key}")
 
     def checksum(self, ref: StorageRef) -> int | None:
-        """That of a storage's bytes; None where the archive has no such member."""
+        """Returns the checksum of a storage's bytes; None if the archive has no such member."""
         member = self._zip.members.get(f"{self._folder}data/{ref.key}")
         return None if member is None else member.CRC
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
-        """These bytes of its file."""
+        """Returns these bytes of its file."""
         return self._file.read(byte_offset, byte_length)
 
     def storage(self, ref: StorageRef) -> tuple[int, int]:
-        """Where in the file a storage begins, and its length in bytes."""
-        name = f"{self._folder}data/{ref.key}"
-        member = self._zip.members.get(name)
-        if member is None:
-            self._file.damaged(f"it has no member {name!r:.200}, which its pickle points to", kind="truncated")
+        """Returns where in the file a storage begins, and its length in bytes."""
         num_bytes = ref.num_items * (1 if ref.dtype is None else itemsize(ref.dtype))
-        if member.file_size != num_bytes:
-            self._file.damaged(f"its member {name!r:.200} has {member.file_size} bytes, its pickle says {num_bytes}")
-        return self._zip.data_offset(name), num_bytes
+        found = self._storages.get(ref.key)
+        if found is None:
+            name = f"{self._folder}data/{ref.key}"
+            member = self._zip.members.get(name)
+            if member is None:
+                self._file.damaged(f"it has no member {name!r:.200}, which its pickle points to", kind="truncated")
+            found = self._storages[ref.key] = self._zip.data_offset(name), member.file_size
+        if found[1] != num_bytes:
+            what = f"its storage {ref.key!r:.200} has {found[1]} bytes, its pickle says {num_bytes}"
+            self._file.damaged(what)
+        return found
 
 
 def unpickle(content: bytes, path: str, find_global: FindGlobal) -> Any:
-    """The value in a pickle, whose errors get the path.
+    """Returns the value in a pickle; errors get the path.
 
     Raises CheckpointCorruptError (bad_manifest) and UnsafeCheckpointError (pickle_refused).
     """
@@ -95,38 +104,8 @@ def with_path(error: CheckpointError, path: str) -> CheckpointError:
     return type(error)(f"{path}: {error.message}", kind=error.kind, path=path)
 
 
-def read_archive(archive: TorchArchive, parts: ManifestBuilder, file: int) -> None:
-    """Adds what lies in an archive of the file of this number."""
-    value = unpickle(archive.pickle, parts.path, find_value)
-    parts.take_apart(value, on_tensor=_Tensors(archive, parts, file).add)
-
-
-class _Tensors:
-    """The tensors of one archive, the same one under several names among them."""
-
-    def __init__(self, archive: TorchArchive, parts: ManifestBuilder, file: int) -> None:
-        self._archive = archive
-        self._parts = parts
-        self._file = file
-        self._places: dict[str, tuple[int, int]] = {}
-        self._known: dict[str, str] = {}
-
-    def add(self, fqn: str, view: StoredView) -> None:
-        # As a text: nobody can choose the hash of one, as of numbers.
-        place = repr((view.storage.key, view.dtype, view.item_offset, view.shape, view.strides))
-        first = self._known.setdefault(place, fqn)
-        if first != fqn:
-            self._parts.add_alias(fqn, first)
-            return
-        if view.storage.key not in self._places:
-            self._places[view.storage.key] = self._archive.storage(view.storage)
-        start, num_bytes = self._places[view.storage.key]
-        chunks = chunks_of(view, fqn, file=self._file, byte_offset=start, byte_length=num_bytes, path=self._parts.path)
-        self._parts.add_tensor(fqn, view.dtype, view.shape, chunks)
-
-
-def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_length: int, path: str) -> list[Any]:
-    """The chunks of a tensor whose storage lies at these bytes of its file."""
+def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_length: int, path: str) -> list[Chunk]:
+    """Returns the chunks of a tensor whose storage lies at these bytes of its file."""
     item_bytes = itemsize(view.dtype)
     if 0 in view.shape:
         return []
@@ -145,6 +124,84 @@ def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_l
     )
 
 
-def refuse_legacy(path: str) -> None:
-    advice = "load it with torch.load where it comes from, and save it with torch.save of torch 1.6 or later"
-    raise not_readable(path, "it was written by torch before 1.6, or with _use_new_zipfile_serialization=False", advice)
+class SavedFile(NamedTuple):
+    """A file of torch.save that is a part of a checkpoint. Its tensors are added to the builder."""
+
+    archive: TorchArchive
+    file: int
+    """Its number in the manifest."""
+    path: str
+    value: Any
+    name: str
+    """Name inside the folder of the checkpoint."""
+    builder: ManifestBuilder
+
+    def buffer(self, view: Any, what: str) -> tuple[FlatBuffer, str]:
+        """Returns a flat tensor, and its dtype. Raises CheckpointCorruptError (bad_manifest) for any other value."""
+        if not isinstance(view, StoredView) or len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
+            raise damaged(self.path, f"{what} is no flat tensor")
+        start, num_bytes = self.archive.storage(view.storage)
+        item_bytes = itemsize(view.dtype)
+        if (view.item_offset + view.shape[0]) * item_bytes > num_bytes:
+            raise damaged(self.path, f"{what} reaches out of its storage")
+        return FlatBuffer(self.file, start + view.item_offset * item_bytes, view.shape[0]), view.dtype
+
+    def chunks(self, view: StoredView, fqn: str) -> list[Chunk]:
+        """Returns the chunks of a whole tensor."""
+        start, num_bytes = self.archive.storage(view.storage)
+        return chunks_of(view, fqn, file=self.file, byte_offset=start, byte_length=num_bytes, path=self.path)
+
+    def add_tensor(self, fqn: str, view: StoredView) -> None:
+        self.builder.add_tensor(fqn, view.dtype, view.shape, self.chunks(view, fqn))
+
+    def plain(self, value: Any, fqn: str) -> Any:
+        """Returns plain data of it with TensorRefs for the tensors, which are added."""
+        return plain_tree(value, fqn, path=self.path, on_tensor=self.add_tensor)
+
+    def take_apart(self, value: Any) -> None:
+        """Adds a whole state. The same tensor under several names is one with aliases."""
+        known: dict[str, str] = {}
+
+        def add(fqn: str, view: StoredView) -> None:
+            # As a text: nobody can choose the hash of one, as of numbers.
+            place = repr((view.storage.key, view.dtype, view.item_offset, view.shape, view.strides))
+            first = known.setdefault(place, fqn)
+            if first == fqn:
+                self.add_tensor(fqn, view)
+            else:
+                self.builder.add_alias(fqn, first)
+
+        self.builder.take_apart(value, on_tensor=add)
+
+
+def open_saved(
+    store: Store, folder: str, name: str, num_bytes: int, *, builder: ManifestBuilder, find_global: FindGlobal
+) -> SavedFile:
+    """Opens a file at or below the folder of a checkpoint. Raises CheckpointCorruptError or UnsafeCheckpointError."""
+    file = FileReader(store, join_name(folder, name), num_bytes)
+    if file.read(0, min(num_bytes, len(LEGACY_MAGIC))) == LEGACY_MAGIC:
+        advice = "load it with torch.load where it comes from, and save it with torch.save of torch 1.6 or later"
+        what = "it was written by torch before 1.6, or with _use_new_zipfile_serialization=False"
+        raise not_readable(file.path, what, advice)
+    archive = TorchArchive(file, 0, num_bytes)
+    value = unpickle(archive.pickle, file.path, find_global)
+    return SavedFile(archive, builder.add_file(name, num_bytes), file.path, value, name, builder)
+
+
+def missing_file(path: str, what: str) -> CheckpointNotFoundError:
+    """The error for a folder that lacks files of some ranks."""
+    return CheckpointNotFoundError(
+        f"{path} {what}; nothing was loaded: restore the files of all ranks, or take another checkpoint",
+        kind="missing_file",
+        path=path,
+    )
+
+
+def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:
+    """Returns what a function returns. Its errors over values of another kind become one about the file."""
+    try:
+        return function(*args)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise damaged(path, f"it is not what {writer} writes: {type(error).__name__}: {error}") from error

@@ -1,5 +1,5 @@
-"""What torch's own sharded tensors say of themselves in a file of torch.save that one rank wrote: ShardedTensor, which
-FSDP1 gives, and DTensor. Each is read as the regions of the whole tensor that the rank has.
+"""torch's own sharded tensors in a file of torch.save that one rank wrote: ShardedTensor, which FSDP1 gives, and
+DTensor. Each is read as the regions of the whole tensor that the rank has.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import too_much
-from bytecheckpoint.formats.plain_values import SizeValue
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
-from bytecheckpoint.formats.torch_save.unpickler_globals import Call, Instance, StoredView, find_value, refused
-from bytecheckpoint.manifest.plain_wire import INT64, MAX_DIMS
+from bytecheckpoint.formats.torch_save.unpickler_globals import (
+    Call,
+    Instance,
+    StoredView,
+    find_value,
+    lengths_of,
+    refused,
+    with_values,
+)
+from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 from bytecheckpoint.region import Region, whole
 
 _TORCH = "torch.distributed."
@@ -49,7 +56,7 @@ _CLASSES = frozenset(
     )
     for name in names
 )
-"""All that these tensors name: of another class nothing is known."""
+"""All classes that these tensors name."""
 _ENUMERATIONS = ("MEM_FORMAT_ENCODING", "_StridedShardOffsetMode")
 _SHARDED_TENSOR, _DTENSOR = "ShardedTensor", "DTensor"
 _SHARD, _STRIDED, _WHOLE = "Shard", "_StridedShard", "Replicate"
@@ -57,26 +64,26 @@ _MAX_RANKS = 1 << 17
 MAX_PARTS = 1 << 23
 
 
-class Sharded(NamedTuple):
+class ShardedTensor(NamedTuple):
     """A tensor of which a rank has parts."""
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[tuple[Region, StoredView], ...]
     all_regions: Callable[[], Iterable[Region]]
-    """Gives those that all ranks together have, each once and none of them empty. They may be as many as ranks: whoever
-    asks stops at the first that is missing."""
+    """Returns the regions that all ranks together have, each once and none of them empty. They may be as many as
+    ranks."""
 
 
 class _Axis(NamedTuple):
-    """Of a mesh."""
+    """An axis of a mesh."""
 
     placement: Any
     size: int
-    """In ranks."""
+    """Length in ranks."""
 
 
-class _Class:
+class _TorchClass:
     """Stands for one of torch's classes."""
 
     def __init__(self, name: str) -> None:
@@ -86,27 +93,19 @@ class _Class:
         return Instance(self.name, *args)
 
 
-def find_sharded_value(module: str, name: str) -> Any:
-    """What stands for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
-    if f"{module}.{name}" in _CLASSES:
-        return _Class(f"{module}.{name}")
-    found = _VALUES.get(f"{module}.{name}")
-    return find_value(module, name) if found is None else found
-
-
-def _attribute(owner: Any, name: Any) -> _Class:
-    """A class inside of one of torch's."""
-    if not isinstance(owner, _Class) or type(name) is not str:
+def _attribute(owner: Any, name: Any) -> _TorchClass:
+    """Stands for getattr: returns a class inside of one of torch's."""
+    if not isinstance(owner, _TorchClass) or type(name) is not str:
         raise PickleError("it asks for an attribute")
     full_name = f"{owner.name}.{name}"
     if full_name not in _CLASSES and not owner.name.endswith(_ENUMERATIONS):
         raise refused(full_name)
-    return _Class(full_name)
+    return _TorchClass(full_name)
 
 
 def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor of a class of its own: its state says what it is made of."""
-    if not isinstance(kind, _Class):
+    """Makes a tensor of a class of its own: its state says what it is made of."""
+    if not isinstance(kind, _TorchClass):
         return find_value("torch._tensor", "_rebuild_from_type_v2").make(function, kind, args, state)
     made = kind.make(*(args if type(args) is tuple else ()))
     made.take_state(state)
@@ -123,12 +122,17 @@ _VALUES: Mapping[str, Any] = MappingProxyType(
 )
 
 
+find_sharded_value = with_values({**{name: _TorchClass(name) for name in _CLASSES}, **_VALUES})
+"""Returns the stand-in for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
+
+
 def is_sharded(value: Any) -> bool:
     return isinstance(value, Instance) and _name(value) in {_SHARDED_TENSOR, _DTENSOR}
 
 
 class ShardedReader:
-    """Reads those of one checkpoint, each object once: a small pickle can say the same one under a million names.
+    """Reads the sharded tensors of one checkpoint, each object once: a small pickle can name the same one a million
+    times.
 
     The objects have to live as long as this does.
     """
@@ -136,10 +140,10 @@ class ShardedReader:
     def __init__(self, path: str) -> None:
         self._path = path
         self._num_parts = 0
-        self._known: dict[int, Sharded] = {}
+        self._known: dict[int, ShardedTensor] = {}
         self._regions: dict[int, frozenset[Region]] = {}
 
-    def read(self, value: Instance) -> Sharded:
+    def read(self, value: Instance) -> ShardedTensor:
         """Raises PickleError, LookupError, TypeError, ValueError or AttributeError for what is none of torch's, and
         UnsafeCheckpointError (limits_exceeded).
         """
@@ -152,16 +156,16 @@ class ShardedReader:
             raise too_much(self._path, f"its sharded tensors have more than {MAX_PARTS} parts, of all ranks")
         return found
 
-    def _read_sharded_tensor(self, value: Instance) -> Sharded:
+    def _read_sharded_tensor(self, value: Instance) -> ShardedTensor:
         local_shards, metadata, *_ = value.state
-        shape = _lengths(metadata.fields["size"])
+        shape = lengths_of(metadata.fields["size"])
         dtype = metadata.fields["tensor_properties"].state[0].name
         parts = []
         for shard in local_shards:
             region, view = _region(shard.fields["metadata"]), shard.fields["tensor"]
             parts.append((region, _checked(view, region)))
         shards = metadata.fields["shards_metadata"]
-        return Sharded(dtype, shape, tuple(parts), lambda: self._regions_of(shards))
+        return ShardedTensor(dtype, shape, tuple(parts), lambda: self._regions_of(shards))
 
     def _regions_of(self, shards: Any) -> frozenset[Region]:
         found = self._regions.get(id(shards))
@@ -173,7 +177,7 @@ class ShardedReader:
 
 def refuse_others(value: Any) -> None:
     """Raises UnsafeCheckpointError (pickle_refused) for a class of torch's, or an object of one that is no tensor."""
-    if isinstance(value, _Class):
+    if isinstance(value, _TorchClass):
         raise refused(value.name)
     if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_TORCH):
         raise refused(value.kind)
@@ -183,17 +187,8 @@ def _name(value: Any) -> str:
     return value.kind.rpartition(".")[2] if isinstance(value, Instance) else ""
 
 
-def _lengths(value: Any) -> tuple[int, ...]:
-    lengths = value.lengths if isinstance(value, SizeValue) else tuple(value)
-    if len(lengths) > MAX_DIMS or not all(
-        type(length) is int and length in INT64 and length >= 0 for length in lengths
-    ):
-        raise PickleError("it has a shape that is none")
-    return lengths
-
-
 def _region(shard: Instance) -> Region:
-    return Region(_lengths(shard.fields["shard_offsets"]), _lengths(shard.fields["shard_sizes"]))
+    return Region(lengths_of(shard.fields["shard_offsets"]), lengths_of(shard.fields["shard_sizes"]))
 
 
 def _checked(view: Any, region: Region) -> StoredView:
@@ -203,33 +198,37 @@ def _checked(view: Any, region: Region) -> StoredView:
     return view
 
 
-def _read_dtensor(value: Instance) -> Sharded:
+def _read_dtensor(value: Instance) -> ShardedTensor:
     spec = value.fields["_spec"].fields
     view, mesh, placements = value.fields["_local_tensor"], spec["mesh"].fields, spec["placements"]
     meta = spec["tensor_meta"]
-    shape = _lengths(meta.args[0] if meta.args else meta.fields["shape"])
+    shape = lengths_of(meta.args[0] if meta.args else meta.fields["shape"])
     sizes = _mesh_sizes(mesh)
     if not 0 < prod(sizes) <= _MAX_RANKS or len(sizes) != len(placements) or len(sizes) > MAX_DIMS:
         raise PickleError(f"a tensor is placed along {len(placements)} axes of a mesh of {list(sizes)!r:.200} ranks")
 
-    axes = [_Axis(placement, size) for placement, size in zip(placements, sizes, strict=True)]
-    cuts = sorted(axes, key=lambda axis: _name(axis.placement) == _STRIDED)  # out of what the others leave
+    axes = list(map(_Axis, placements, sizes))
+    order = sorted(range(len(axes)), key=lambda each: _name(axes[each].placement) == _STRIDED)
+    """Strided placements cut what the others leave."""
     if not isinstance(view, StoredView):
         raise PickleError("a rank's part of a tensor is none")
     coordinate = mesh["_coordinate_on_dim"]
     parts = []
     if coordinate is not None:  # else this rank is not in the mesh
-        at = _lengths(coordinate)
+        at = lengths_of(coordinate)
+        if len(at) != len(axes):
+            raise PickleError(f"a rank is at {at} of a mesh of {len(axes)} axes")
         region = whole(shape)
-        order = sorted(zip(axes, at, strict=True), key=lambda each: _name(each[0].placement) == _STRIDED)
-        for axis, index in order:
-            region = _cut(region, axis, index)
+        for each in order:
+            region = _cut(region, axes[each], at[each])
         parts = [(region, _checked(view, region))] if region.numel else []
-    return Sharded(view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), cuts))
+    return ShardedTensor(
+        view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), [axes[each] for each in order])
+    )
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    """How many ranks there are along each axis: releases of torch keep it in different places."""
+    """Returns the number of ranks along each axis: releases of torch keep it in different places."""
     ranks = mesh.get("mesh")
     if isinstance(ranks, StoredView):
         return ranks.shape
@@ -240,13 +239,13 @@ def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _flat(size: Any) -> Iterator[int]:
-    """The numbers of a layout, which may be nested one level deep."""
+    """Yields the numbers of a layout, which may be nested one level deep."""
     for each in size if isinstance(size, list | tuple) else [size]:
-        yield from _lengths(each if isinstance(each, list | tuple) else [each])
+        yield from lengths_of(each if isinstance(each, list | tuple) else [each])
 
 
 def _everywhere(region: Region, axes: Sequence[_Axis]) -> Iterator[Region]:
-    """The parts of a region that have elements, of all ranks: along axes that do not cut, all have the same."""
+    """Yields the parts of a region that have elements, of all ranks: along axes that do not cut, all have the same."""
     if not region.numel:
         return
     if not axes:
@@ -260,7 +259,7 @@ def _everywhere(region: Region, axes: Sequence[_Axis]) -> Iterator[Region]:
 
 
 def _cut(region: Region, axis: _Axis, index: int) -> Region:
-    """What the rank of this index along an axis has of what the axes before it leave."""
+    """Returns the part of a region, which the axes before have left, of the rank of this index along an axis."""
     name = _name(axis.placement)
     if name == _WHOLE:
         return region

@@ -1,4 +1,4 @@
-"""What the pickles of torch.save may name, and what is put in the place of each: records for tensors and storages,
+"""Names that the pickles of torch.save may have, and what stands in for each: records for tensors and storages,
 plain values for the rest. Every other name is refused, and nothing that a pickle names is imported or run.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.formats.plain_values import DtypeName, SizeValue
-from bytecheckpoint.formats.torch_save.unpickler import PickleError, check_key, check_keys
+from bytecheckpoint.formats.torch_save.unpickler import FindGlobal, PickleError, check_key, check_keys
 from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
@@ -29,39 +29,39 @@ class StorageKind(NamedTuple):
     """Stands for a class of storages."""
 
     dtype: str | None
-    """None for bytes."""
+    """dtype of the elements; None for bytes."""
 
 
 class StorageRef(NamedTuple):
     """A storage that the pickle points to."""
 
     key: str
-    """Names the member that is its bytes."""
+    """Name of the member that is its bytes."""
     dtype: str | None
     num_items: int
-    """Elements of that dtype, or bytes."""
+    """Length in elements of that dtype, or in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredView:
-    """A tensor: which elements of a storage it is."""
+    """A tensor: elements of a storage."""
 
     storage: StorageRef
     dtype: str
     item_offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides, in elements."""
 
     @property
     def num_bytes(self) -> int:
-        """What the record itself takes, not the tensor."""
+        """Size of the record itself, not of the tensor."""
         return len(self.shape) + len(self.strides)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """Stands for a class or function: what a call of it is read as."""
+    """Stands for a class or function. `make` returns what a call of it is read as."""
 
     make: Callable[..., Any]
 
@@ -79,7 +79,7 @@ class Instance:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its attributes, those in slots as well; none where its state is something else."""
+        """Its attributes, those in slots as well; none if its state is something else."""
         state = self.state
         if type(state) is tuple and len(state) == 2 and isinstance(state[1], dict) and not state[0]:
             state = state[1]
@@ -131,7 +131,7 @@ class PickledDtype:
 
 
 def find_value(module: str, name: str) -> Any:
-    """What stands for a global of a torch.save file.
+    """Returns the stand-in for a global of a torch.save file.
 
     Raises UnsafeCheckpointError (pickle_refused) for every name that is not known.
     """
@@ -145,8 +145,18 @@ def find_value(module: str, name: str) -> Any:
     return found
 
 
+def with_values(values: Mapping[str, Any]) -> FindGlobal:
+    """Returns a `find_value` that knows these full names as well."""
+
+    def find(module: str, name: str) -> Any:
+        found = values.get(f"{module}.{name}")
+        return find_value(module, name) if found is None else found
+
+    return find
+
+
 def refused(name: str) -> UnsafeCheckpointError:
-    """The error for a global that no value stands for. Callers put the path before it."""
+    """Returns the error for a global without a stand-in. Callers put the path before it."""
     return UnsafeCheckpointError(
         f"its pickle names {name!r:.200}, which is neither a tensor nor plain data; nothing of it was imported or run, "
         "and nothing was loaded. If you trust whoever wrote it, load it with the program that it comes from and save "
@@ -156,7 +166,7 @@ def refused(name: str) -> UnsafeCheckpointError:
 
 
 def instances(*names: str) -> dict[str, Any]:
-    """Stand-ins for these classes."""
+    """Returns stand-ins for these classes."""
 
     def stand_in(kind: str) -> Call:
         return Call(lambda *args: Instance(kind, *args))
@@ -171,14 +181,22 @@ def _whole(value: Any) -> int:
 
 
 def _wholes(values: Any) -> tuple[int, ...]:
-    lengths = values.lengths if isinstance(values, SizeValue) else values
-    if type(lengths) not in {tuple, list}:
+    numbers = values.lengths if isinstance(values, SizeValue) else values
+    if type(numbers) not in {tuple, list}:
         raise PickleError(f"it has a {type(values).__name__} where a shape stands")
-    return tuple(map(_whole, lengths))
+    return tuple(map(_whole, numbers))
+
+
+def lengths_of(value: Any) -> tuple[int, ...]:
+    """Returns the shape of a tensor, or offsets in one. Raises PickleError for any other value."""
+    lengths = _wholes(value)
+    if len(lengths) > MAX_DIMS:
+        raise PickleError(f"it has a tensor of {len(lengths)} dimensions, at most {MAX_DIMS} are read")
+    return lengths
 
 
 def find_storage(pid: Any) -> StorageRef:
-    """What stands for the `("storage", kind, key, location, numel)` of a torch.save file."""
+    """Returns the storage of a `("storage", kind, key, location, numel)` of a torch.save file."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], StorageKind):
         raise PickleError("it points to something outside of it that is no storage")
     if type(pid[2]) is not str:
@@ -190,26 +208,21 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: A
     """`rest` is requires_grad, hooks and metadata."""
     if not isinstance(storage, StorageRef) or storage.dtype is None:
         raise PickleError("it makes a tensor from something that is no storage of elements")
-    _refuse_metadata(rest[2:])
-    return _checked(StoredView(storage, storage.dtype, _whole(offset), _wholes(size), _wholes(strides)))
+    return _view(storage, storage.dtype, (offset, size, strides), rest[2:])
 
 
 def _rebuild_any_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredView:
     """`rest` is requires_grad, hooks, dtype and metadata."""
     if not isinstance(storage, StorageRef) or not isinstance(rest[2], DtypeName):
         raise PickleError("it makes a tensor from something that is no storage")
-    _refuse_metadata(rest[3:])
-    return _checked(StoredView(storage, rest[2].name, _whole(offset), _wholes(size), _wholes(strides)))
+    return _view(storage, rest[2].name, (offset, size, strides), rest[3:])
 
 
-def _refuse_metadata(metadata: tuple[Any, ...]) -> None:
+def _view(storage: StorageRef, dtype: str, place: tuple[Any, Any, Any], metadata: Sequence[Any]) -> StoredView:
     if metadata and metadata[0]:
         raise PickleError(f"it has a tensor that is stored as another one ({metadata[0]!r:.80}); resolve it first")
-
-
-def _checked(view: StoredView) -> StoredView:
-    if len(view.shape) > MAX_DIMS:
-        raise PickleError(f"it has a tensor of {len(view.shape)} dimensions, at most {MAX_DIMS} are read")
+    offset, size, strides = place
+    view = StoredView(storage, dtype, _whole(offset), lengths_of(size), lengths_of(strides))
     if len(view.shape) != len(view.strides):
         raise PickleError(f"it has a tensor of shape {view.shape} and strides {view.strides}")
     return view
@@ -289,7 +302,7 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 
 
 def _reconstructed(kind: Any, *_: Any) -> Any:
-    """What protocols 0 and 1 call to make an object."""
+    """Makes an object as protocols 0 and 1 do."""
     if not isinstance(kind, Call):
         raise PickleError("it makes an object of something that is no class")
     return kind.make()
@@ -357,4 +370,4 @@ VALUES: Mapping[str, Any] = MappingProxyType(
         **dict.fromkeys(("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"), Call(_array)),
     }
 )
-"""By full name. A set is read as a list, a path, device or layout as its text."""
+"""Full name -> stand-in. A set is read as a list, a path, device or layout as its text."""
