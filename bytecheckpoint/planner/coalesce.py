@@ -1,4 +1,4 @@
-"""Many wanted parts of a file turned into few, large reads, each of whole checksummed extents."""
+"""Turns many wanted parts of a file into few, large fetches, each of whole checksummed extents."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart, Frame, Part
 
 MIN_DIRECT_BYTES = 1 << 20
-"""What is smaller goes through scratch memory, where it shares a read with its neighbours."""
+"""Smaller parts go through scratch memory, where they share a fetch with their neighbours."""
 MAX_DIRECT_BYTES = 16 << 20
-"""Of a read into a target: short enough for several threads to share a large tensor."""
+"""Longest fetch into a target: short enough for several threads to share a large tensor."""
 
 
 class ExtentIndex:
-    """Where the extents of a file begin and end. Without checksums every byte is an extent of its own."""
+    """The bounds of the extents of a file. Without checksums every byte is an extent of its own."""
 
     def __init__(self, file: DataFile, *, verify: bool) -> None:
         self._bounds = [0, *accumulate(file.extent_lengths)] if verify and file.extent_lengths else None
 
     def widen(self, start: int, end: int) -> tuple[int, int]:
-        """The smallest run of whole extents that contains the range."""
+        """Returns the smallest run of whole extents that contains the range."""
         if self._bounds is None or start == end:
             return start, end
         return self._bounds[bisect_right(self._bounds, start) - 1], self._bounds[bisect_left(self._bounds, end)]
 
     def widen_all(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same for many ranges."""
+        """Widens many ranges."""
         if self._bounds is None:
             return starts, ends
         bounds, is_empty = np.array(self._bounds, np.int64), starts == ends
@@ -40,7 +40,7 @@ class ExtentIndex:
         return np.where(is_empty, starts, firsts), np.where(is_empty, ends, lasts)
 
     def shrink(self, start: int, end: int) -> tuple[int, int]:
-        """The largest run of whole extents inside the range; empty where there is none."""
+        """Returns the largest run of whole extents inside the range; empty if there is none."""
         if self._bounds is None:
             return start, end
         first = self._bounds[bisect_left(self._bounds, start)]
@@ -57,7 +57,7 @@ def coalesce(
     max_gap_bytes: int,
     max_fetch_bytes: int,
 ) -> list[Fetch]:
-    """The reads of one file that serve all parts and frames.
+    """Returns the fetches of one file that serve all parts and frames.
 
     Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
     share; the rest is merged where gaps are small. A fetch, with the memory in which it decompresses one frame after
@@ -124,8 +124,8 @@ def _merge(
 
 
 def _runs(items: Sequence[Part | Frame], extents: ExtentIndex) -> Iterator[tuple[int, int, Sequence[Part | Frame]]]:
-    """The items in file order, and where the extents of each begin and end. Many small parts lie in the same extents
-    and come together; a frame, which is an extent, comes alone.
+    """Yields the items in file order, with the bounds of their extents. Small parts in the same extents come together;
+    a frame, which is an extent, comes alone.
     """
     starts = np.fromiter(map(attrgetter("byte_offset"), items), np.int64, len(items))
     ends = starts + np.fromiter(map(attrgetter("byte_length"), items), np.int64, len(items))
@@ -138,7 +138,7 @@ def _runs(items: Sequence[Part | Frame], extents: ExtentIndex) -> Iterator[tuple
 
 
 def _scratch_bytes(item: Part | Frame) -> int:
-    """A codec takes as much as a frame is long before it can put that anywhere."""
+    """Returns the memory to decompress an item: a codec allocates the raw bytes before they go to the target."""
     if not isinstance(item, Frame):
         return 0
     return item.raw_bytes if item.is_direct else 2 * item.raw_bytes
