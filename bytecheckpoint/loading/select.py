@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from bytecheckpoint.adapters.key_map import renamer
+from bytecheckpoint.adapters.key_map import Renamer
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
 from bytecheckpoint.dtypes import itemsize
@@ -126,7 +126,7 @@ def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNam
     prefix = ""
     if request.to == "hf" and not (request.keep_names or request.rename):
         prefix = names_of_map.entry(taken) if names_of_map else _common_entry(manifest, taken, trees)
-    rename = renamer(list(request.rename), "")
+    rename = Renamer(list(request.rename), "")
     names = {fqn: rename(fqn).removeprefix(prefix) for fqn in taken}
     _refuse_equal(names)
     stored = {fqn: manifest.aliases.get(fqn, fqn) for fqn in taken}
