@@ -129,7 +129,7 @@ def convert(
     from bytecheckpoint.loading.open_checkpoint import LoadTarget  # noqa: PLC0415
     from bytecheckpoint.loading.select import SelectionRequest  # noqa: PLC0415
 
-    wish = SelectionRequest(
+    selection = SelectionRequest(
         to=to,
         include=include,
         exclude=exclude,
@@ -144,7 +144,7 @@ def convert(
         source=LoadTarget(src, step, of_source),
         target=dst,
         target_options={} if follow_links and is_local(dst) else of_target,
-        wish=wish,
+        selection=selection,
         limits=ConvertLimits(memory, max_shard_size or default_bytes),
         overwrite=overwrite,
         is_link=link,
@@ -224,7 +224,7 @@ def _as_json(request: ConvertRequest, result: Converted, seconds: float) -> dict
         "source": result.source_path,
         "source_format": result.source_format,
         "path": result.target_path,
-        "format": request.wish.to,
+        "format": request.selection.to,
         "is_link": request.is_link,
         "num_files": result.num_files,
         "num_bytes": result.num_bytes,

@@ -19,7 +19,7 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
-    """The optimizer that this dict is, with tensors where they are; None where it is none."""
+    """Returns the optimizer that this dict is, with tensors where they are; None if it is none."""
     if "param_groups" in value and value.keys() <= {"state", "param_groups"}:
         return _nested(value.get("state", {}), value["param_groups"])
     are_texts = set(map(type, value)) == {str}
@@ -33,7 +33,7 @@ def _is_flattened(key: str) -> bool:
 
 
 def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer without what its tensors' names say already."""
+    """Returns the optimizer without what its tensors' names say already."""
     state = {}
     for name, values in tree["state"].items():
         plain = {key: value for key, value in values.items() if not isinstance(value, TensorRef)}
@@ -73,7 +73,7 @@ def _is_group(group: Any) -> bool:
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Those that torch has put beside the numbers, where the optimizer was made from named parameters."""
+    """Returns the names that torch has put beside the numbers, if the optimizer was made from named parameters."""
     names = [group.get("param_names") for group in groups]
     counts = [len(group["params"]) for group in groups]
     if not all(type(of_group) is list for of_group in names) or [len(each or ()) for each in names] != counts:
@@ -101,7 +101,7 @@ def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The name of a parameter, and the keys of a piece of its state: several where that is nested, as torchtitan
+    """Returns the name of a parameter, and the keys of a piece of its state: several if that is nested, as torchtitan
     flattens it. A parameter that is in no group has one key.
     """
     parts = path.split(".")
