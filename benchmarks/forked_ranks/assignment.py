@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from bytecheckpoint.distributed.rendezvous import Address
-from bytecheckpoint.loading.assign_readers import LocalPlan, assign
+from bytecheckpoint.loading.exchange import LocalReadPlan, assign
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.planner.exchange_plan import Extents, Run
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
 from shared.tables import table
 
 TITLES = ["small replicas", "ranks", "CPU s", "MB of answers"]
@@ -37,21 +37,21 @@ def simulated_plans(num_ranks: int, *, is_spread: bool) -> tuple[list[DataFile],
     """Returns the files of so many ranks, and the local plan of each: all of its own file, and the small replicas."""
     lengths = [4096, *[EXTENT_BYTES] * NUM_EXTENTS]
     files = [DataFile(str(rank), sum(lengths), lengths) for rank in range(num_ranks)]
-    small = Run(0, NUM_EXTENTS + 1, NUM_EXTENTS + 2)
+    small = ExtentRun(0, NUM_EXTENTS + 1, NUM_EXTENTS + 2)
     if not is_spread:
         lengths = [*lengths, SMALL_BYTES]
         files[0] = DataFile("0", sum(lengths), lengths)
     plans = []
     for rank in range(num_ranks):
-        own = Run(rank, 1, NUM_EXTENTS + 1)
-        others = [Run(file, 1, 2) for file in range(num_ranks) if file != rank] if is_spread else [small]
+        own = ExtentRun(rank, 1, NUM_EXTENTS + 1)
+        others = [ExtentRun(file, 1, 2) for file in range(num_ranks) if file != rank] if is_spread else [small]
         address = Address(["10.0.0.1", f"host-{rank}"], 40000, bytes(32))
         runs = joined(sorted([own, *others]))
-        plans.append(msgspec.msgpack.encode(LocalPlan(address, runs, 8 << 20, 600.0)))
+        plans.append(msgspec.msgpack.encode(LocalReadPlan(address, runs, 8 << 20, 600.0)))
     return files, plans
 
 
-def joined(runs: list[Run]) -> list[Run]:
+def joined(runs: list[ExtentRun]) -> list[ExtentRun]:
     """Joins runs that touch: those of rank 0's own file do."""
     found = runs[:1]
     for run in runs[1:]:

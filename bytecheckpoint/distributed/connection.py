@@ -1,44 +1,48 @@
-"""Connections between the ranks of one load, over which a reader passes bytes on to its takers. It knows who is at the
-other end and when one of them is gone, and not what the bytes are.
+"""The connection between a reader rank and a peer that it passes bytes on to: one authenticated socket, the thread that
+sends to it, and the heartbeats in between. It knows which rank is lost, and not what the bytes are.
 
-Plain sockets instead of a process group: they need no device and no collective, fill memory in place, and tell at once
-when the process at the other end has died.
+Plain sockets instead of a process group: they need no device and no collective, fill memory in place, and report at
+once that the process at the other end has died.
 """
 
 from __future__ import annotations
 
+import queue
 import select
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader, decode_header
 from bytecheckpoint.errors import CheckpointError
 
-_LEAVING, _HAS_ALL = b"\x00", b"\x01"
-"""All that a taker ever says after it was let in."""
+_LEAVING, _ACK = b"\x00", b"\x01"
+"""All that a peer sends after its request."""
+_CHECK_S = 0.1
+"""Time between two checks of a peer to which there is nothing to send."""
 
 
 class PeerLeftError(Exception):
-    """Another rank broke off. What has failed there, or elsewhere, is told to all by other means."""
+    """Another rank has ended the exchange, or this one has. The ranks learn why through the coordinator."""
 
 
 class Peer(NamedTuple):
-    """Who is at the other end, for errors."""
+    """The rank at the other end of a connection."""
 
     rank: int
     """Within the group."""
-    name: int
-    """Its global rank."""
+    global_rank: int
+    """For errors."""
 
 
 class Connection:
-    """One end of the connection between a reader and a taker. Used by one thread at a time, but for the last three
-    methods.
-    """
+    """One end of a connection. Used by one thread at a time, but for `disconnect`, `interrupt` and `close`."""
 
     def __init__(self, connected: socket.socket, peer: Peer, timeout_s: float) -> None:
-        """`timeout_s` is how long the other end may move no byte."""
+        """`timeout_s` limits the time in which the other end moves no byte."""
         self.peer = peer
         self._timeout_s = timeout_s
         self._socket = connected
@@ -46,7 +50,7 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, content: memoryview | bytes) -> None:
-        """Sends all of it. Raises PeerLeftError where the taker broke off, and CheckpointError (rank_missing) where it
+        """Sends all of it. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing) if it
         is stuck or gone.
         """
         left = memoryview(content)
@@ -54,39 +58,40 @@ class Connection:
             while left:
                 left = left[self._socket.send(left) :]
         except TimeoutError:
-            raise missing((self.peer.name,), f"took nothing for {self._timeout_s:g} s") from None
+            raise missing((self.peer.global_rank,), f"took nothing for {self._timeout_s:g} s") from None
         except OSError as error:
             raise self._loss(str(error)) from error
 
-    def look_after_taker(self) -> None:
-        """Raises as `send` does where the taker, who has nothing to say, has left or is gone."""
-        if self._has_news():
+    def check_peer(self) -> None:
+        """Raises as `send` does if the peer, which has nothing to send now, has disconnected or is gone."""
+        if self._is_readable():
             raise self._loss("the connection was closed")
 
-    def await_receipt(self) -> None:
-        """Returns when the taker has all that was sent, or is slow to say so. Raises where it has left or is gone.
+    def await_ack(self) -> None:
+        """Returns when the peer has all that was sent, or is slow to say so. Raises as `send` does if it has
+        disconnected or is gone.
 
-        One that is stuck misses the end of the load. Others notice, and must not miss this rank as well.
+        A peer that is stuck misses the end of the load. The other ranks report that, and must not miss this one too.
         """
         try:
             self._socket.settimeout(self._timeout_s / 4)
-            said = self._socket.recv(1)
+            answer = self._socket.recv(1)
         except TimeoutError:
             return
         except OSError as error:
             raise self._loss(str(error)) from error
-        if said == _LEAVING:
+        if answer == _LEAVING:
             raise PeerLeftError
-        if said != _HAS_ALL:
+        if answer != _ACK:
             raise self._loss("the connection was closed")
 
-    def confirm(self) -> None:
-        """Tells the reader that all has arrived."""
-        with suppress(OSError):  # where it is gone already, others are told why
-            self._socket.send(_HAS_ALL)
+    def send_ack(self) -> None:
+        """Tells the reader rank that everything has arrived."""
+        with suppress(OSError):  # if it is gone already, others learn why
+            self._socket.send(_ACK)
 
     def receive_into(self, buffer: memoryview) -> None:
-        """Fills the buffer. Raises CheckpointError (rank_missing) when the other end is stuck or dead."""
+        """Fills the buffer. Raises CheckpointError (rank_missing) if the reader rank is stuck or gone."""
         left = buffer
         try:
             while left:
@@ -95,24 +100,27 @@ class Connection:
                     raise ConnectionResetError("the connection was closed")
                 left = left[count:]
         except TimeoutError:
-            raise missing((self.peer.name,), f"passed nothing on for {self._timeout_s:g} s") from None
+            raise missing((self.peer.global_rank,), f"passed nothing on for {self._timeout_s:g} s") from None
         except OSError as error:
-            raise missing((self.peer.name,), f"was to pass on what it reads, and is gone ({error})") from error
+            raise missing((self.peer.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
 
-    def receive(self, num_bytes: int) -> bytes:
-        """So many bytes."""
-        content = bytearray(num_bytes)
-        self.receive_into(memoryview(content))
-        return bytes(content)
+    def receive_header(self) -> WireHeader:
+        """Returns the next header, past heartbeats. Raises PeerLeftError at DISCONNECT, or as `receive_into` does."""
+        content = bytearray(HEARTBEAT)
+        while content == HEARTBEAT:
+            self.receive_into(memoryview(content))
+        if content == DISCONNECT:
+            raise PeerLeftError
+        return decode_header(bytes(content))
 
-    def leave(self) -> None:
-        """Tells the reader that this one breaks off, and interrupts."""
+    def disconnect(self) -> None:
+        """Tells the reader rank that this one ends the exchange, and interrupts."""
         with suppress(OSError):
             self._socket.send(_LEAVING)
         self.interrupt()
 
     def interrupt(self) -> None:
-        """Whoever waits for the other end, here or there, waits no longer."""
+        """Ends all waits for this connection, at both ends."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -120,28 +128,107 @@ class Connection:
         """Ends the connection; what was sent before still arrives."""
         self._socket.close()
 
-    def _has_news(self) -> bool:
-        """Whether the other end has said something, or has closed the connection."""
+    def _is_readable(self) -> bool:
+        """Returns True if the other end has sent something or has closed the connection."""
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         return bool(ready.poll(0))
 
     def _loss(self, reason: str) -> PeerLeftError | CheckpointError:
-        """Of a taker to whom nothing more can be sent."""
+        """Returns the error about a peer to which nothing more can be sent."""
         with suppress(OSError):
-            if self._has_news() and self._socket.recv(1) == _LEAVING:
+            if self._is_readable() and self._socket.recv(1) == _LEAVING:
                 return PeerLeftError()
-        return missing((self.peer.name,), f"was to take what this one reads, and is gone ({reason})")
+        return missing((self.peer.global_rank,), f"was to take what this one reads, and is gone ({reason})")
 
 
-def shown_ranks(names: Sequence[int]) -> str:
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {list(names)}"
+class Activity:
+    """Progress of this rank, which heartbeats report: something was read, or this rank waits for another one. That wait
+    has a limit of its own, after which the rank that is stuck is named.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stepped_at = 0.0
+        self._num_waiting = 0
+
+    def step(self) -> None:
+        self._stepped_at = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within the block this rank waits for another one."""
+        with self._lock:
+            self._num_waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+            self.step()
+
+    def is_active_since(self, since: float) -> bool:
+        """Returns True if this rank waits, or has made progress after this time of the monotonic clock."""
+        return self._num_waiting > 0 or self._stepped_at > since
 
 
-def missing(names: tuple[int, ...], what: str) -> CheckpointError:
-    """That these (global) ranks are not there."""
+class PeerSender:
+    """The queue of units to one peer, which one thread sends. Any thread may put something in."""
+
+    def __init__(self, connection: Connection, *, num_units: int, activity: Activity, heartbeat_s: float) -> None:
+        """A heartbeat follows after `heartbeat_s` in which the peer was sent nothing else."""
+        self.connection = connection
+        self._num_left = num_units
+        self._activity = activity
+        self._heartbeat_s = heartbeat_s
+        self._reported_at = time.monotonic()
+        """The peer knows of progress until then."""
+        self._units: queue.SimpleQueue[OutgoingUnit | None] = queue.SimpleQueue()
+        """None is the end."""
+
+    def put(self, unit: OutgoingUnit | None) -> None:
+        """Queues a unit; None if no more will come."""
+        self._units.put(unit)
+
+    def send_all(self, is_over: threading.Event) -> None:
+        """Sends units until all are sent and the peer has them, or `is_over` is set: the peer is sent DISCONNECT then.
+
+        Raises PeerLeftError or CheckpointError (rank_missing) about the peer.
+        """
+        while self._num_left and (unit := self._next()) is not None and not is_over.is_set():
+            with self._activity.waiting():
+                for buffer in unit.buffers:
+                    self.connection.send(buffer)
+            unit.sent()
+            self._num_left -= 1
+        if is_over.is_set():
+            self.connection.send(DISCONNECT)
+        elif not self._num_left:
+            with self._activity.waiting():
+                self.connection.await_ack()
+
+    def _next(self) -> OutgoingUnit | None:
+        """Returns the next unit. Until there is one it checks the peer and sends heartbeats."""
+        idle_since = time.monotonic()
+        while True:
+            with suppress(queue.Empty):
+                return self._units.get(timeout=_CHECK_S)
+            self.connection.check_peer()
+            now = time.monotonic()
+            if now - idle_since >= self._heartbeat_s and self._activity.is_active_since(self._reported_at):
+                self._reported_at = idle_since = now
+                self.connection.send(HEARTBEAT)
+
+
+def shown_ranks(global_ranks: Sequence[int]) -> str:
+    return f"rank {global_ranks[0]}" if len(global_ranks) == 1 else f"ranks {list(global_ranks)}"
+
+
+def missing(global_ranks: tuple[int, ...], what: str) -> CheckpointError:
+    """Returns the error about ranks that are lost; `what` says what they failed to do."""
     return CheckpointError(
-        f"{shown_ranks(names)} {what}: dead or stuck. Look at its log; raise options.timeout_s if it is only slow",
+        f"{shown_ranks(global_ranks)} {what}: dead or stuck. Look at its log; raise options.timeout_s if it is only "
+        "slow",
         kind="rank_missing",
-        ranks=names,
+        ranks=global_ranks,
     )

@@ -1,4 +1,4 @@
-"""Errors as messages from one rank to another, and one error for several ranks that failed. It sends nothing."""
+"""Encodes errors as messages from one rank to another, and merges those of several ranks. It sends nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bytecheckpoint.errors import ERROR_CLASSES, CheckpointError
 
 
 class _Failure(msgspec.Struct, frozen=True):
-    """An error on its way to other ranks."""
+    """The wire format of an error."""
 
     cls: str
     message: str
@@ -21,9 +21,9 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 def merge_errors(errors: Sequence[CheckpointError]) -> CheckpointError:
-    """One error for several ranks that failed: the first one's, with all ranks named.
+    """Returns one error for several ranks that failed: that of the first, with all ranks named.
 
-    Where some say that another one is missing, and one says what failed, that one may be why it was missed.
+    Errors about missing ranks count only if there are no others: a rank that failed may be the missing one.
     """
     errors = [error for error in errors if error.kind != "rank_missing"] or errors[:1]
     ranks = tuple(sorted({rank for error in errors for rank in error.ranks}))
@@ -33,13 +33,13 @@ def merge_errors(errors: Sequence[CheckpointError]) -> CheckpointError:
 
 
 def encode_failure(error: CheckpointError) -> bytes:
-    """The error as a message."""
+    """Returns the error as a message."""
     failure = _Failure(type(error).__name__, str(error), error.kind, error.path, error.step, error.ranks)
     return msgspec.msgpack.encode(failure)
 
 
 def decode_failure(message: bytes) -> CheckpointError:
-    """The error of a message, behind its first byte."""
+    """Returns the error that follows the first byte of a message."""
     failure = msgspec.msgpack.decode(message[1:], type=_Failure)
     cls = ERROR_CLASSES[failure.cls]
     return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)

@@ -1,8 +1,8 @@
-"""The ranks of a process group, and the messages between them.
+"""Messages between the ranks of a process group.
 
-All of them travel through the key-value store of the group, never through its collectives: a store needs no device,
-can be used by the background thread of a save while the training thread runs collectives of its own, goes on after
-`destroy_process_group`, and lets the coordinator see which rank is missing. What the messages say is not known here.
+They travel through the key-value store of the group, never through its collectives: a store needs no device, can be
+used by the background thread of a save while the training thread runs collectives of its own, works after
+`destroy_process_group`, and shows the coordinator which rank is missing. The content of messages is not known here.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ T = TypeVar("T")
 COORDINATOR = 0
 """The rank that plans and commits."""
 
-_MAX_GRACE_S = 5.0
-"""How much longer a rank waits for the coordinator than the coordinator for it, so that the verdict arrives; at most
-as long again as the timeout itself."""
+MAX_GRACE_S = 5.0
+"""Time that a rank waits for the coordinator longer than the coordinator for it, so that the verdict arrives; at most
+the timeout itself."""
 _CLOSE_S = 5.0
-"""How long the coordinator waits for others to read its last message; at most as long as the timeout."""
+"""Time that the coordinator waits for others to read its last message; at most the timeout."""
 _STORE_GRACE_S = 4.0
-"""How much longer an exchange with the store may take than its longest wait, of which entering the call may take 2."""
+"""Time that an operation of the store may take beyond its longest wait; entering the call may take 2 of it."""
 _SMALL_BYTES = 1 << 10
-"""Up to this a message to the coordinator may stay in the store until the call is over."""
-_POLLS_PER_LOOK = 4
-"""While messages are awaited, so many looks for them are made before one for failures."""
+"""Longest message to the coordinator that may stay in the store until the call is over."""
+_POLLS_PER_FAILURE_CHECK = 4
+"""Polls for messages between two polls for failures."""
 
 
 class RankFailedError(Exception):
-    """Another rank failed. Carries the error that all are to raise; on others than the coordinator that is final."""
+    """Another rank failed. Carries the error that all are to raise; it is final on ranks other than the coordinator."""
 
     def __init__(self, error: CheckpointError) -> None:
         super().__init__(str(error))
@@ -50,23 +50,22 @@ ABANDONED = "abandoned"
 """The key of a call that ended because a rank did not come, so that this rank can tell when it does."""
 
 _OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
-"""What a message from the coordinator starts with: there is one for each rank, this is the one for all, one has failed.
-"""
+"""First byte of a message from the coordinator: each rank has one of its own; this is for all; a rank has failed."""
 _END_OF_CALL = b"\0"
 """Ends the name of the call, with which the first message of each rank begins."""
 _HAS_FAILURE = "failed"
-"""The key that is set once any rank has failed, so that nobody need look for each."""
+"""The key that is set once any rank has failed."""
 _DEPARTED = "departed"
-"""The key that counts the ranks that need nothing of this call any more."""
+"""The key that counts the ranks that have closed the call."""
 _REMAINING = "remains"
-"""The key of the list of keys that the last rank to depart removes, where that is not the coordinator."""
+"""The key of the list of keys that the last rank to close removes if that is not the coordinator."""
 
 
 class GroupRanks:
     """The ranks of a process group. Messages go up (rank to coordinator) and down, each under a numbered key.
 
-    Groups of more than `block_ranks` are divided into blocks of so many consecutive ranks, which hosts mostly are. The
-    first rank of each, its leader, puts the messages of its block together, so that nobody handles one of every rank.
+    Groups of more than `block_ranks` are divided into blocks of so many consecutive ranks, mostly those of a host. The
+    first rank of each, its leader, puts the messages of its block together, so that no rank handles one of every other.
 
     Each rank puts an ack when it has read the last message, of success or failure. The coordinator, whose process may
     hold the store, stays until then, and removes the keys of the call. If an ack is late, the last rank to put its own
@@ -83,7 +82,7 @@ class GroupRanks:
         block_ranks: int,
         call: str,
     ) -> None:
-        """`enter` gives the store of this call. It is called with the first message, where waiting has a limit. `call`
+        """`enter` returns the store of this call; it is called with the first message, when waits have a limit. `call`
         is the public function that was called, which has to be the same on all ranks.
         """
         self._call = call
@@ -97,12 +96,12 @@ class GroupRanks:
         self._leader = rank - rank % block_ranks
         self._has_blocks = len(self._leaders) > 1
         self._timeout_s = timeout_s
-        self._reply_timeout_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
+        self._reply_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
         self._num_polls = 0
         self._num_up = 0
         self._num_down = 0
         self._left: list[str] = []
-        """Keys that are to go when the call is over."""
+        """Keys to remove when the call is over."""
         self._has_given_up = False
         self._is_store_lost = False
         self._has_failed = False
@@ -142,7 +141,7 @@ class GroupRanks:
     def reduce_scatter(self, payload: bytes, reduce: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         if self.rank == COORDINATOR:
             return self.scatter(reduce(self.gather(payload)))
-        if self.rank == self._leader and self._has_blocks:  # which waits twice, for its block and for the answer
+        if self.rank == self._leader and self._has_blocks:  # waits twice, for its block and for the answer
             self.gather(payload)
             return self._use_store(self._receive_down)
         return self._use_store(lambda: self._gather_and_receive(payload))
@@ -156,7 +155,7 @@ class GroupRanks:
         try:
             return self._use_store(lambda: self._fail(error))
         except CheckpointError:
-            return error  # nobody is there to be told, and what is known here says more
+            return error  # no rank can be reached, and the own error says more
 
     def close(self) -> None:
         with suppress(CheckpointError):  # the work is done and known to be; only keys may stay behind
@@ -180,15 +179,15 @@ class GroupRanks:
         for key, message in zip(keys, messages, strict=True):
             if len(message) > _SMALL_BYTES:
                 self._remove(keys_of(key, message))
-            else:  # training waits for the answer, and a small message can stay until the end of the call
+            else:  # training waits for the answer, and a small message may stay until the end of the call
                 self._left.append(key)
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
         gathered = [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
         return self._check_call(gathered) if number == 0 else gathered
 
     def _check_call(self, messages: Sequence[bytes]) -> list[bytes]:
-        """The first messages of all ranks, without the names of their calls. Raises CheckpointMismatchError (conflict)
-        where these differ.
+        """Returns the first messages of all ranks without the names of their calls. Raises CheckpointMismatchError
+        (conflict) if these differ.
         """
         parts = [message.partition(_END_OF_CALL) for message in messages]
         for rank, (call, _, _) in enumerate(parts):
@@ -206,20 +205,20 @@ class GroupRanks:
         return self._receive_down()
 
     def _arrived(self, keys: Sequence[str]) -> bool:
-        have_come = self._is_set(*keys)
+        has_arrived = self._is_set(*keys)
         self._num_polls += 1
-        looks = have_come or self._num_polls % _POLLS_PER_LOOK == 0
-        if looks and self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
+        is_due = has_arrived or self._num_polls % _POLLS_PER_FAILURE_CHECK == 0
+        if is_due and self._is_set(_HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(merge_errors(self._failures()))
-        return have_come
+        return has_arrived
 
     def _members(self, leader: int) -> range:
-        """The ranks of a block but for its leader."""
+        """Returns the ranks of a block without its leader."""
         return range(leader + 1, min(leader + self._block_ranks, self.num_ranks))
 
     def _forward_block(self, number: int, payload: bytes) -> None:
-        """Sends on what the block says, as its leader. Where a member does not come or has failed, this does nothing:
-        the coordinator sees that for itself, and all are to hear the same of it.
+        """Forwards the messages of the block, as its leader. Does nothing if a member is missing or has failed: the
+        coordinator sees that for itself, and sends one verdict to all.
         """
         keys = [self._up_key(number, rank) for rank in self._members(self.rank)]
         # Before this message has come no other is sent down but a verdict. The coordinator may begin to wait later.
@@ -234,12 +233,12 @@ class GroupRanks:
                 self._remove(keys_of(key, message))
 
     def _find_absent(self, number: int) -> list[int]:
-        """Who has not sent the message that the coordinator has waited for in vain."""
+        """Returns the ranks whose message the coordinator has waited for in vain."""
         silent = [leader for leader in self._leaders[1:] if not self._is_set(self._block_key(number, leader))]
         suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *self._members(leader))]
         absent = [rank for rank in suspects[1:] if not self._is_set(self._up_key(number, rank))]
         absent = [rank for rank in absent if not self._is_set(self._block_key(number, rank - rank % self._block_ranks))]
-        # A leader may have been lost with what its block had said.
+        # A leader may have been lost with the messages of its block.
         return absent or [leader for leader in silent if not self._is_set(self._block_key(number, leader))]
 
     def _broadcast(self, payload: bytes) -> bytes:
@@ -281,12 +280,12 @@ class GroupRanks:
         return error
 
     def _close(self, missing: Sequence[int] = (), left: Sequence[str] = ()) -> None:
-        """Puts an ack, or on the coordinator waits for those of all but the missing (global) ranks. What has been left
-        in the store then goes: nobody reads any more.
+        """Puts an ack, or on the coordinator waits for those of all but the missing (global) ranks. The last rank then
+        removes what was left in the store.
         """
         acks = [self._ack_key(rank) for rank in range(1, self.num_ranks)]
         if self.rank != COORDINATOR:
-            # Counted first: when the coordinator has all acks, nobody will make the counter anew.
+            # Counted first: when the coordinator has all acks, no rank will create the counter again.
             if self._store.add(_DEPARTED, 1) == self.num_ranks:
                 self._remove_remaining(left, [key for key in acks if key != self._ack_key(self.rank)])
             else:
@@ -294,14 +293,14 @@ class GroupRanks:
             return
         awaited = [key for key, name in zip(acks, self.global_ranks[1:], strict=True) if name not in missing]
         has_all = poll(lambda: self._is_set(*awaited), min(_CLOSE_S, self._timeout_s)) and not missing
-        if not has_all:  # the last word stays, for those who come late
+        if not has_all:  # the last message stays, for ranks that are late
             self._put(_REMAINING, msgspec.msgpack.encode((self._has_failed, self._left)))
             has_all = self._store.add(_DEPARTED, 1) == self.num_ranks
         if has_all:
             self._remove_all(self._left, acks, has_failed=self._has_failed)
 
     def _remove_remaining(self, left: Sequence[str], acks: Sequence[str]) -> None:
-        """Removes the keys of a call whose coordinator has not waited for this rank, the last one."""
+        """Removes the keys of a call whose coordinator did not wait for this rank, the last one."""
         remains = get_message(self._store, _REMAINING)
         has_failed, keys = msgspec.msgpack.decode(remains, type=tuple[bool, list[str]])
         self._remove_all([*keys, *left, *keys_of(_REMAINING, remains)], acks, has_failed=has_failed)
@@ -328,7 +327,7 @@ class GroupRanks:
         message = get_message(self._store, key)
         if message[:1] == _FAILURE:
             if not self._has_blocks:  # else a leader may be about to read it
-                self._remove(self._left)  # what the coordinator has not read it never will
+                self._remove(self._left)  # the coordinator will not read them any more
             self._close(left=self._left if self._has_blocks else ())
             raise RankFailedError(decode_failure(message))
         if message[:1] == _SHARED:
@@ -362,7 +361,7 @@ class GroupRanks:
         )
 
     def _use_store(self, do: Callable[[], T]) -> T:
-        """Does it within a limit of time; a store that is gone or silent is an error that says so."""
+        """Runs it within a limit of time. Raises CheckpointError (rank_missing) if the store is gone or silent."""
         try:
             return run_with_timeout(self._reply_timeout_s + _STORE_GRACE_S, do)
         except CheckpointError:

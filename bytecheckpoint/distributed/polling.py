@@ -1,4 +1,4 @@
-"""Waiting for what may never come: a key in a store, or the store itself. It knows nothing of what is awaited."""
+"""Waits with a limit, for a key in a store or for the store itself."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from bytecheckpoint.runtime.threads import shared_threads
 T = TypeVar("T")
 
 _SHORTEST_POLL_S = 0.0005
-"""Less is no gain: each look takes some 0.1 ms on a core, which the rank that is awaited may need."""
+"""Less is no gain: each poll takes some 0.1 ms of a core, which the rank that is awaited may need."""
 _LONGEST_POLL_S = 0.02
 
 
 def run_with_timeout(limit_s: float, do: Callable[[], T]) -> T:
-    """Does it on a thread that is left behind when it takes too long, which raises TimeoutError.
+    """Runs it on a thread that is left behind if it takes too long. Raises TimeoutError.
 
-    A TCPStore's client waits for answers without any limit: where the process that holds the store is stopped or its
-    host unreachable, it would hang for ever. So it may where there can be no more threads: without limit is better
-    than not at all.
+    A TCPStore's client waits for answers without any limit: it would hang for ever if the process that holds the store
+    is stopped or its host unreachable. Without a limit it runs only if the process can have no more threads.
     """
     return run_on_thread(do).result(limit_s)
 
 
 def run_on_thread(do: Callable[[], T]) -> Future[T]:
-    """Does it on a thread while the caller goes on. Where there can be no more threads the caller does it, and gets at
-    once what it raises.
+    """Runs it on a thread while the caller goes on. If there can be no more threads, the caller runs it, and gets its
+    error at once.
     """
     try:
         return shared_threads().submit("bcp-ranks", do)
@@ -42,7 +41,7 @@ def run_on_thread(do: Callable[[], T]) -> Future[T]:
 
 
 def store_lost(error: Exception) -> CheckpointError:
-    """Names a global rank, as every error does: the store of any group is one of the default group."""
+    """Returns the error about a lost store. It names global rank 0: every store is one of the default group."""
     reason = str(error).partition("\n")[0] or "it does not answer"
     return CheckpointError(
         f"rank 0 of the whole job, or the launcher, which holds the store of all process groups, is gone or stopped "
@@ -52,13 +51,15 @@ def store_lost(error: Exception) -> CheckpointError:
     )
 
 
-def poll(is_there: Callable[[], bool], limit_s: float) -> bool:
-    """Asks again and again. A blocking wait would hold the lock of the store's client against the training thread."""
+def poll(is_done: Callable[[], bool], limit_s: float) -> bool:
+    """Calls `is_done` until it is True, or returns False after the limit. A blocking wait would hold the lock of the
+    store's client against the training thread.
+    """
     started = time.monotonic()
-    while not is_there():
+    while not is_done():
         waited_s = time.monotonic() - started
         if waited_s > limit_s:
             return False
-        # In proportion, so that an answer is never noticed much later than it came.
+        # Backoff in proportion, so that an answer is never noticed much later than it came.
         time.sleep(min(max(waited_s / 10, _SHORTEST_POLL_S), _LONGEST_POLL_S))
     return True

@@ -1,5 +1,5 @@
-"""How the ranks of one save or load agree. A phase in which one rank fails fails on all, and a rank that does not
-come is named; nothing here knows what is being agreed on, nor how messages travel.
+"""The ranks of one save or load. A phase in which one rank fails, fails on all of them, and a lost rank is named. The
+content and the transport of messages are not known here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "jo
 
 
 BLOCK_RANKS = 64
-"""A rank exchanges messages with no more than about this many others, or as many blocks of ranks as there are."""
+"""Most ranks in a block. A rank exchanges messages with about so many others, or with as many blocks as there are."""
 _CATCH_UP_S = 2.0
-"""How long a rank whose call the others gave up on looks out for their next one."""
+"""Time in which a rank whose call the others gave up on looks for their next one."""
 
 
 class Ranks(Protocol):
-    """The ranks that take part in one call, as seen by one of them."""
+    """The view that one rank has of all that take part in a call."""
 
     rank: int
     """Within the group."""
@@ -41,7 +41,7 @@ class Ranks(Protocol):
         """The host of the group's store, as all ranks reach it; None if the store is not a TCPStore."""
 
     def enter(self) -> None:
-        """Returns when it is certain which call this is: the process may make no other one before."""
+        """Returns when the number of this call is known; the process may make no other call before."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Returns every rank's payload by rank on the coordinator, and an empty list elsewhere."""
@@ -103,17 +103,16 @@ class SoleRank:
 def join_ranks(
     process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject, enters_later: bool = False
 ) -> Ranks:
-    """The ranks of the given group, or of the default one, or this process alone where there is none.
+    """Returns the ranks of the given group, of the default one, or this process alone if there is none.
 
-    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. Which
-    call this is is found out while the caller goes on, and waited for with the first message, or by `enter`; if it
-    `enters_later` that is also when it is asked.
-    Raises CheckpointMismatchError (conflict) on a process that is not in the group.
+    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. The
+    store is asked for the number of this call while the caller goes on, with `enters_later` only by `enter` or with
+    the first message. Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         return SoleRank()
     group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):  # what new_group gives to those who are not in the group
+    if not isinstance(group, dist.ProcessGroup):  # new_group returns something else to ranks that are not in the group
         raise CheckpointMismatchError(
             "this process is not a member of the process_group that it passes; nothing was done: call save and load on "
             "the members of the group only",
@@ -127,7 +126,7 @@ def join_ranks(
         return SoleRank()
     store = _group_store(group)
     ask = partial(run_on_thread, lambda: _next_call(store, rank))
-    # Now, and not with the first message: a rank that is late for that has not missed the call.
+    # Now, and not with the first message: a rank that is late for that one has not missed the call.
     try:
         call = None if enters_later else ask()
     except RuntimeError as error:
@@ -143,9 +142,9 @@ def join_ranks(
 
 
 def _next_call(store: Store, rank: int) -> int:
-    """The number of the call that this rank makes, the same on all ranks. Counted in the store: no state is kept here.
+    """Returns the number of the call that this rank makes, the same on all ranks. It is counted in the store.
 
-    A rank that has missed a call, which the others then gave up on, skips it: else it would be one behind for ever.
+    A rank skips a call that it has missed and that the others gave up on: else it would be one behind for ever.
     """
     call = store.add(_calls_key(rank), 1)
     if rank == COORDINATOR:
@@ -158,7 +157,7 @@ def _next_call(store: Store, rank: int) -> int:
         if current > call:
             return store.add(_calls_key(rank), current - call)
         time.sleep(0.02)
-    return call  # if it was abandoned, the verdict on it is still there to be read
+    return call  # if it was abandoned, its verdict can still be read
 
 
 def _calls_key(rank: int) -> str:
@@ -170,14 +169,14 @@ def _was_abandoned(store: Store, call: int) -> bool:
 
 
 def _group_store(group: dist.ProcessGroup) -> Store:
-    """The store under a process group. torch has no public way to it, and its collectives are not ours to use."""
+    """Returns the store under a process group, to which torch has no public way. Its collectives belong to training."""
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store
 
 
 @contextmanager
 def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
-    """A phase that every rank goes through: where it fails on one, every rank raises that error, with the rank named.
+    """Runs a phase on every rank: if it fails on one, every rank raises that error, with the rank named.
 
     An error that is no CheckpointError becomes one of kind `rank_failed`, chained to its cause.
     """
@@ -186,7 +185,7 @@ def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
     except RankFailedError as failure:
         raise (ranks.fail(failure.error) if ranks.rank == COORDINATOR else failure.error) from None
     except CheckpointError as error:
-        # Of a refusal the frames inside of the library tell its reader nothing.
+        # The library's own frames say nothing to the reader of a refusal.
         cause = error.__cause__ if error.kind in _REFUSALS else error
         raise ranks.fail(_located(error, ranks, about)) from cause
     except Exception as error:
@@ -194,31 +193,30 @@ def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
 
 
 class Subject(NamedTuple):
-    """What a call is about, for its errors."""
+    """The subject of a call, for its errors."""
 
     path: str
     step: int | None
     is_save: bool
     aftermath: str = ""
-    """What a failure in this phase leaves behind, as a sentence; empty where nothing has changed yet."""
+    """A sentence on what a failure in this phase leaves behind; empty if nothing has changed yet."""
     call: str = ""
-    """The public function, where it is neither save nor load."""
+    """The public function, if it is neither save nor load."""
 
 
 _SHARED_KINDS = {
     *("conflict", "coverage", "missing_key", "unexpected_key", "shape", "dtype"),
     *("exists", "not_found", "not_committed", "replaced", "rank_missing"),
 }
-"""Where the coordinator finds these, it has looked at what all ranks said, or at what is the same for all: it is not
-to blame."""
+"""Errors that the coordinator finds in the messages of all ranks, or in what is the same for all: it is not named."""
 
 
 _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused"} - {"rank_missing"}
-"""What a call is refused with, for what it asks and what stands there: nothing has failed."""
+"""Errors about the arguments of a call or about what stands at its path: nothing has failed."""
 
 
 def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:
-    """The same error with what the phase knows: on which rank, and in which checkpoint."""
+    """Returns the same error with the rank and the checkpoint added."""
     cls = CheckpointSaveError if about.is_save and type(error) is CheckpointError else type(error)
     message, at = error.message, error.ranks
     is_shared = ranks.rank == COORDINATOR and error.kind in _SHARED_KINDS

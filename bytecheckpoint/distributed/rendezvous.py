@@ -1,5 +1,5 @@
-"""How the takers of a load find their readers: who listens where, and who of those that come is let in. Neither side
-waits for one other alone: strangers who say nothing delay nobody, and one that is not wanted any more stops waiting.
+"""Finds and authenticates the connections between reader ranks and their peers. No wait is for one peer alone:
+unauthenticated connections that send nothing delay no other, and all waits end once the load has failed.
 """
 
 from __future__ import annotations
@@ -7,15 +7,16 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import queue
 import secrets
 import select
-import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -23,270 +24,228 @@ from bytecheckpoint.distributed.connection import Connection, Peer, PeerLeftErro
 from bytecheckpoint.errors import CheckpointError
 
 _HELLO = struct.Struct("<16sIQ")
-"""The reader's token, the taker's rank, the length of what it asks for."""
+"""The first half of the reader rank's token, the rank of the peer within the group, the length of its request."""
 _MAX_REQUEST_BYTES = 1 << 32
 _HELLO_S = 10.0
-"""How long one that has connected may take to say who it is, and one that connects to reach a host."""
-_MAX_STRANGERS = 128
-"""Who have connected and not said who they are; of more, those that came first are turned away."""
+"""Limit for all of a hello, and for reaching a host."""
+_MAX_UNAUTHENTICATED = 128
+"""Connections whose hello has not come. Of more the oldest are closed."""
 _POLL_S = 0.1
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a rank listens."""
+    """The address on which a rank listens."""
 
     hosts: Sequence[str]
-    """Names or numbers, the likeliest first: which of them another host can reach is not known here."""
+    """Names or numbers, the likeliest first: this rank cannot know which of them another host can reach."""
     port: int
     token: bytes
-    """16 bytes that a taker shows, and 16 that the reader answers with: nobody else knows them."""
+    """32 bytes that only the ranks know: a peer shows the first half, and the reader rank answers with the other."""
 
 
 class Listener:
-    """Takes the connections of the ranks to which this one passes something on."""
+    """The socket to which peers connect. While it accepts, one thread waits for connections, and one for each of them
+    until it is authenticated and its request is here.
+    """
 
     def __init__(self, *, towards: str | None) -> None:
-        """`towards` is a host that all ranks reach, whose direction tells which of this host's addresses to use."""
+        """`towards` is a host that all ranks reach: the network that leads there is the one to listen on."""
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
-        self._socket.setblocking(False)
-        token = secrets.token_bytes(32)
-        self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], token)
+        self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
+        self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
+        self._is_accepting = True
+        self._pending: dict[socket.socket, bool] = {}
+        """Connections in the order in which they came; True once authenticated."""
+        self._arrived: queue.SimpleQueue[tuple[socket.socket, int, bytes] | Exception] = queue.SimpleQueue()
 
     def accept(
-        self, takers: Sequence[Peer], timeout_s: float, *, patience_s: float
-    ) -> Iterator[tuple[Connection | None, bytes]]:
-        """The connection of each of these ranks, in the order in which they come, with what it asks for.
+        self, peers: Sequence[Peer], timeout_s: float, *, io_timeout_s: float, is_wanted: Callable[[], bool]
+    ) -> Iterator[tuple[Connection, bytes]]:
+        """Returns the connection of each peer with its request, in the order in which they come. No others are accepted
+        afterwards. The peer may stall a connection for `io_timeout_s`.
 
-        In between it gives (None, b""), so that the caller can look whether anybody is still wanted. Connections wait
-        `patience_s` for a taker to take something.
-        Raises CheckpointError (rank_missing) when some have not come in time.
+        Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_wanted`
+        returns False.
         """
-        awaited = {peer.rank: peer for peer in takers}
+        awaited = {peer.rank: peer for peer in peers}
+        if not awaited:
+            return
         deadline = time.monotonic() + timeout_s
-        hall = _Hall(self._socket, self.address.token)
+        pool = ThreadPoolExecutor(2 * _MAX_UNAUTHENTICATED, thread_name_prefix="bcp-rendezvous")
+        accepting = pool.submit(self._accept_all, pool, timeout_s)
         try:
             while awaited:
+                if not is_wanted():
+                    raise PeerLeftError
                 if time.monotonic() > deadline:
-                    names = tuple(peer.name for peer in awaited.values())
-                    raise missing(names, f"did not connect to this one within {timeout_s:g} s")
-                for connected, rank, request in hall.arrivals(awaited):
-                    yield Connection(connected, awaited.pop(rank), patience_s), request
-                yield None, b""
+                    late = tuple(peer.global_rank for peer in awaited.values())
+                    raise missing(late, f"did not connect to this one within {timeout_s:g} s")
+                arrived = self._next()
+                if arrived is not None and arrived[1] in awaited:
+                    yield Connection(arrived[0], awaited.pop(arrived[1]), io_timeout_s), arrived[2]
+                elif arrived is not None:
+                    arrived[0].close()
         finally:
-            hall.close()
+            self._is_accepting = False
+            _interrupt(self._socket)
+            wait([accepting])
+            for connected in list(self._pending):
+                _interrupt(connected)
+            pool.shutdown()
 
     def close(self) -> None:
-        """Later connections are refused."""
+        """Refuses later connections, and closes those that `accept` has not returned."""
         self._socket.close()
+        while not self._arrived.empty():
+            arrived = self._arrived.get()
+            if not isinstance(arrived, Exception):
+                arrived[0].close()
 
+    def _next(self) -> tuple[socket.socket, int, bytes] | None:
+        """Returns an authenticated connection, its rank and its request; None if none comes for a moment."""
+        with suppress(queue.Empty):
+            arrived = self._arrived.get(timeout=_POLL_S)
+            if isinstance(arrived, Exception):
+                raise arrived
+            return arrived
+        return None
 
-class _Guest:
-    """Somebody who has connected and has not said all that a taker says."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        connected.setblocking(False)
-        self.socket = connected
-        self.since = time.monotonic()
-        self.rank: int | None = None
-        """Known from one who has shown the token."""
-        self._content = bytearray(_HELLO.size)
-        self._num_bytes = 0
-
-    def hear(self, token: bytes) -> bytes | None:
-        """What it asks for, as soon as all of that has come. Raises OSError where it is no taker, or has left."""
-        if not self._is_complete():
-            return None
-        if self.rank is not None:
-            return bytes(self._content)
-        shown, rank, num_bytes = _HELLO.unpack(self._content)
-        if not hmac.compare_digest(shown, token[:16]) or num_bytes > _MAX_REQUEST_BYTES:
-            raise ConnectionRefusedError
-        self.socket.send(token[16:])  # nothing was sent before: there is room for it
-        self.rank, self._content, self._num_bytes = rank, bytearray(num_bytes), 0
-        return None if num_bytes else b""
-
-    def _is_complete(self) -> bool:
-        with suppress(BlockingIOError):
-            while self._num_bytes < len(self._content):
-                count = self.socket.recv_into(memoryview(self._content)[self._num_bytes :])
-                if not count:
-                    raise ConnectionResetError
-                self._num_bytes += count
-        return self._num_bytes == len(self._content)
-
-
-class _Hall:
-    """All who have connected and are not let in yet, each heard as soon as it says something."""
-
-    def __init__(self, listening: socket.socket, token: bytes) -> None:
-        self._token = token
-        self._listening = listening
-        self._guests: dict[socket.socket, _Guest] = {}
-        """Those who came first stand first."""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listening, selectors.EVENT_READ)
-
-    def arrivals(self, awaited: Container[int]) -> Iterator[tuple[socket.socket, int, bytes]]:
-        """Those of these ranks who have shown the token and said what they ask for. Waits a moment for them."""
-        for key, _ in self._selector.select(_POLL_S):
-            guest = self._guests.get(key.fileobj)  # type: ignore[call-overload]  # sockets only
-            if guest is None:
-                self._admit()
-                continue
+    def _accept_all(self, pool: ThreadPoolExecutor, timeout_s: float) -> None:
+        while self._is_accepting:
             try:
-                request = guest.hear(self._token)
-            except OSError:
-                self._forget(guest).close()
+                connected, _ = self._socket.accept()
+                self._pending[connected] = False
+                pool.submit(self._authenticate, connected, timeout_s)
+            except (TimeoutError, ConnectionAbortedError):
                 continue
-            if request is None or guest.rank is None:
-                continue
-            connected = self._forget(guest)
-            if guest.rank in awaited:
-                yield connected, guest.rank, request
-            else:
-                connected.close()
-        self._turn_away()
+            except (OSError, RuntimeError) as error:  # closed, or no more descriptors or threads
+                self._arrived.put(error)
+                return
+            unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
+            for oldest in unauthenticated[:-_MAX_UNAUTHENTICATED]:
+                _interrupt(oldest)
 
-    def close(self) -> None:
-        for guest in list(self._guests.values()):
-            self._forget(guest).close()
-        self._selector.close()
-
-    def _admit(self) -> None:
+    def _authenticate(self, connected: socket.socket, timeout_s: float) -> None:
         try:
-            connected, _ = self._listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        self._guests[connected] = _Guest(connected)
-        self._selector.register(connected, selectors.EVENT_READ)
-
-    def _turn_away(self) -> None:
-        """Strangers who have had their time, or are too many."""
-        strangers = [guest for guest in self._guests.values() if guest.rank is None]
-        latest = time.monotonic() - _HELLO_S
-        for number, guest in enumerate(strangers, start=1):
-            if guest.since < latest or number <= len(strangers) - _MAX_STRANGERS:
-                self._forget(guest).close()
-
-    def _forget(self, guest: _Guest) -> socket.socket:
-        self._selector.unregister(guest.socket)
-        return self._guests.pop(guest.socket).socket
+            shown, rank, num_bytes = _HELLO.unpack(_receive(connected, _HELLO.size, _HELLO_S))
+            if not hmac.compare_digest(shown, self.address.token[:16]) or num_bytes > _MAX_REQUEST_BYTES:
+                raise ConnectionRefusedError
+            self._pending[connected] = True
+            connected.sendall(self.address.token[16:])
+            self._arrived.put((connected, rank, _receive(connected, num_bytes, timeout_s)))
+        except OSError:
+            connected.close()
+        finally:
+            del self._pending[connected]
 
 
-class _Wait(NamedTuple):
-    """How a taker waits for a reader to answer."""
+def _receive(connected: socket.socket, num_bytes: int, limit_s: float) -> bytes:
+    """Receives so many bytes within the limit, however often a few of them come. Raises OSError."""
+    content = bytearray(num_bytes)
+    left, deadline = memoryview(content), time.monotonic() + limit_s
+    while left:
+        connected.settimeout(max(deadline - time.monotonic(), 0.001))
+        count = connected.recv_into(left)
+        if not count:
+            raise ConnectionResetError
+        left = left[count:]
+    return bytes(content)
 
-    limit_s: float
-    is_wanted: Callable[[], bool]
 
-    def until(self, connected: socket.socket, event: int) -> None:
-        """Raises TimeoutError, or PeerLeftError once nobody wants the connection any more."""
-        ready = select.poll()
-        ready.register(connected, event)
-        deadline = time.monotonic() + self.limit_s
-        while not ready.poll(_POLL_S * 1000):
-            if not self.is_wanted():
-                raise PeerLeftError
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no answer within {self.limit_s:g} s")
+def _interrupt(connected: socket.socket) -> None:
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def connect(
-    reader: Peer,
-    address: Address,
-    own_rank: int,
-    request: bytes,
-    *,
-    timeout_s: float,
-    is_wanted: Callable[[], bool],
+    reader: Peer, address: Address, own_rank: int, request: bytes, *, timeout_s: float, is_wanted: Callable[[], bool]
 ) -> Connection:
-    """A connection to a rank that listens there, which has been told what this one wants.
+    """Returns a connection to the reader rank, which has the request then.
 
-    Raises CheckpointError (rank_missing) where it cannot be reached, and PeerLeftError soon after `is_wanted` says no.
+    Raises CheckpointError (rank_missing) if it cannot be reached, and PeerLeftError soon after `is_wanted` returns
+    False.
     """
     hello = _HELLO.pack(address.token[:16], own_rank, len(request))
-    reasons = []
-    for host in address.hosts:
+    reasons: list[str] = []
+    for host, family, place in _places(address, reasons):
         try:
-            connected = _reached(host, address.port, _Wait(min(timeout_s, _HELLO_S), is_wanted))
-            _introduce(connected, [hello, request], address.token[16:], _Wait(timeout_s, is_wanted))
-            return Connection(connected, reader, timeout_s)
-        except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
+            opened = _open(family, place, [hello, address.token[16:], request], timeout_s, is_wanted)
+        except OSError as error:
             reasons.append(f"{host}: {error}")
+        else:
+            return Connection(opened, reader, timeout_s)
     raise CheckpointError(
-        f"rank {reader.name} cannot be reached on port {address.port} of {'; '.join(reasons)}. Ranks exchange what "
-        'several of them want: open the network between them, or load with LoadOptions(exchange="off")',
+        f"rank {reader.global_rank} cannot be reached on port {address.port} of {'; '.join(reasons)}. Ranks exchange "
+        'what several of them want: open the network between them, or load with LoadOptions(exchange="off")',
         kind="rank_missing",
-        ranks=(reader.name,),
+        ranks=(reader.global_rank,),
     )
 
 
-def _reached(host: str, port: int, wait: _Wait) -> socket.socket:
-    """Somebody who listens there."""
-    failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
+    """Resolves the hosts, one after the other; adds to `reasons` why one cannot be."""
+    for host in address.hosts:
         try:
-            return _connected(socket.socket(family, kind, protocol), place, wait)
-        except OSError as error:
-            failure = error
-    raise failure
+            for family, _, _, _, place in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):
+                yield host, family, place
+        except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
+            reasons.append(f"{host}: {error}")
 
 
-def _connected(made: socket.socket, place: Any, wait: _Wait) -> socket.socket:
+def _open(
+    family: int, place: Any, messages: Sequence[bytes], limit_s: float, is_wanted: Callable[[], bool]
+) -> socket.socket:
+    """Sends the hello, and once the listener has sent the expected answer, the request. Raises OSError."""
+    hello, expected, request = messages
     with ExitStack() as undo:
-        undo.callback(made.close)
-        made.setblocking(False)
-        code = made.connect_ex(place)
+        opened = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        opened.setblocking(False)
+        code = opened.connect_ex(place)
         if code == errno.EINPROGRESS:
-            wait.until(made, select.POLLOUT)
-            code = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            _await(opened, select.POLLOUT, min(limit_s, _HELLO_S), is_wanted)
+            code = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
-        undo.pop_all()
-    return made
-
-
-def _introduce(connected: socket.socket, messages: Sequence[bytes], expected: bytes, wait: _Wait) -> None:
-    """Says the first of the messages, and the other once the one who listens there has shown to be the reader."""
-    hello, request = messages
-    with ExitStack() as undo:
-        undo.callback(connected.close)
-        _send(connected, hello, wait)
+        opened.send(hello)  # the first bytes: there is room for them
         answer = b""
         while len(answer) < len(expected):
-            wait.until(connected, select.POLLIN)
-            heard = connected.recv(len(expected) - len(answer))
-            if not heard:
+            _await(opened, select.POLLIN, limit_s, is_wanted)
+            part = opened.recv(len(expected) - len(answer))
+            if not part:
                 raise ConnectionResetError("the connection was closed")
-            answer += heard
+            answer += part
         if not hmac.compare_digest(answer, expected):
             raise ConnectionRefusedError("somebody else answers")
-        _send(connected, request, wait)
+        left = memoryview(request)
+        while left:
+            _await(opened, select.POLLOUT, limit_s, is_wanted)
+            left = left[opened.send(left) :]
         undo.pop_all()
+    return opened
 
 
-def _send(connected: socket.socket, content: bytes, wait: _Wait) -> None:
-    left = memoryview(content)
-    while left:
-        wait.until(connected, select.POLLOUT)
-        left = left[connected.send(left) :]
+def _await(connected: socket.socket, event: int, limit_s: float, is_wanted: Callable[[], bool]) -> None:
+    """Raises TimeoutError, or PeerLeftError soon after `is_wanted` returns False."""
+    ready = select.poll()
+    ready.register(connected, event)
+    deadline = time.monotonic() + limit_s
+    while not ready.poll(_POLL_S * 1000):
+        if not is_wanted():
+            raise PeerLeftError
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
 
 
 def _own_hosts(towards: str | None) -> list[str]:
+    """Returns this host's addresses on the networks that lead there, and its name."""
     if towards is None:
         return [socket.gethostname(), "127.0.0.1"]
     hosts = []
     with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
-            hosts += _own_hosts_on_the_way(family, kind, address)
+        for family, kind, _, _, place in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends nothing: it only chooses the network
+                hosts.append(str(probe.getsockname()[0]))
     return list(dict.fromkeys([*hosts, socket.gethostname()]))
-
-
-def _own_hosts_on_the_way(family: socket.AddressFamily, kind: socket.SocketKind, address: Any) -> list[str]:
-    """This host's address on the network that leads there, if any does."""
-    with suppress(OSError), socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing: it only chooses the way
-        return [str(probe.getsockname()[0])]
-    return []

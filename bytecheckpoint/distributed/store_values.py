@@ -1,6 +1,4 @@
-"""Messages of any length in a key-value store whose values have a limit: a long one is put there in parts. It knows
-neither who writes and reads them nor what they say.
-"""
+"""Messages of any length in a key-value store that limits the length of its values: a long one is put in parts."""
 
 from __future__ import annotations
 
@@ -11,13 +9,13 @@ from itertools import count
 from torch._C._distributed_c10d import Store
 
 PART_BYTES = 1 << 20
-"""A TCPStore closes the connection over a value of more than 8 MiB. An eighth of that is as fast, and of many messages
-that are asked for at once no more than their first parts are in memory twice.
+"""A TCPStore closes the connection over a value of more than 8 MiB. An eighth of that is as fast, and only the first
+parts of messages that are read together are in memory twice.
 """
 
 
 def put_message(store: Store, key: str, message: bytes) -> list[str]:
-    """The keys under which the message then stands. All of it is there before its own key is."""
+    """Puts the message, its own key last, and returns all of its keys."""
     keys = keys_of(key, message)
     for number in reversed(range(len(keys))):
         part = message[number * PART_BYTES : (number + 1) * PART_BYTES]
@@ -30,21 +28,21 @@ def get_message(store: Store, key: str) -> bytes:
 
 
 def get_messages(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """What is there under these keys, at once where the kind of store can do that and as far as it is short."""
+    """Returns the messages of these keys; the first parts are read together if the kind of store can do that."""
     if not store.has_extended_api():  # type: ignore[attr-defined]  # torch declares it for Python only
         return [get_message(store, key) for key in keys]
     return [_completed(store, key, first) for key, first in zip(keys, store.multi_get(list(keys)), strict=True)]
 
 
 def keys_of(key: str, message: bytes) -> list[str]:
-    """Where a message stands: its own key has the first part, and each that follows a key of its own. Only the last is
-    shorter than PART_BYTES, by which a reader knows it, and may be empty.
+    """Returns the keys of a message: its own for the first part, and one for each further part. The last part, and only
+    that, is shorter than PART_BYTES; it may be empty.
     """
     return [key, *(_part_key(key, number) for number in range(1, len(message) // PART_BYTES + 1))]
 
 
 def _completed(store: Store, key: str, first: bytes) -> bytes:
-    """The message whose first part this is."""
+    """Returns the message with this first part."""
     if len(first) < PART_BYTES:
         return first
     message, part = BytesIO(), first  # a list to be joined would be the message twice

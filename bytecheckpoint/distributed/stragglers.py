@@ -1,5 +1,5 @@
-"""What the coordinator says of a rank that is not done in time: how long its bytes take at the rate of its own, so that
-a slow storage is told from a rank that is stuck. It knows plans, and neither stores nor messages.
+"""Adds to the error about a straggler how long its bytes take at the coordinator's own rate: so a reader can tell slow
+storage from a stuck rank.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bytecheckpoint.planner.save_plan import SavePlan
 def report_straggler_rate(
     ranks: Ranks, plan: SavePlan | None, write_s: float, *, did: str = "wrote", is_all: bool = True
 ) -> Iterator[None]:
-    """Within the block the coordinator, which has the plan, waits for what the others have written. It took so long
-    for its own bytes, unless it is not all of them that it moved then; nothing is said then.
+    """Within the block the coordinator, which has the plan, waits for the other ranks. It moved its own bytes in
+    `write_s`; nothing is added unless these were all of them.
     """
     started = time.monotonic()
     try:

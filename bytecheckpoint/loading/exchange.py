@@ -1,61 +1,56 @@
-"""A load plan carried out by several ranks together: what more than one of them wants is read by one and passed on to
-the others while reading goes on. It decides nothing about who reads what, and opens no file.
+"""Carries out the load plans of several ranks together: what more than one of them wants is read by one, the reader
+rank, and passed on to its peers while reading goes on. It does not choose the reader ranks, and opens no file.
 
-Nobody waits in a circle: a taker always takes what comes, into its tensors or into memory that is freed again without
-the help of others, so every parcel that is sent arrives, and makes room for the next read.
+No circle of ranks can wait for one another: a peer always takes what comes, into its tensors or into memory that is
+freed again without the help of other ranks, so every unit that is sent arrives, and makes room for the next read.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from bytecheckpoint.distributed.connection import Connection, Peer, PeerLeftError, shown_ranks
+from bytecheckpoint.distributed.connection import Activity, Connection, Peer, PeerLeftError, PeerSender, shown_ranks
+from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
-from bytecheckpoint.distributed.sender import Activity, Outbox
 from bytecheckpoint.distributed.wire import (
-    HEADER_BYTES,
-    Header,
-    Parcel,
-    Request,
-    decode_header,
+    OutgoingUnit,
+    WireHeader,
+    damaged,
     decode_request,
     encode_request,
-    not_asked_for,
     pack,
-    sealed,
-    slices,
+    seal,
+    view_pieces,
 )
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.assign_readers import Assignment, LocalPlan, agree_on_reads
 from bytecheckpoint.loading.broadcast_bytes import CommonBytes
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.receive import Arrivals
-from bytecheckpoint.loading.scatter import Targets
+from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
 from bytecheckpoint.planner.coalesce import Fetch
-from bytecheckpoint.planner.exchange_plan import Extents
-from bytecheckpoint.planner.exchange_split import Arrival, Unit, Work, can_share, divide_work, wanted_runs
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, assign_readers, max_common_bytes
+from bytecheckpoint.planner.exchange_split import DividedPlan, can_share, divide_plan, wanted_runs
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.range_reader import Read
 
+_HEARTBEATS_IN_TIMEOUT = 4
+_MAX_HEARTBEAT_S = 30.0
 _GRACE_S = 1.0
-"""How long a rank that lost another one waits for news of what happened, and for its own farewell to be sent."""
-_MAX_GRACE_S = 5.0
-"""How much longer a reader waits for a taker than the taker for its readers, so that who is stuck is named: a taker may
-be held up by another reader, while a reader that is held up by a taker says that it gets on."""
+"""Time that a rank whose load has failed leaves to DISCONNECT messages, its own and those of other ranks."""
 
 
 class Traffic(NamedTuple):
@@ -65,10 +60,30 @@ class Traffic(NamedTuple):
     num_bytes_received: int
 
 
-def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
-    """Carries out the plans of all ranks, each of which passes its own. Must be called by all.
+class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the coordinator."""
 
-    Where ranks do not exchange what they read, each does all of its plan.
+    address: Address
+    runs: list[ExtentRun]
+    """The extents that it wants."""
+    unit_bytes: int
+    timeout_s: float
+
+
+class ReadAssignment(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's answer to a rank."""
+
+    share: ReaderShare
+    addresses: dict[int, Address]
+    """Addresses of the reader ranks of what it receives."""
+    unit_bytes: int
+    heartbeat_s: float
+    """Time between heartbeats: a fraction of the shortest timeout of any rank."""
+
+
+def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
+    """Carries out the plans of all ranks, each of which passes its own. Must be called by all. If ranks do not exchange
+    what they read, each does all of its plan.
 
     Raises what reading raises, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and
     CheckpointError (rank_missing) for a rank that died or is stuck. A failure elsewhere is raised here as well.
@@ -76,293 +91,60 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     if not source.is_exchanged:
         source.read(fetches, match.shards, match.stored_fqns)
         return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
-    extents = Extents(source.manifest.files)
+    extents, options = Extents(source.manifest.files), source.options
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
     tensors = (shard.tensor for shard in match.shards if not shard.address)
     with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
-        runs, timeout_s = wanted_runs(sharable, extents), source.options.timeout_s
-        plan = LocalPlan(listener.address, runs, source.unit_bytes(sharable), timeout_s)
-        assigned = agree_on_reads(ranks, plan, extents)
-        work = divide_work(sharable, assigned.share, extents, unit_bytes=assigned.unit_bytes)
-        work = work._replace(alone=[*work.alone, *unsharable])
-        targets = source.targets(match.shards, match.stored_fqns, lanes)
-        common = CommonBytes(assigned.share.common, extents, source.manifest.files)
-        common.share(ranks, source, targets, lanes)
-        exchange = _Exchange(ranks, source, targets, match.stored_fqns, lanes=lanes, beat_s=assigned.beat_s)
-        exchange.put(common, work)
+        runs = wanted_runs(sharable, extents)
+        local_plan = LocalReadPlan(listener.address, runs, source.unit_bytes(sharable), options.timeout_s)
+        payloads = ranks.gather(msgspec.msgpack.encode(local_plan))
+        assigned = msgspec.msgpack.decode(ranks.scatter(assign(payloads, extents)), type=ReadAssignment)
+        plan = divide_plan(sharable, assigned.share, extents, unit_bytes=assigned.unit_bytes)
+        plan = plan._replace(alone=[*plan.alone, *unsharable])
+        exchange = _Exchange(ranks, source, match, assigned, lanes)
+        common = CommonBytes(assigned.share.common, extents)
+        common.broadcast(ranks, source, exchange.targets, lanes)
+        common.place(plan.common, exchange.receiver)
         try:
-            traffic = exchange.run(work, assigned, listener)
+            exchange.run(plan, listener)
         except PeerLeftError:
-            _await_verdict(ranks)
+            ranks.barrier()  # raises the error of the rank that failed
             raise
     source.fill_zeros(match.shards, match.stored_fqns)
-    return _with_common(traffic, common, work, is_reader=ranks.rank == COORDINATOR)
+    is_reader = ranks.rank == COORDINATOR
+    received = [fetch for of_reader in plan.received.values() for fetch in of_reader]
+    received += () if is_reader else plan.common
+    return Traffic(
+        sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + is_reader * len(common.content),
+        sum(piece_of(item).byte_length for fetch in received for item in (*fetch.parts, *fetch.frames)),
+    )
 
 
-def _with_common(traffic: Traffic, common: CommonBytes, work: Work, *, is_reader: bool) -> Traffic:
-    if is_reader:
-        return traffic._replace(num_bytes_read=traffic.num_bytes_read + len(common))
-    received = sum(piece_of(item).byte_length for fetch in work.common for item in (*fetch.parts, *fetch.frames))
-    return traffic._replace(num_bytes_received=traffic.num_bytes_received + received)
+def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
+    """Makes the encoded assignment of each rank of the encoded local plans of all."""
+    plans = [msgspec.msgpack.decode(content, type=LocalReadPlan) for content in payloads]
+    shares = assign_readers([plan.runs for plan in plans], extents, common_bytes=max_common_bytes(len(plans)))
+    unit_bytes = min((plan.unit_bytes for plan in plans), default=0)
+    timeout_s = min((plan.timeout_s for plan in plans), default=0.0)
+    heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
+    assignments = (
+        ReadAssignment(share, {reader: plans[reader].address for reader, _ in share.received}, unit_bytes, heartbeat_s)
+        for share in shares
+    )
+    return list(map(msgspec.msgpack.encode, assignments))
 
 
-def _await_verdict(ranks: Ranks) -> None:
-    """Whatever has failed elsewhere is the error of this rank as well, and it will be told."""
-    ranks.gather(b"")
-    ranks.broadcast(b"")
+class _FirstFailure:
+    """The first error of any thread of an exchange. As a context manager it takes what its block raises."""
 
-
-def _halved_again(num_bytes: int) -> tuple[int, int]:
-    """Memory for what goes out and for what comes in: the same, unless a frame that comes in would not fit, which is
-    decompressed beside itself.
-    """
-    incoming_bytes = max(num_bytes // 2, min(3 * FRAME_BYTES, 3 * num_bytes // 4))
-    return num_bytes - incoming_bytes, incoming_bytes
-
-
-class _Exchange:
-    """The connections, threads and memory of one load on one rank."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        source: Source,
-        targets: Targets,
-        stored_fqns: Sequence[str],
-        *,
-        lanes: CopyStreams,
-        beat_s: float,
-    ) -> None:
-        self._ranks = ranks
-        self._source = source
-        self._lanes = lanes
-        self._targets = targets
-        self._stored_fqns = stored_fqns
-        self._beat_s = beat_s
-        # The other half is for reading.
-        outgoing_bytes, incoming_bytes = _halved_again(source.options.scratch_bytes // 2)
-        self._outgoing = ByteBudget(outgoing_bytes)
-        self._arrivals = Arrivals(
-            targets,
-            stored_fqns,
-            scratch_bytes=incoming_bytes,
-            verify=source.options.verify,
-            changes=source.changes,
-        )
-        self._activity = Activity()
-        self._outboxes: list[Outbox] = []
-        self._takers_of: dict[Unit, dict[tuple[ByteRange, ...], list[Outbox]]] = {}
-        self._inbound: list[Connection] = []
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        """Set on the first failure."""
-        self._failure: BaseException | None = None
+    def __init__(self, stop: Callable[[BaseException], None]) -> None:
+        """`stop` is called with that error, once."""
+        self.error: BaseException | None = None
+        self.is_over = threading.Event()
         self._failed_at = 0.0
-
-    def put(self, common: CommonBytes, work: Work) -> None:
-        """Puts into place what this rank wants of what all ranks have."""
-        common.put(work.common, self._arrivals)
-
-    def run(self, work: Work, assigned: Assignment, listener: Listener) -> Traffic:
-        by_reader: dict[int, list[Arrival]] = {reader: [] for reader in assigned.addresses}
-        for arrival in work.received:
-            by_reader[arrival.reader].append(arrival)
-        alone = self._source.reads(work.alone, self._targets, self._stored_fqns)
-        reads = [*map(self._passing_on, work.passed_on), *map(self._counted, alone)]
-        num_others = len(by_reader) + len(assigned.share.takers)
-        with ThreadPoolExecutor(num_others + 1, thread_name_prefix="bcp-exchange") as pool:
-            futures: list[Future[None]] = []
-            try:
-                with self._failing_together():  # a thread may not be had, and whoever waits may be interrupted
-                    futures.extend(self._begin(pool, by_reader, assigned, listener))
-                    self._read_all(reads)
-                    wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                listener.close()
-                self._end(futures)
-        received = sum(piece_of(item).byte_length for arrival in work.received for item in arrival.items)
-        return Traffic(sum(read.byte_length for read in reads), received)
-
-    def _begin(
-        self, pool: ThreadPoolExecutor, by_reader: Mapping[int, list[Arrival]], assigned: Assignment, listener: Listener
-    ) -> Iterator[Future[None]]:
-        """A thread for each rank that this one takes from or passes on to."""
-        for reader, arrivals in by_reader.items():
-            yield pool.submit(self._receive_all, self._peer(reader), assigned.addresses[reader], arrivals)
-        for outbox in self._admit(listener, assigned.share.takers):
-            yield pool.submit(self._send_all, outbox)
-
-    def _read_all(self, reads: Sequence[Read]) -> None:
-        """Reads, and has what others want sent."""
-        self._source.run(reads, self._lanes)
-        for outbox in self._outboxes:
-            outbox.end()
-
-    def _peer(self, rank: int) -> Peer:
-        return Peer(rank, self._ranks.global_ranks[rank])
-
-    def _admit(self, listener: Listener, ranks: Sequence[int]) -> Iterator[Outbox]:
-        """Lets all takers in, and notes what they want."""
-        timeout_s = self._source.options.timeout_s
-        patience_s = timeout_s + min(timeout_s, _MAX_GRACE_S)
-        takers = [self._peer(rank) for rank in ranks]
-        with self._activity.waiting():
-            for connection, request in listener.accept(takers, timeout_s, patience_s=patience_s):
-                if connection is not None:
-                    yield self._outbox(connection, decode_request(request, taker=connection.peer.name))
-                if self._is_long_over():  # who comes before gets a farewell
-                    raise PeerLeftError
-
-    def _is_long_over(self) -> bool:
-        with self._lock:
-            return self._failure is not None and time.monotonic() > self._failed_at + _GRACE_S
-
-    def _outbox(self, connection: Connection, request: Request) -> Outbox:
-        outbox = Outbox(connection, num_parcels=len(request), activity=self._activity, beat_s=self._beat_s)
-        self._outboxes.append(outbox)
-        for unit, pieces in request.items():
-            self._takers_of.setdefault(unit, {}).setdefault(pieces, []).append(outbox)
-        return outbox
-
-    def _counted(self, read: Read) -> Read:
-        """A read that others do not want, but that shows them that this rank gets on."""
-
-        def place(content: memoryview) -> None:
-            self._refuse_if_over()
-            read.place(content)
-            self._activity.step()
-
-        return read._replace(place=place)
-
-    def _passing_on(self, fetch: Fetch) -> Read:
-        """The read of a unit, after which those who want parts of it get them."""
-        read = self._source.reads([fetch], self._targets, self._stored_fqns)[0]
-        unit = Unit(fetch.file, fetch.byte_offset, fetch.end)
-
-        def pass_on(content: memoryview) -> None:
-            self._refuse_if_over()
-            read.place(content)
-            self._activity.step()
-            for pieces, outboxes in self._takers_of.get(unit, {}).items():
-                parcel = self._parcel(unit, pieces, content, len(outboxes), is_lasting=read.target is not None)
-                for outbox in outboxes:
-                    outbox.put(parcel)
-
-        def wanted_by(start: int, end: int) -> str:
-            return read.wanted_by(start, end) or self._takers_in(unit, start, end)
-
-        return read._replace(place=pass_on, wanted_by=wanted_by)
-
-    def _takers_in(self, unit: Unit, start: int, end: int) -> str:
-        """Who has asked for bytes of this range of a unit: they count on it that the reader has verified them."""
-        asked = self._takers_of.get(unit, {}).items()
-        touching = [outboxes for pieces, outboxes in asked if any(piece.touches(start, end) for piece in pieces)]
-        names = sorted({outbox.connection.peer.name for outboxes in touching for outbox in outboxes})
-        return f"what {shown_ranks(names)} asked for" if names else ""
-
-    def _refuse_if_over(self) -> None:
-        """Ends this rank's own reading where the load has failed."""
-        if self._over.is_set():
-            raise PeerLeftError
-
-    def _parcel(
-        self, unit: Unit, pieces: Sequence[ByteRange], content: memoryview, num_takers: int, *, is_lasting: bool
-    ) -> Parcel:
-        """The pieces where they are, if they stay there, or in memory of their own."""
-        num_bytes = sum(piece.byte_length for piece in pieces)
-        buffers = slices(content, unit, pieces) if is_lasting else None
-        taken = 0 if buffers is not None else num_bytes
-        if buffers is None:
-            self._outgoing.take(num_bytes)
-            buffers = [np.empty(num_bytes, np.uint8).data]
-            pack(content, unit, pieces, buffers[0])
-        header = Header(unit.file, unit.byte_offset, num_bytes, 0)
-        if self._source.options.verify:
-            header = sealed(header, buffers)
-        return Parcel(header, buffers, num_takers=num_takers, done=partial(self._outgoing.give, taken))
-
-    def _send_all(self, outbox: Outbox) -> None:
-        with self._failing_together():
-            try:
-                outbox.send_all(self._over)
-            except PeerLeftError:
-                self._over.wait(_GRACE_S)  # where it also was to send something here, that tells why
-                raise
-
-    def _receive_all(self, reader: Peer, address: Address, arrivals: Sequence[Arrival]) -> None:
-        with self._failing_together():
-            request = {arrival.unit: tuple(map(piece_of, arrival.items)) for arrival in arrivals}
-            connection = connect(
-                reader,
-                address,
-                self._ranks.rank,
-                encode_request(request),
-                timeout_s=self._source.options.timeout_s,
-                is_wanted=lambda: not self._over.is_set(),
-            )
-            with self._lock:
-                self._inbound.append(connection)
-            left = {(arrival.unit.file, arrival.unit.byte_offset): arrival for arrival in arrivals}
-            while left and not self._over.is_set():
-                header = decode_header(connection.receive(HEADER_BYTES))
-                if header is None:
-                    continue
-                arrival = left.pop((header.file, header.unit_byte_offset), None)
-                if arrival is None:
-                    raise not_asked_for(header, reader.name)
-                self._arrivals.take_in(connection, header, arrival)
-            if not left:
-                connection.confirm()
-
-    def _connections(self) -> list[Connection]:
-        with self._lock:
-            return [*self._inbound, *(outbox.connection for outbox in self._outboxes)]
-
-    def _failing_together(self) -> _FailingTogether:
-        return _FailingTogether(self)
-
-    def break_off(self, error: BaseException) -> None:
-        """Ends all that is under way here, for the first error that there is; takers are told."""
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = error
-            self._failed_at = time.monotonic()
-            self._over.set()
-            inbound = list(self._inbound)
-        if not isinstance(error, Exception):  # this rank will not say what has happened: others see that it is gone
-            for connection in self._connections():
-                connection.interrupt()
-        self._arrivals.break_off()
-        self._outgoing.break_off(PeerLeftError)
-        for outbox in self._outboxes:
-            outbox.end()
-        for connection in inbound:
-            connection.leave()
-
-    def _end(self, futures: Sequence[Future[None]]) -> None:
-        """Until nothing is under way. Raises the first error that there was."""
-        if self._failure is not None:
-            for outbox in self._outboxes:
-                outbox.end()  # again, for those who came after the failure
-            wait(futures, timeout=_GRACE_S)
-            for connection in self._connections():
-                connection.interrupt()
-        wait(futures)
-        for connection in self._connections():
-            connection.close()
-        if isinstance(self._failure, CheckpointError) and self._failure.kind == "rank_missing":
-            time.sleep(min(_GRACE_S, self._source.options.timeout_s))  # what it has failed with says more
-        if self._failure is not None:
-            raise self._failure
-
-
-class _FailingTogether:
-    """What fails in here ends the whole exchange, which then raises it."""
-
-    def __init__(self, exchange: _Exchange) -> None:
-        self._exchange = exchange
+        self._stop = stop
+        self._lock = threading.Lock()
 
     def __enter__(self) -> None:
         pass
@@ -370,5 +152,199 @@ class _FailingTogether:
     def __exit__(
         self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        with self._lock:
+            if error is None or self.error is not None:
+                return
+            self._failed_at = time.monotonic()
+            self.error = error
+            self.is_over.set()
+        self._stop(error)
+
+    def is_within_grace(self) -> bool:
+        """Returns True until peers that connect after a failure have had time to receive DISCONNECT."""
+        return self.error is None or time.monotonic() <= self._failed_at + _GRACE_S
+
+
+class _Exchange:
+    """The connections, threads and memory of one load on one rank."""
+
+    def __init__(
+        self, ranks: Ranks, source: Source, match: Match, assigned: ReadAssignment, lanes: CopyStreams
+    ) -> None:
+        self.targets = source.targets(match.shards, match.stored_fqns, lanes)
+        options = source.options
+        # Half of the scratch memory is for reading. The rest is halved between what goes out and what comes in, unless
+        # a frame that comes in would not fit, which is decompressed beside itself.
+        rest_bytes = options.scratch_bytes // 2
+        incoming_bytes = max(rest_bytes // 2, min(3 * FRAME_BYTES, 3 * rest_bytes // 4))
+        self.receiver = Receiver(
+            self.targets,
+            match.stored_fqns,
+            scratch_bytes=incoming_bytes,
+            verify=options.verify,
+            changes=source.changes,
+        )
+        self._outgoing = ByteBudget(rest_bytes - incoming_bytes)
+        self._ranks = ranks
+        self._source = source
+        self._stored_fqns = match.stored_fqns
+        self._assigned = assigned
+        self._lanes = lanes
+        self._activity = Activity()
+        self._failure = _FirstFailure(self._stop)
+        self._inbound: list[Connection] = []
+        self._senders: list[PeerSender] = []
+        self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[PeerSender]]] = {}
+        """The pieces of each unit, by its file and byte offset, with the peers that asked for them."""
+
+    def run(self, plan: DividedPlan, listener: Listener) -> None:
+        """Raises the first error of any thread."""
+        num_peers = len(plan.received) + len(self._assigned.share.peers)
+        with ThreadPoolExecutor(num_peers + 1, thread_name_prefix="bcp-exchange") as pool:
+            futures: list[Future[None]] = []
+            try:
+                with self._failure:  # there may be no more threads, and the wait may be interrupted
+                    futures += [pool.submit(self._receive, *item) for item in plan.received.items()]
+                    futures.extend(pool.submit(self._send, sender) for sender in self._accept(listener))
+                    self._source.run(list(self._reads(plan)), self._lanes)
+                    self._end_queues()
+                    wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                listener.close()
+                self._end(futures)
+
+    def _accept(self, listener: Listener) -> Iterator[PeerSender]:
+        """Connects all peers, and notes what they ask for."""
+        timeout_s = self._source.options.timeout_s
+        with self._activity.waiting():
+            accepted = listener.accept(
+                [self._peer(rank) for rank in self._assigned.share.peers],
+                timeout_s,
+                # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
+                # then. A reader rank that a peer holds up sends heartbeats.
+                io_timeout_s=timeout_s + min(timeout_s, MAX_GRACE_S),
+                is_wanted=self._failure.is_within_grace,
+            )
+            for connection, content in accepted:
+                request = decode_request(content, peer=connection.peer.global_rank)
+                heartbeat_s = self._assigned.heartbeat_s
+                sender = PeerSender(
+                    connection, num_units=len(request), activity=self._activity, heartbeat_s=heartbeat_s
+                )
+                self._senders.append(sender)
+                for unit, pieces in request.items():
+                    self._requests.setdefault(unit, {}).setdefault(pieces, []).append(sender)
+                yield sender
+
+    def _reads(self, plan: DividedPlan) -> Iterator[Read]:
+        shared = self._source.reads(plan.shared, self.targets, self._stored_fqns)
+        for fetch, read in zip(plan.shared, shared, strict=True):
+            yield self._passing_on(read, fetch.file, self._requests.get((fetch.file, fetch.byte_offset), {}))
+        for read in self._source.reads(plan.alone, self.targets, self._stored_fqns):
+            yield self._passing_on(read, 0, {})
+
+    def _passing_on(self, read: Read, file: int, requests: Mapping[tuple[ByteRange, ...], list[PeerSender]]) -> Read:
+        """Returns the read of a unit, after which the peers get the pieces that they asked for."""
+
+        def place(content: memoryview) -> None:
+            if self._failure.is_over.is_set():
+                raise PeerLeftError
+            read.place(content)
+            self._activity.step()
+            for pieces, senders in requests.items():
+                outgoing = self._outgoing_unit(read, file, view_pieces(content, read.byte_offset, pieces), len(senders))
+                for sender in senders:
+                    sender.put(outgoing)
+
+        def wanted_by(start: int, end: int) -> str:
+            """Names the peers as well: they rely on the reader rank to verify."""
+            touching = [pieces for pieces in requests if any(piece.touches(start, end) for piece in pieces)]
+            peers = sorted({sender.connection.peer.global_rank for key in touching for sender in requests[key]})
+            return read.wanted_by(start, end) or (f"what {shown_ranks(peers)} asked for" if peers else "")
+
+        return read._replace(place=place, wanted_by=wanted_by)
+
+    def _outgoing_unit(self, read: Read, file: int, views: Sequence[np.ndarray], num_peers: int) -> OutgoingUnit:
+        """Returns the pieces where they are, if the content stays there and they are single rows, else as a copy."""
+        num_bytes = sum(view.size for view in views)
+        is_copied = read.target is None or any(view.ndim > 1 for view in views)
+        if is_copied:
+            self._outgoing.take(num_bytes)
+        buffers = [pack(views)] if is_copied else [view.data for view in views]
+        header = WireHeader(file, read.byte_offset, num_bytes)
+        if self._source.options.verify:
+            header = seal(header, buffers)
+        release = partial(self._outgoing.give, num_bytes if is_copied else 0)
+        return OutgoingUnit([header.encode(), *buffers], num_peers, release)
+
+    def _send(self, sender: PeerSender) -> None:
+        with self._failure:
+            try:
+                sender.send_all(self._failure.is_over)
+            except PeerLeftError:
+                self._failure.is_over.wait(_GRACE_S)  # if the peer is also a reader rank of this one, that says why
+                raise
+
+    def _receive(self, reader: int, fetches: Sequence[Fetch]) -> None:
+        with self._failure:
+            request = {(fetch.file, fetch.byte_offset): self.receiver.pieces(fetch) for fetch in fetches}
+            connection = connect(
+                self._peer(reader),
+                self._assigned.addresses[reader],
+                self._ranks.rank,
+                encode_request(request),
+                timeout_s=self._source.options.timeout_s,
+                is_wanted=lambda: not self._failure.is_over.is_set(),
+            )
+            self._inbound.append(connection)
+            awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
+            while awaited and not self._failure.is_over.is_set():
+                header = connection.receive_header()
+                fetch = awaited.pop((header.file, header.byte_offset), None)
+                if fetch is None:
+                    raise damaged(
+                        f"{header.byte_length} bytes from rank {connection.peer.global_rank} that were not asked for "
+                        f"(file {header.file}, byte {header.byte_offset}), were"
+                    )
+                self.receiver.receive(connection, header, fetch)
+            if not awaited:
+                connection.send_ack()
+
+    def _peer(self, rank: int) -> Peer:
+        return Peer(rank, self._ranks.global_ranks[rank])
+
+    def _stop(self, error: BaseException) -> None:
+        """Ends everything that is under way here; peers are sent DISCONNECT."""
+        if not isinstance(error, Exception):  # this rank will not say what has happened: others see that it is gone
+            self._interrupt_all()
+        self.receiver.stop()
+        self._outgoing.break_off(PeerLeftError)
+        self._end_queues()
+        for connection in self._inbound:
+            connection.disconnect()
+
+    def _end_queues(self) -> None:
+        for sender in self._senders:
+            sender.put(None)
+
+    def _connections(self) -> list[Connection]:
+        return [*self._inbound, *(sender.connection for sender in self._senders)]
+
+    def _interrupt_all(self) -> None:
+        for connection in self._connections():
+            connection.interrupt()
+
+    def _end(self, futures: Sequence[Future[None]]) -> None:
+        """Waits until nothing is under way, and raises the first error."""
+        if self._failure.error is not None:
+            self._end_queues()  # again, for peers that came after the failure
+            wait(futures, timeout=_GRACE_S)
+            self._interrupt_all()
+        wait(futures)
+        for connection in self._connections():
+            connection.close()
+        error = self._failure.error
+        if isinstance(error, CheckpointError) and error.kind == "rank_missing":
+            time.sleep(min(_GRACE_S, self._source.options.timeout_s))  # the error of the lost rank says more
         if error is not None:
-            self._exchange.break_off(error)
+            raise error

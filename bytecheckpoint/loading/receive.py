@@ -1,41 +1,35 @@
-"""What a reader passed on, received and put into tensors: straight into their memory where it is contiguous there, else
-through scratch memory that all connections share. It knows nothing of who else takes part.
+"""Puts bytes that other ranks have read into tensors: straight into their memory where they are contiguous there, else
+through scratch memory that all connections share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import numpy as np
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
-from bytecheckpoint.distributed.wire import Header, check_digest
+from bytecheckpoint.distributed.wire import WireHeader, check_digest
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.overwrite_state import Changes
 from bytecheckpoint.loading.read import frame_read
 from bytecheckpoint.loading.scatter import Targets, memory_of, place_all
-from bytecheckpoint.planner.byte_ranges import piece_of
-from bytecheckpoint.planner.coalesce import Fetch, FlatPart, Frame, Part
-from bytecheckpoint.planner.exchange_split import Arrival, packed
+from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
+from bytecheckpoint.planner.coalesce import Fetch, Frame, Part
+from bytecheckpoint.planner.exchange_split import packed
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
 
 _MIN_DIRECT_BYTES = 1 << 16
-"""What is smaller goes through scratch memory, where it shares a system call with its neighbours."""
+"""Smaller pieces go through scratch memory, where they share a system call with their neighbours."""
 
 
-class Arrivals:
-    """Where what is received goes. Used by one thread for each connection."""
+class Receiver:
+    """The destination of received bytes. Used by one thread for each connection."""
 
     def __init__(
-        self,
-        targets: Targets,
-        stored_fqns: Sequence[str],
-        *,
-        scratch_bytes: int,
-        verify: bool,
-        changes: Changes,
+        self, targets: Targets, stored_fqns: Sequence[str], *, scratch_bytes: int, verify: bool, changes: Changes
     ) -> None:
         self._targets = targets
         self._stored_fqns = stored_fqns
@@ -43,87 +37,74 @@ class Arrivals:
         self._verify = verify
         self._changes = changes
 
-    def take_in(self, connection: Connection, header: Header, arrival: Arrival) -> None:
-        """Receives what follows the header, and puts it where it belongs.
+    def pieces(self, fetch: Fetch) -> tuple[ByteRange, ...]:
+        """Returns the pieces to ask for, in the order in which `receive` takes them."""
+        direct, others = self._split(fetch)
+        return tuple(map(piece_of, (*(part for part, _ in direct), *others)))
 
-        Raises CheckpointCorruptError (checksum) where it is not what was sent.
+    def receive(self, connection: Connection, header: WireHeader, fetch: Fetch) -> None:
+        """Receives the pieces behind the header, and puts them into the tensors.
+
+        Raises CheckpointCorruptError (checksum) if they are not those that were sent.
         """
-        memory = [self._memory(item) for item in arrival.items]
-        lengths = [piece_of(item).byte_length for item in arrival.items]
-        if header.byte_length != sum(lengths):
+        direct, others = self._split(fetch)
+        scratch_bytes = sum(piece_of(item).byte_length for item in others)
+        num_bytes = scratch_bytes + sum(part.byte_length for part, _ in direct)
+        names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts)
+        if header.byte_length != num_bytes:
             raise CheckpointError(
-                f"rank {connection.peer.name} passed on {header.byte_length} bytes of {self._names(arrival)}, and "
-                f"{sum(lengths)} were asked for: they were damaged on the way, or the ranks have different releases of "
-                "bytecheckpoint",
+                f"rank {connection.peer.global_rank} passed on {header.byte_length} bytes of {names}, and {num_bytes} "
+                "were asked for: they were damaged on the way, or the ranks have different releases of bytecheckpoint",
                 kind="rank_failed",
             )
-        scratch_bytes = sum(length for length, into in zip(lengths, memory, strict=True) if into is None)
-        decoding_bytes = max(map(_decoding_bytes, arrival.items), default=0)
+        # A frame is there twice while it is decoded: as the codec returns it, and in its order.
+        decoding_bytes = max((2 * frame.raw_bytes for frame in fetch.frames), default=0)
         with self._scratch.taken(scratch_bytes + decoding_bytes):
             scratch = np.empty(scratch_bytes, np.uint8).data
-            buffers = list(_buffers(memory, lengths, scratch))
-            is_direct = any(into is not None for into in memory)
-            with self._changes.overwriting() if is_direct else nullcontext():
+            buffers = [*(memory for _, memory in direct), scratch]
+            with self._changes.overwriting() if direct else nullcontext():
                 for buffer in buffers:
                     connection.receive_into(buffer)
             if self._verify:
-                check_digest(header, buffers, reader=connection.peer.name, wanted_by=self._names(arrival))
-            position = 0
-            parts: list[Part] = []
-            for item, into, length in zip(arrival.items, memory, lengths, strict=True):
-                if into is not None:
-                    continue
-                if isinstance(item, Frame):
-                    self._place_frame(item, scratch[position : position + length])
-                else:
-                    parts.append(packed(item, position))
-                position += length
-            with self._changes.overwriting() if parts else nullcontext():
-                place_all(parts, 0, self._targets, scratch)
+                check_digest(header, buffers, reader=connection.peer.global_rank, wanted_by=names)
+            self._place(others, scratch)
 
-    def put(self, fetch: Fetch, content: memoryview) -> None:
-        """Puts what a fetch is for where it belongs. `content` is what it would read, is verified and is writable."""
+    def place(self, fetch: Fetch, content: memoryview) -> None:
+        """Puts the verified, writable bytes of a fetch into the tensors."""
         for frame in fetch.frames:
             self._place_frame(frame, content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length])
         with self._changes.overwriting() if fetch.parts else nullcontext():
             place_all(fetch.parts, fetch.byte_offset, self._targets, content)
 
-    def break_off(self) -> None:
-        """Nobody waits for scratch memory any longer."""
+    def stop(self) -> None:
+        """Ends all waits for scratch memory with PeerLeftError."""
         self._scratch.break_off(PeerLeftError)
 
-    def _memory(self, item: Part | Frame) -> memoryview | None:
-        """The tensor memory that the bytes of an item are for, where that is worth while."""
-        if not isinstance(item, FlatPart) or item.byte_length < _MIN_DIRECT_BYTES:
-            return None
-        return memory_of(item, self._targets)
+    def _split(self, fetch: Fetch) -> tuple[list[tuple[Part, memoryview]], list[Part | Frame]]:
+        """Returns the parts that are received straight into tensor memory, with that memory, and the other items."""
+        direct: list[tuple[Part, memoryview]] = []
+        others: list[Part | Frame] = []
+        for part in fetch.parts:
+            memory = memory_of(part, self._targets) if part.byte_length >= _MIN_DIRECT_BYTES else None
+            others.append(part) if memory is None else direct.append((part, memory))
+        return direct, [*others, *fetch.frames]
+
+    def _place(self, items: Sequence[Part | Frame], scratch: memoryview) -> None:
+        """Puts the pieces of these items, which follow one another in scratch memory, into the tensors."""
+        position = 0
+        parts: list[Part] = []
+        for item in items:
+            num_bytes = piece_of(item).byte_length
+            if isinstance(item, Frame):
+                self._place_frame(item, scratch[position : position + num_bytes])
+            else:
+                parts.append(packed(item, position))
+            position += num_bytes
+        with self._changes.overwriting() if parts else nullcontext():
+            place_all(parts, 0, self._targets, scratch)
 
     def _place_frame(self, item: Frame, content: memoryview) -> None:
         frame = frame_read(item, self._targets, self._changes)
         raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
         decode_frame(frame.codec, content, frame.item_bytes, raw)
         frame.place(raw)
-
-    def _names(self, arrival: Arrival) -> str:
-        parts = [part for item in arrival.items for part in (item.parts if isinstance(item, Frame) else (item,))]
-        return ", ".join(sorted({self._stored_fqns[part.want] for part in parts})[:3])
-
-
-def _decoding_bytes(item: Part | Frame) -> int:
-    """A frame is there twice while it is undone: as the codec gives it, and in its order."""
-    return 2 * item.raw_bytes if isinstance(item, Frame) else 0
-
-
-def _buffers(memory: Sequence[memoryview | None], lengths: Sequence[int], scratch: memoryview) -> Iterator[memoryview]:
-    """Where the bytes of a parcel go, in order; neighbours in scratch memory as one."""
-    start = end = 0
-    for into, length in zip(memory, lengths, strict=True):
-        if into is None:
-            end += length
-            continue
-        if start < end:
-            yield scratch[start:end]
-        start = end
-        yield into
-    if start < end:
-        yield scratch[start:end]

@@ -1,68 +1,58 @@
-"""A rank's load plan divided between what it reads and what others read for it. Both are cut into units, which reader
-and takers derive alike from what was agreed on; nothing here knows who they are or reads a byte.
+"""Divides a rank's load plan into what it reads and what others read for it. Both are cut into units, which the reader
+rank and its peers derive alike from what was agreed on. It reads nothing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.planner.byte_ranges import item_bytes_of
 from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
-from bytecheckpoint.planner.exchange_plan import Extents, Run, Share
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
 from bytecheckpoint.region import Region, flat_span, intersect, split_flat_range
 
 
-class Unit(NamedTuple):
-    """A range of a file, of whole extents, that is read at once and of which parts are passed on."""
+class ReadUnit(NamedTuple):
+    """A range of a file, of whole extents, that is read at once and of which pieces are passed on."""
 
     file: int
     byte_offset: int
     end: int
 
 
-class Work(NamedTuple):
-    """A load plan as one rank carries it out together with others."""
+class DividedPlan(NamedTuple):
+    """A load plan as one rank carries it out together with others. A fetch is what this rank wants of a unit."""
 
-    passed_on: Sequence[Fetch]
-    """What it reads of the runs that others want too: a fetch for each unit of them."""
+    shared: Sequence[Fetch]
+    """This rank reads them, and other ranks want pieces of them."""
     alone: Sequence[Fetch]
-    """What concerns no other rank."""
-    received: Sequence[Arrival]
-    """What others read for it, in file order. Units between the rows of a box, of which it wants nothing, are left
-    out."""
+    """This rank reads them, and no other rank wants anything of them."""
+    received: Mapping[int, Sequence[Fetch]]
+    """Units that each of the reader ranks reads for this one, in file order. Units of which it wants nothing, such as
+    those between the rows of a box, are left out; no unit may be left."""
     common: Sequence[Fetch]
-    """What the coordinator reads for all: a fetch for each unit of which this rank wants something."""
-
-
-class Arrival(NamedTuple):
-    """What a rank wants of a unit that another one reads."""
-
-    reader: int
-    unit: Unit
-    items: Sequence[Part | Frame]
+    """The coordinator reads and broadcasts them."""
 
 
 def can_share(fetch: Fetch, extents: Extents) -> bool:
-    """Whether what the fetch is for can be cut where extents end: no element of a box lies across such a place."""
+    """Returns True if what the fetch is for can be cut where extents end: no element of a box lies across an end."""
     bounds = extents.bounds(fetch.file)
     for part in fetch.parts:
         if isinstance(part, BoxPart):
-            first, last = (
-                bisect_right(bounds, part.byte_offset),
-                bisect_left(bounds, part.byte_offset + part.byte_length),
-            )
-            item_bytes = item_bytes_of(part)
-            if any((bound - part.chunk.byte_offset) % item_bytes for bound in bounds[first:last]):
+            inside = bounds[
+                bisect_right(bounds, part.byte_offset) : bisect_left(bounds, part.byte_offset + part.byte_length)
+            ]
+            if any((bound - part.chunk.byte_offset) % item_bytes_of(part) for bound in inside):
                 return False
     return True
 
 
-def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[Run]:
-    """The extents that hold something that the fetches are for, in file order."""
+def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[ExtentRun]:
+    """Returns the extents that hold something that the fetches are for, in file order, in runs that do not touch."""
     touched = sorted(
-        Run(
+        ExtentRun(
             fetch.file,
             bisect_right(extents.bounds(fetch.file), item.byte_offset) - 1,
             bisect_left(extents.bounds(fetch.file), item.byte_offset + item.byte_length),
@@ -71,13 +61,8 @@ def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[Run]:
         for item in (*fetch.parts, *fetch.frames)
         if item.byte_length
     )
-    return _united(touched)
-
-
-def _united(runs: Iterable[Run]) -> list[Run]:
-    """The same extents, in runs that do not overlap and do not touch."""
-    united: list[Run] = []
-    for run in runs:
+    united: list[ExtentRun] = []
+    for run in touched:
         if united and united[-1].file == run.file and run.first <= united[-1].end:
             united[-1] = united[-1]._replace(end=max(united[-1].end, run.end))
         else:
@@ -85,65 +70,64 @@ def _united(runs: Iterable[Run]) -> list[Run]:
     return united
 
 
-def divide_work(fetches: Iterable[Fetch], share: Share, extents: Extents, *, unit_bytes: int) -> Work:
-    """The fetches, which can all be shared, as work for this rank and for others.
+def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, *, unit_bytes: int) -> DividedPlan:
+    """Divides the fetches, all of which `can_share`, into what this rank reads and what others read for it.
 
-    Units are of at most `unit_bytes`, or of one extent; readers and takers have to give the same number.
+    Units are of at most `unit_bytes`, or of one extent; all ranks must pass the same number.
     """
-    shared = sorted([*share.reads, *(run for _, run in share.received), *share.common])
+    assigned = sorted([*share.reads, *(run for _, run in share.received), *share.common])
     mixed: list[Fetch] = []
     alone: list[Fetch] = []
     for fetch in fetches:
         runs = wanted_runs([fetch], extents)
-        (mixed if _without(runs, shared) != runs else alone).append(fetch)
-    left = _without(wanted_runs(mixed, extents), shared)
+        (mixed if _without(runs, assigned) != runs else alone).append(fetch)
+    left = _without(wanted_runs(mixed, extents), assigned)
+    wanted = _cut_all(mixed, [unit for run in sorted([*assigned, *left]) for unit in _units(run, extents, unit_bytes)])
 
-    def units(runs: Iterable[Run]) -> list[Unit]:
-        return [unit for run in runs for unit in _units(run, extents, unit_bytes)]
+    def fetches_of(runs: Iterable[ExtentRun], *, is_reader: bool) -> list[Fetch]:
+        units = [unit for run in runs for unit in _units(run, extents, unit_bytes)]
+        return [_fetch(unit, wanted[unit]) for unit in units if is_reader or wanted[unit]]
 
-    wanted = _cut_all(mixed, sorted(units([*shared, *left])))
-    return Work(
-        [_fetch(unit, wanted[unit]) for unit in units(share.reads)],
-        [*(_fetch(unit, wanted[unit]) for unit in units(left)), *alone],
-        [
-            Arrival(reader, unit, items)
-            for reader, run in share.received
-            for unit in units([run])
-            if (items := wanted[unit])
-        ],
-        [_fetch(unit, items) for unit in units(share.common) if (items := wanted[unit])],
+    received: dict[int, list[Fetch]] = {}
+    for reader, run in share.received:
+        received.setdefault(reader, []).extend(fetches_of([run], is_reader=False))
+    return DividedPlan(
+        shared=fetches_of(share.reads, is_reader=True),
+        alone=[*fetches_of(left, is_reader=True), *alone],
+        received=received,
+        common=fetches_of(share.common, is_reader=False),
     )
 
 
-def _without(runs: Iterable[Run], taken: Sequence[Run]) -> list[Run]:
-    """What is left of the runs. Those that are taken are in order and do not overlap."""
+def _without(runs: Iterable[ExtentRun], taken: Sequence[ExtentRun]) -> list[ExtentRun]:
+    """Returns the runs without those that are taken, which are in order and do not overlap."""
     left = []
     for run in runs:
         first = run.first
         number = bisect_right(taken, (run.file, first), key=lambda other: (other.file, other.end))
         while number < len(taken) and (taken[number].file, taken[number].first) < (run.file, run.end):
             if first < taken[number].first:
-                left.append(Run(run.file, first, taken[number].first))
+                left.append(ExtentRun(run.file, first, taken[number].first))
             first = taken[number].end
             number += 1
         if first < run.end:
-            left.append(Run(run.file, first, run.end))
+            left.append(ExtentRun(run.file, first, run.end))
     return left
 
 
-def _units(run: Run, extents: Extents, unit_bytes: int) -> Iterator[Unit]:
+def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[ReadUnit]:
     bounds = extents.bounds(run.file)
     first = run.first
     while first < run.end:
         end = bisect_right(bounds, bounds[first] + unit_bytes, first + 1, run.end + 1) - 1
         end = max(end, first + 1)
-        yield Unit(run.file, bounds[first], bounds[end])
+        yield ReadUnit(run.file, bounds[first], bounds[end])
         first = end
 
 
-def _cut_all(fetches: Iterable[Fetch], units: Sequence[Unit]) -> dict[Unit, list[Part | Frame]]:
-    """What the fetches want of each unit, in file order. The units are in order and hold all that is wanted."""
-    wanted: dict[Unit, list[Part | Frame]] = {unit: [] for unit in units}
+def _cut_all(fetches: Iterable[Fetch], units: Sequence[ReadUnit]) -> dict[ReadUnit, list[Part | Frame]]:
+    """Returns what the fetches want of each unit, in file order. The units are in order and hold all that is wanted."""
+    wanted: dict[ReadUnit, list[Part | Frame]] = {unit: [] for unit in units}
     for fetch in fetches:
         for item in (*fetch.parts, *fetch.frames):
             end = item.byte_offset + item.byte_length
@@ -156,8 +140,8 @@ def _cut_all(fetches: Iterable[Fetch], units: Sequence[Unit]) -> dict[Unit, list
     return wanted
 
 
-def _cut(item: Part | Frame, unit: Unit) -> Sequence[Part | Frame]:
-    """What of the item lies in the unit."""
+def _cut(item: Part | Frame, unit: ReadUnit) -> Sequence[Part | Frame]:
+    """Returns the parts of the item that lie in the unit."""
     if isinstance(item, Frame):
         return [item]  # a frame is one extent
     if isinstance(item, BoxPart):
@@ -167,7 +151,7 @@ def _cut(item: Part | Frame, unit: Unit) -> Sequence[Part | Frame]:
     return [FlatPart(item.want, start, end - start, target)]
 
 
-def _cut_box(part: BoxPart, unit: Unit) -> Iterator[BoxPart]:
+def _cut_box(part: BoxPart, unit: ReadUnit) -> Iterator[BoxPart]:
     chunk, item_bytes = part.chunk, item_bytes_of(part)
     first = max(unit.byte_offset - chunk.byte_offset, 0) // item_bytes
     end = min(unit.end - chunk.byte_offset, chunk.byte_length) // item_bytes
@@ -179,7 +163,7 @@ def _cut_box(part: BoxPart, unit: Unit) -> Iterator[BoxPart]:
             yield BoxPart(part.want, chunk.byte_offset + low * item_bytes, (high - low) * item_bytes, region, chunk)
 
 
-def _fetch(unit: Unit, items: Sequence[Part | Frame]) -> Fetch:
+def _fetch(unit: ReadUnit, items: Sequence[Part | Frame]) -> Fetch:
     frames = tuple(item for item in items if isinstance(item, Frame))
     parts = tuple(item for item in items if not isinstance(item, Frame))
     byte_length = unit.end - unit.byte_offset
@@ -188,7 +172,7 @@ def _fetch(unit: Unit, items: Sequence[Part | Frame]) -> Fetch:
 
 
 def packed(part: Part, byte_offset: int) -> Part:
-    """The part as it is placed where the bytes of its piece begin there, without what lies between rows."""
+    """Returns the part for bytes that begin there and lack the gaps between rows."""
     if isinstance(part, FlatPart):
         return part._replace(byte_offset=byte_offset)
     byte_length = part.region.numel * item_bytes_of(part)

@@ -11,18 +11,16 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from bytecheckpoint.distributed.connection import Connection, Peer, PeerLeftError
+from bytecheckpoint.distributed.connection import Activity, Connection, Peer, PeerLeftError, PeerSender
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
-from bytecheckpoint.distributed.sender import Activity, Outbox
-from bytecheckpoint.distributed.wire import FAREWELL, HEADER_BYTES, SIGN_OF_LIFE, Header, Parcel, decode_header
+from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.overwrite_state import Changes
-from bytecheckpoint.loading.receive import Arrivals
-from bytecheckpoint.planner.coalesce import FlatPart
-from bytecheckpoint.planner.exchange_split import Arrival, Unit
+from bytecheckpoint.loading.receive import Receiver
+from bytecheckpoint.planner.coalesce import Fetch, FlatPart
 from bytecheckpoint.runtime.buffers import ByteBudget
 
-READER, TAKER = Peer(0, 40), Peer(1, 41)
+READER, PEER = Peer(0, 40), Peer(1, 41)
 
 
 @pytest.fixture
@@ -31,25 +29,33 @@ def listener() -> Iterator[Listener]:
         yield made
 
 
+def accept(listener: Listener, timeout_s: float) -> list[tuple[Connection, bytes]]:
+    return list(listener.accept([PEER], timeout_s, io_timeout_s=timeout_s, is_wanted=lambda: True))
+
+
 def admit(listener: Listener, timeout_s: float = 10.0) -> tuple[Connection, bytes]:
-    found = [item for item in listener.accept([TAKER], timeout_s, patience_s=timeout_s) if item[0] is not None]
-    assert found[0][0] is not None
-    return found[0]
+    return next(iter(accept(listener, timeout_s)))
 
 
-def knock(
+def connect_to(
     address: Address, timeout_s: float = 10.0, request: bytes = b"", is_wanted: Callable[[], bool] = lambda: True
 ) -> Connection:
-    return connect(READER, address, TAKER.rank, request, timeout_s=timeout_s, is_wanted=is_wanted)
+    return connect(READER, address, PEER.rank, request, timeout_s=timeout_s, is_wanted=is_wanted)
+
+
+def receive(connection: Connection, num_bytes: int) -> bytes:
+    content = bytearray(num_bytes)
+    connection.receive_into(memoryview(content))
+    return bytes(content)
 
 
 def pair(listener: Listener, timeout_s: float) -> tuple[Connection, Connection]:
-    """The reader's end and the taker's."""
+    """The reader rank's end and the peer's."""
     with ThreadPoolExecutor(1) as pool:
         ours = pool.submit(admit, listener, timeout_s)
-        theirs = knock(listener.address, timeout_s, b"request")
+        theirs = connect_to(listener.address, timeout_s, b"request")
         connection, request = ours.result()
-    assert (connection.peer, request) == (TAKER, b"request")
+    assert (connection.peer, request) == (PEER, b"request")
     return connection, theirs
 
 
@@ -66,17 +72,17 @@ def test_what_is_sent_arrives(listener: Listener) -> None:
         connection.close()
 
 
-def test_a_stranger_is_turned_away(listener: Listener) -> None:
-    with socket.create_connection(("127.0.0.1", listener.address.port)) as stranger, ThreadPoolExecutor(1) as pool:
-        stranger.sendall(bytes(28))
+def test_a_connection_without_the_token_is_closed(listener: Listener) -> None:
+    with socket.create_connection(("127.0.0.1", listener.address.port)) as unknown, ThreadPoolExecutor(1) as pool:
+        unknown.sendall(bytes(28))
         ours = pool.submit(admit, listener)
-        assert stranger.recv(1) == b""
-        theirs = knock(listener.address)
+        assert unknown.recv(1) == b""
+        theirs = connect_to(listener.address)
         ours.result()[0].close()
         theirs.close()
 
 
-def test_a_taker_that_does_not_come_is_named(listener: Listener) -> None:
+def test_a_peer_that_does_not_connect_is_named(listener: Listener) -> None:
     with pytest.raises(CheckpointError, match="rank 41 did not connect") as raised:
         admit(listener, timeout_s=0.2)
     assert (raised.value.kind, raised.value.ranks) == ("rank_missing", (41,))
@@ -86,44 +92,44 @@ def test_a_reader_that_cannot_be_reached_is_named(listener: Listener) -> None:
     port = listener.address.port
     listener.close()
     with pytest.raises(CheckpointError, match=r"rank 40 cannot be reached .*exchange=\"off\"") as raised:
-        knock(Address(["127.0.0.1"], port, bytes(32)), 1.0)
+        connect_to(Address(["127.0.0.1"], port, bytes(32)), 1.0)
     assert (raised.value.kind, raised.value.ranks) == ("rank_missing", (40,))
 
 
 def test_somebody_else_at_the_address_is_not_taken_for_the_reader(listener: Listener) -> None:
     elsewhere = Address(listener.address.hosts, listener.address.port, b"x" * 32)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: list(listener.accept([TAKER], 0.5, patience_s=0.5)))
+        pool.submit(lambda: accept(listener, 0.5))
         with pytest.raises(CheckpointError, match="rank 40 cannot be reached"):
-            knock(elsewhere, 5.0)
+            connect_to(elsewhere, 5.0)
 
 
-def test_silent_strangers_delay_nobody(listener: Listener) -> None:
+def test_silent_connections_delay_no_peer(listener: Listener) -> None:
     """The address of a listener is known to everybody who looks for open ports."""
-    with ExitStack() as strangers:
+    with ExitStack() as unknowns:
         silent = [
-            strangers.enter_context(socket.create_connection(("127.0.0.1", listener.address.port))) for _ in range(200)
+            unknowns.enter_context(socket.create_connection(("127.0.0.1", listener.address.port))) for _ in range(200)
         ]
-        for number, stranger in enumerate(silent[:50]):
-            stranger.sendall(bytes(number % 27))
+        for number, unknown in enumerate(silent[:50]):
+            unknown.sendall(bytes(number % 27))
         started = time.monotonic()
         ours, theirs = pair(listener, 10.0)
         assert time.monotonic() - started < 5
-        ours.send(b"to the taker")
-        assert theirs.receive(12) == b"to the taker"
+        ours.send(b"to the peer!")
+        assert receive(theirs, 12) == b"to the peer!"
         assert silent[0].recv(1) == b""  # those who are not let in are turned away in the end
         ours.close()
         theirs.close()
 
 
-def test_a_stranger_who_dribbles_is_turned_away(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_dribbles_its_hello_is_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a byte comes: there is one limit for all that it says."""
     monkeypatch.setattr("bytecheckpoint.distributed.rendezvous._HELLO_S", 0.3)
-    with socket.create_connection(("127.0.0.1", listener.address.port)) as stranger, ThreadPoolExecutor(1) as pool:
+    with socket.create_connection(("127.0.0.1", listener.address.port)) as unknown, ThreadPoolExecutor(1) as pool:
         nobody = pool.submit(admit, listener, 2.0)
         with pytest.raises(OSError):  # noqa: PT012  # which of them notices is a matter of chance
             for _ in range(27):
-                stranger.sendall(b"x")
+                unknown.sendall(b"x")
                 time.sleep(0.05)
         with pytest.raises(CheckpointError, match="rank 41 did not connect"):
             nobody.result()
@@ -133,7 +139,7 @@ def test_a_large_request_arrives_whole(listener: Listener) -> None:
     request = bytes(range(256)) * 20_000
     with ThreadPoolExecutor(1) as pool:
         ours = pool.submit(admit, listener)
-        theirs = knock(listener.address, request=request)
+        theirs = connect_to(listener.address, request=request)
         connection, found = ours.result()
     assert found == request
     connection.close()
@@ -141,85 +147,85 @@ def test_a_large_request_arrives_whole(listener: Listener) -> None:
 
 
 def test_connecting_to_one_that_does_not_answer_ends_when_nobody_wants_it(listener: Listener) -> None:
-    """As soon as something has failed, or the load is interrupted: the reader here never greets anybody."""
+    """As soon as something has failed, or the load is interrupted: this reader rank never answers."""
     started = time.monotonic()
     with pytest.raises(PeerLeftError):
-        knock(listener.address, 60.0, is_wanted=lambda: time.monotonic() < started + 0.3)
+        connect_to(listener.address, 60.0, is_wanted=lambda: time.monotonic() < started + 0.3)
     assert time.monotonic() - started < 5
 
 
 def test_one_that_is_stuck_or_gone_is_named(listener: Listener) -> None:
     ours, theirs = pair(listener, 0.2)
     with pytest.raises(CheckpointError, match="passed nothing on for 0"):
-        theirs.receive(1)
+        receive(theirs, 1)
     with pytest.raises(CheckpointError, match="rank 41 took nothing for 0") as raised:
         ours.send(bytes(64 << 20))
     assert raised.value.ranks == (41,)
     ours.interrupt()
     with pytest.raises(CheckpointError, match="is gone") as raised:
-        theirs.receive(65 << 20)
+        receive(theirs, 65 << 20)
     assert raised.value.ranks == (40,)
     ours.close()
     theirs.close()
 
 
-def test_a_taker_that_is_gone_is_named_at_once(listener: Listener) -> None:
+def test_a_peer_that_is_gone_is_named_at_once(listener: Listener) -> None:
     ours, theirs = pair(listener, 60.0)
-    ours.look_after_taker()
+    ours.check_peer()
     theirs.close()
     with pytest.raises(CheckpointError, match="rank 41 was to take what this one reads, and is gone") as raised:
         ours.send(bytes(64 << 20))
     assert (raised.value.kind, raised.value.ranks) == ("rank_missing", (41,))
     with pytest.raises(CheckpointError, match="is gone"):
-        ours.look_after_taker()
+        ours.check_peer()
     ours.close()
 
 
-@pytest.mark.parametrize("is_looked_after", [False, True])
-def test_a_taker_that_breaks_off_is_not_taken_for_dead(listener: Listener, is_looked_after: bool) -> None:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_peer_that_disconnects_is_not_taken_for_dead(listener: Listener, is_checked: bool) -> None:
     """What has failed there it tells the coordinator, and that says more than that it is gone."""
     ours, theirs = pair(listener, 60.0)
-    theirs.leave()
+    theirs.disconnect()
     theirs.close()
     with pytest.raises(PeerLeftError):
-        ours.look_after_taker() if is_looked_after else ours.send(bytes(64 << 20))
+        ours.check_peer() if is_checked else ours.send(bytes(64 << 20))
     ours.close()
 
 
-def outbox_to(connection: Connection, activity: Activity) -> Outbox:
-    return Outbox(connection, num_parcels=1, activity=activity, beat_s=0.01)
+def sender_to(connection: Connection, activity: Activity) -> PeerSender:
+    return PeerSender(connection, num_units=1, activity=activity, heartbeat_s=0.01)
 
 
-def test_a_reader_that_gets_on_gives_signs_of_life_and_one_that_does_not_gives_none(listener: Listener) -> None:
+def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listener) -> None:
     ours, theirs = pair(listener, 1.0)
     activity = Activity()
-    outbox = outbox_to(ours, activity)
+    sender = sender_to(ours, activity)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(outbox.send_all, threading.Event())
+        sent = pool.submit(sender.send_all, threading.Event())
         for _ in range(3):
             activity.step()
-            assert decode_header(theirs.receive(HEADER_BYTES)) is None
+            assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
         with activity.waiting():
             for _ in range(3):
-                assert decode_header(theirs.receive(HEADER_BYTES)) is None
+                assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
         with pytest.raises(CheckpointError, match="passed nothing on for 1 s"):  # noqa: PT012  # after the last of them
             while True:
-                assert decode_header(theirs.receive(HEADER_BYTES)) is None
-        header = Header(1, 2, 5, 0)
-        outbox.put(Parcel(header, [memoryview(b"pieces")], num_takers=1, done=lambda: None))
-        assert decode_header(theirs.receive(HEADER_BYTES)) == header
-        assert theirs.receive(6) == b"pieces"
+                assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
+        header = WireHeader(1, 2, 5)
+        sender.put(OutgoingUnit([header.encode(), b"pieces"], 1, lambda: None))
+        assert theirs.receive_header() == header
+        assert receive(theirs, 6) == b"pieces"
         assert not sent.done()
-        theirs.confirm()
+        theirs.send_ack()
         sent.result(20)
     ours.close()
     theirs.close()
 
 
-def test_a_taker_that_dies_while_there_is_nothing_to_send_is_named(listener: Listener) -> None:
+def test_a_peer_that_dies_while_there_is_nothing_to_send_is_named(listener: Listener) -> None:
     ours, theirs = pair(listener, 60.0)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(outbox_to(ours, Activity()).send_all, threading.Event())
+        sent = pool.submit(sender_to(ours, Activity()).send_all, threading.Event())
         theirs.close()
         with pytest.raises(CheckpointError, match="rank 41 was to take"):
             sent.result(20)
@@ -227,31 +233,36 @@ def test_a_taker_that_dies_while_there_is_nothing_to_send_is_named(listener: Lis
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
-def test_a_taker_that_goes_with_parcels_on_the_way_is_noticed(listener: Listener, is_dead: bool) -> None:
+def test_a_peer_that_goes_with_units_on_the_way_is_noticed(listener: Listener, is_dead: bool) -> None:
     ours, theirs = pair(listener, 60.0)
-    outbox = outbox_to(ours, Activity())
-    outbox.put(Parcel(Header(1, 2, 6, 0), [memoryview(b"pieces")], num_takers=1, done=lambda: None))
+    sender = sender_to(ours, Activity())
+    sender.put(OutgoingUnit([WireHeader(1, 2, 6).encode(), b"pieces"], 1, lambda: None))
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(outbox.send_all, threading.Event())
-        theirs.receive(HEADER_BYTES)
-        theirs.close() if is_dead else theirs.leave()
+        sent = pool.submit(sender.send_all, threading.Event())
+        theirs.receive_header()
+        theirs.close() if is_dead else theirs.disconnect()
         with pytest.raises(CheckpointError if is_dead else PeerLeftError):
             sent.result(20)
     theirs.close()
     ours.close()
 
 
-def test_a_reader_does_not_wait_for_ever_for_one_that_is_stuck_at_the_end(listener: Listener) -> None:
+def test_a_reader_rank_does_not_wait_for_ever_for_the_ack_of_a_stuck_peer(listener: Listener) -> None:
     ours, theirs = pair(listener, 0.4)
-    ours.await_receipt()
+    ours.await_ack()
     theirs.close()
     ours.close()
 
 
-def test_a_farewell_is_no_header() -> None:
+def test_heartbeats_are_skipped_and_a_disconnect_is_no_header(listener: Listener) -> None:
+    ours, theirs = pair(listener, 10.0)
+    header = WireHeader(1, 2, 6)
+    ours.send(HEARTBEAT + HEARTBEAT + header.encode() + HEARTBEAT + DISCONNECT)
+    assert theirs.receive_header() == header
     with pytest.raises(PeerLeftError):
-        decode_header(FAREWELL)
-    assert decode_header(SIGN_OF_LIFE) is None
+        theirs.receive_header()
+    ours.close()
+    theirs.close()
 
 
 def test_a_budget_is_never_exceeded_but_by_one_alone() -> None:
@@ -270,13 +281,13 @@ def test_a_budget_is_never_exceeded_but_by_one_alone() -> None:
 
 
 class Sender:
-    """A connection from which nothing may be taken."""
+    """A connection from which nothing may be received."""
 
     peer = Peer(1, 41)
 
 
-def test_a_parcel_of_another_length_than_was_asked_for_is_refused_before_it_is_taken() -> None:
-    arrivals = Arrivals([], ["w"], scratch_bytes=100, verify=False, changes=Changes())
-    arrival = Arrival(1, Unit(0, 0, 100), (FlatPart(0, 0, 8, 0),))
+def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_received() -> None:
+    receiver = Receiver([], ["w"], scratch_bytes=100, verify=False, changes=Changes())
+    fetch = Fetch(0, 0, 100, (FlatPart(0, 0, 8, 0),), is_direct=False)
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
-        arrivals.take_in(Sender(), Header(0, 0, 9, 0), arrival)
+        receiver.receive(Sender(), WireHeader(0, 0, 9), fetch)

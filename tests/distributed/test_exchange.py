@@ -187,10 +187,10 @@ def test_a_module_on_the_meta_device_is_filled(workers: WorkerPool, tmp_path: Pa
 
 FAILURES: dict[str, str] = {
     "reading": "bytecheckpoint.storage.backends.local_store.LocalStore.read_into",
-    "packing": "bytecheckpoint.loading.exchange.sealed",
+    "packing": "bytecheckpoint.loading.exchange.seal",
     "connecting": "bytecheckpoint.loading.exchange.connect",
     "placing": "bytecheckpoint.loading.receive.check_digest",
-    "dividing": "bytecheckpoint.loading.exchange.divide_work",
+    "dividing": "bytecheckpoint.loading.exchange.divide_plan",
 }
 
 
@@ -323,7 +323,7 @@ def reading_on(rank: int, world_size: int, path: str) -> int:
     read = "bytecheckpoint.storage.range_reader._run"  # not read_into of the store, which gives the manifest as well
     with ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(before("bytecheckpoint.loading.exchange._Exchange.break_off", is_over.set))
+            stack.enter_context(before("bytecheckpoint.loading.exchange._Exchange._stop", is_over.set))
             stack.enter_context(before(read, slowly))
         else:
             stack.enter_context(before(read, raising(RuntimeError("boom"))))

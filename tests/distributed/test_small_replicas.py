@@ -5,6 +5,7 @@ it wants, and opens few files for it. Checkpoints that have them in every rank's
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.loading.broadcast_bytes import CommonBytes
+from bytecheckpoint.manifest import DataFile
 from distributed.workers import WorkerPool
 
 WIDTH, NUM_LAYERS = 48, 12
@@ -139,9 +141,9 @@ def load_in_common(
 ) -> tuple[bool, int, int]:
     """As many ranks would, of which none connects with another: rank 0 reads and sends what all want."""
 
-    def verify_damaged(common: CommonBytes) -> None:
-        common._content[-1] ^= 1
-        verify_content(common)
+    def verify_damaged(common: CommonBytes, files: Sequence[DataFile]) -> None:
+        common.content[-1] ^= 1
+        verify_content(common, files)
 
     verify_content = CommonBytes._verify
     expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))

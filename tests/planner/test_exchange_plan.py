@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner import exchange_plan
-from bytecheckpoint.planner.exchange_plan import FEW_RANKS, Extents, Run, Share, share_out
+from bytecheckpoint.planner.exchange_plan import FEW_RANKS, ExtentRun, Extents, ReaderShare, assign_readers
 
-Wanted = list[list[Run]]
+Wanted = list[list[ExtentRun]]
 
 
 def file_of(lengths: list[int]) -> DataFile:
@@ -32,19 +32,19 @@ def cases(draw: st.DrawFn) -> tuple[Extents, Wanted]:
 
 
 @st.composite
-def runs_in(draw: st.DrawFn, file: int, num_extents: int) -> list[Run]:
+def runs_in(draw: st.DrawFn, file: int, num_extents: int) -> list[ExtentRun]:
     """Runs that do not touch one another."""
     is_wanted = [*draw(st.lists(st.booleans(), min_size=num_extents, max_size=num_extents)), False]
     starts = [i for i, wants in enumerate(is_wanted) if wants and (i == 0 or not is_wanted[i - 1])]
     ends = [i for i, wants in enumerate(is_wanted) if not wants and i > 0 and is_wanted[i - 1]]
-    return [Run(file, first, end) for first, end in zip(starts, ends, strict=True)]
+    return [ExtentRun(file, first, end) for first, end in zip(starts, ends, strict=True)]
 
 
-def extents_in(runs: list[Run]) -> set[tuple[int, int]]:
+def extents_in(runs: list[ExtentRun]) -> set[tuple[int, int]]:
     return {(run.file, number) for run in runs for number in range(run.first, run.end)}
 
 
-def check_shares(wanted: Wanted, shares: list[Share], *, max_readers: int) -> None:
+def check_shares(wanted: Wanted, shares: list[ReaderShare], *, max_readers: int) -> None:
     wants = [extents_in(runs) for runs in wanted]
     counts = Counter(extent for of_rank in wants for extent in of_rank)
     read = [extents_in(list(share.reads)) for share in shares]
@@ -60,16 +60,16 @@ def check_shares(wanted: Wanted, shares: list[Share], *, max_readers: int) -> No
         assert [run for _, run in share.received] == sorted(run for _, run in share.received)
     readers = Counter(extent for of_rank in read for extent in of_rank)
     assert all(count <= max_readers for count in readers.values())
-    assert [list(share.takers) for share in shares] == [sorted(takers) for takers in passed_on.values()]
+    assert [list(share.peers) for share in shares] == [sorted(peers) for peers in passed_on.values()]
 
 
 @given(cases())
 @settings(max_examples=80, deadline=None)
 def test_every_shared_extent_is_read_once_and_passed_on_to_all_who_want_it(case: tuple[Extents, Wanted]) -> None:
     extents, wanted = case
-    shares = share_out(wanted, extents, common_bytes=0)
+    shares = assign_readers(wanted, extents, common_bytes=0)
     check_shares(wanted, shares, max_readers=1)
-    assert share_out(wanted, extents, common_bytes=0) == shares
+    assert assign_readers(wanted, extents, common_bytes=0) == shares
 
 
 @given(cases())
@@ -78,10 +78,10 @@ def test_where_many_want_the_same_they_are_divided_into_groups(case: tuple[Exten
     extents, wanted = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
-        check_shares_in_groups(wanted, share_out(wanted, extents, common_bytes=0))
+        check_shares_in_groups(wanted, assign_readers(wanted, extents, common_bytes=0))
 
 
-def check_shares_in_groups(wanted: Wanted, shares: list[Share]) -> None:
+def check_shares_in_groups(wanted: Wanted, shares: list[ReaderShare]) -> None:
     """A rank left over in a group of one reads for itself."""
     wants = [extents_in(runs) for runs in wanted]
     for rank, share in enumerate(shares):
@@ -91,7 +91,7 @@ def check_shares_in_groups(wanted: Wanted, shares: list[Share]) -> None:
         assert all(extents_in([run]) <= extents_in(list(shares[reader].reads)) for reader, run in share.received)
 
 
-def read_bytes(wanted: Wanted, shares: list[Share], extents: Extents) -> list[int]:
+def read_bytes(wanted: Wanted, shares: list[ReaderShare], extents: Extents) -> list[int]:
     """By each rank, with what it wants alone."""
     return [
         sum(map(extents.num_bytes, runs)) - sum(extents.num_bytes(run) for _, run in share.received)
@@ -101,27 +101,27 @@ def read_bytes(wanted: Wanted, shares: list[Share], extents: Extents) -> list[in
 
 def test_replicas_read_equal_parts_in_long_runs() -> None:
     extents = Extents([file_of([10] * 100), file_of([10] * 20)])
-    wanted = [[Run(0, 0, 100), Run(1, 0, 20)] for _ in range(4)]
-    shares = share_out(wanted, extents, common_bytes=0)
+    wanted = [[ExtentRun(0, 0, 100), ExtentRun(1, 0, 20)] for _ in range(4)]
+    shares = assign_readers(wanted, extents, common_bytes=0)
     assert [list(share.reads) for share in shares] == [
-        [Run(0, 0, 30)],
-        [Run(0, 30, 60)],
-        [Run(0, 60, 90)],
-        [Run(0, 90, 100), Run(1, 0, 20)],
+        [ExtentRun(0, 0, 30)],
+        [ExtentRun(0, 30, 60)],
+        [ExtentRun(0, 60, 90)],
+        [ExtentRun(0, 90, 100), ExtentRun(1, 0, 20)],
     ]
     assert read_bytes(wanted, shares, extents) == [300] * 4
 
 
 def test_those_who_have_much_of_their_own_to_read_get_less_of_what_is_shared() -> None:
     extents = Extents([file_of([10] * 100)])
-    wanted = [[Run(0, 0, 60)], [Run(0, 40, 60), Run(0, 90, 100)], [Run(0, 40, 60)]]
-    shares = share_out(wanted, extents, common_bytes=0)
+    wanted = [[ExtentRun(0, 0, 60)], [ExtentRun(0, 40, 60), ExtentRun(0, 90, 100)], [ExtentRun(0, 40, 60)]]
+    shares = assign_readers(wanted, extents, common_bytes=0)
     assert read_bytes(wanted, shares, extents) == [400, 150, 150]
 
 
 def test_one_extent_that_all_want_has_one_reader() -> None:
     extents = Extents([file_of([5])])
-    shares = share_out([[Run(0, 0, 1)]] * 3, extents, common_bytes=0)
+    shares = assign_readers([[ExtentRun(0, 0, 1)]] * 3, extents, common_bytes=0)
     assert sorted(len(share.reads) for share in shares) == [0, 0, 1]
 
 
@@ -134,18 +134,18 @@ def test_a_file_without_checksums_is_shared_in_parts() -> None:
 def test_the_cost_grows_with_the_runs_and_not_with_pairs_of_ranks() -> None:
     num_ranks = 1024
     extents = Extents([file_of([1] * 4096)])
-    wanted = [[Run(0, 4 * rank, 4 * rank + 4)] for rank in range(num_ranks)]
-    assert all(not share.reads and not share.received for share in share_out(wanted, extents, common_bytes=0))
-    replicas = share_out([[Run(0, 0, 4096)]] * num_ranks, extents, common_bytes=0)
-    assert {len(share.takers) for share in replicas} == {63}
+    wanted = [[ExtentRun(0, 4 * rank, 4 * rank + 4)] for rank in range(num_ranks)]
+    assert all(not share.reads and not share.received for share in assign_readers(wanted, extents, common_bytes=0))
+    replicas = assign_readers([[ExtentRun(0, 0, 4096)]] * num_ranks, extents, common_bytes=0)
+    assert {len(share.peers) for share in replicas} == {63}
     assert {sum(map(extents.num_bytes, share.reads)) for share in replicas} == {64}
 
 
 def test_little_that_many_ranks_want_is_common_and_the_rest_is_shared_out() -> None:
     extents = Extents([file_of([100] * 40), file_of([100] * 4)])
-    small, large, of_few = Run(0, 0, 3), Run(0, 5, 40), Run(1, 0, 2)
+    small, large, of_few = ExtentRun(0, 0, 3), ExtentRun(0, 5, 40), ExtentRun(1, 0, 2)
     wanted = [[small, *([of_few] if rank < 2 else [large])] for rank in range(FEW_RANKS + 3)]
-    shares = share_out(wanted, extents, common_bytes=600)
+    shares = assign_readers(wanted, extents, common_bytes=600)
     assert all(share.common == [small] for share in shares)
     assert extents_in([run for share in shares for run in share.reads]) == extents_in([large, of_few])
     check_shares([runs[1:] for runs in wanted], shares, max_readers=1)
@@ -153,6 +153,6 @@ def test_little_that_many_ranks_want_is_common_and_the_rest_is_shared_out() -> N
 
 def test_what_few_ranks_want_is_not_common() -> None:
     extents = Extents([file_of([100] * 4)])
-    shares = share_out([[Run(0, 0, 3)]] * FEW_RANKS, extents, common_bytes=600)
+    shares = assign_readers([[ExtentRun(0, 0, 3)]] * FEW_RANKS, extents, common_bytes=600)
     assert all(not share.common for share in shares)
-    check_shares([[Run(0, 0, 3)]] * FEW_RANKS, shares, max_readers=1)
+    check_shares([[ExtentRun(0, 0, 3)]] * FEW_RANKS, shares, max_readers=1)

@@ -5,17 +5,18 @@ gets from others together are the numbers that numpy gives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.distributed.wire import pack, slices
+from bytecheckpoint.distributed.wire import pack, view_pieces
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
-from bytecheckpoint.planner.exchange_plan import Extents, Share, share_out
-from bytecheckpoint.planner.exchange_split import Work, can_share, divide_work, packed, wanted_runs
+from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Part
+from bytecheckpoint.planner.exchange_plan import Extents, ReaderShare, assign_readers
+from bytecheckpoint.planner.exchange_split import DividedPlan, can_share, divide_plan, packed, wanted_runs
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
 from bytecheckpoint.region import Region, relative, rows, whole
 
@@ -79,39 +80,35 @@ def test_what_ranks_read_and_pass_on_is_what_was_stored(
         for want in wants
     ]
     sharable = [[fetch for fetch in plan if can_share(fetch, extents)] for plan in plans]
-    shares = share_out([wanted_runs(plan, extents) for plan in sharable], extents, common_bytes=0)
-    for want, plan, mine, share in zip(wants, plans, sharable, shares, strict=True):
-        work = divide_work(mine, share, extents, unit_bytes=unit_bytes)
-        check_units(work, share, extents, unit_bytes)
-        loaded = carry_out(case, want, work, [fetch for fetch in plan if not can_share(fetch, extents)])
+    shares = assign_readers([wanted_runs(plan, extents) for plan in sharable], extents, common_bytes=0)
+    for want, fetches, mine, share in zip(wants, plans, sharable, shares, strict=True):
+        plan = divide_plan(mine, share, extents, unit_bytes=unit_bytes)
+        check_units(plan, share, extents, unit_bytes)
+        loaded = carry_out(case, want, plan, [fetch for fetch in fetches if not can_share(fetch, extents)])
         np.testing.assert_array_equal(loaded, cut(case.values, want.region))
 
 
-def check_units(work: Work, share: Share, extents: Extents, unit_bytes: int) -> None:
+def check_units(plan: DividedPlan, share: ReaderShare, extents: Extents, unit_bytes: int) -> None:
     longest = max(np.diff(extents.bounds(0)))
-    assert sum(fetch.byte_length for fetch in work.passed_on) == sum(map(extents.num_bytes, share.reads))
-    assert all(fetch.byte_length <= max(unit_bytes, longest) for fetch in work.passed_on)
-    assert all(arrival.items for arrival in work.received)
+    assert sum(fetch.byte_length for fetch in plan.shared) == sum(map(extents.num_bytes, share.reads))
+    assert all(fetch.byte_length <= max(unit_bytes, longest) for fetch in plan.shared)
+    assert all(fetch.parts for of_reader in plan.received.values() for fetch in of_reader)
 
 
-def carry_out(case: Case, want: Want, work: Work, unsharable: Sequence[Fetch]) -> np.ndarray:
+def carry_out(case: Case, want: Want, plan: DividedPlan, unsharable: Sequence[Fetch]) -> np.ndarray:
     target = np.zeros(want.region.lengths, np.int16)
-    for fetch in (*work.passed_on, *work.alone, *unsharable):
+    for fetch in (*plan.shared, *plan.alone, *unsharable):
         content = case.content[fetch.byte_offset : fetch.end]
         if fetch.is_direct:
             assert fetch.byte_length == fetch.parts[0].byte_length
         for part in fetch.parts:
             place(part, content[part.byte_offset - fetch.byte_offset :], want, target)
-    for _, unit, items in work.received:
-        content = memoryview(bytearray(case.content[unit.byte_offset : unit.end]))
-        for item in items:
-            assert not isinstance(item, Frame)
-            piece = piece_of(item)
-            parcel = np.empty(piece.byte_length, np.uint8).data
-            pack(content, unit, [piece], parcel)
-            single = slices(content, unit, [piece])
-            assert single is None or single[0] == parcel
-            place(packed(item, 0), bytes(parcel), want, target)
+    for fetch in chain.from_iterable(plan.received.values()):
+        content = memoryview(bytearray(case.content[fetch.byte_offset : fetch.end]))
+        for part in fetch.parts:
+            views = view_pieces(content, fetch.byte_offset, [piece_of(part)])
+            assert views[0].ndim > 1 or views[0].data == pack(views)
+            place(packed(part, 0), bytes(pack(views)), want, target)
     return target
 
 
