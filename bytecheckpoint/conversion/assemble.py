@@ -95,8 +95,9 @@ class Elements:
             exact = Elements(self._source, [wanted._replace(dtype="float64")])
             exact.read([Job(0, job.first + start, part.numel(), memory)])
             stored = torch.frombuffer(memory, dtype=torch.float64)
-            lost = _first_lost(stored, part)
-            if lost is not None:
+            lost_items = (torch.isfinite(stored) & torch.isinf(part)).nonzero()
+            if lost_items.numel():
+                lost = int(lost_items[0])
                 raise CheckpointMismatchError(
                     f"{wanted.fqn!r:.200} has the element {float(stored[lost])!r}, number {job.first + start + lost}, "
                     f"and {wanted.dtype} ends at {_largest(wanted.dtype):.6g}: it would become infinite; there is no "
@@ -136,12 +137,6 @@ def _has_non_finite(tensor: torch.Tensor) -> bool:
     bits = tensor.view(_BITS[tensor.element_size()])
     infinite = torch.tensor(float("inf"), dtype=tensor.dtype).view(bits.dtype)
     return bool((bits & torch.iinfo(bits.dtype).max).amax() >= infinite)
-
-
-def _first_lost(stored: torch.Tensor, converted: torch.Tensor) -> int | None:
-    """Returns the number of the first element that is finite as stored and infinite as converted."""
-    lost = (torch.isfinite(stored) & torch.isinf(converted)).nonzero()
-    return int(lost[0]) if lost.numel() else None
 
 
 def _largest(dtype: str) -> float:

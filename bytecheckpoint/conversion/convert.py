@@ -27,7 +27,7 @@ from bytecheckpoint.conversion.huggingface import plan_hf
 from bytecheckpoint.conversion.link import check_reachable, link_manifest, with_samples, write_link
 from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.conversion.native import plan_own
-from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream, budget_of
+from bytecheckpoint.conversion.stream import ReadAhead, Stream, budget_of
 from bytecheckpoint.conversion.target import TargetFile, TargetPlan
 from bytecheckpoint.conversion.torch_save import plan_torch
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
@@ -142,8 +142,13 @@ def convert(
     with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
         undo.callback(_discard, plan, done)
         mine = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
-        with progress(sum(file.byte_length for file in mine)) as on_progress:
-            _write_all(plan, mine, elements, request, on_progress=on_progress, done=done)
+        lengths = [file.byte_length for file in mine]
+        memory_bytes = request.limits.memory_bytes
+        with progress(sum(lengths)) as on_progress:
+            longest = max(lengths, default=0)
+            writer = _FileWriter(plan, elements, longest, memory_bytes=memory_bytes, on_progress=on_progress)
+            for file in mine:
+                done.append(writer.write(file, is_replaced=request.overwrite))  # noqa: PERF401 - undone if one fails
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
         reports = ranks.gather(msgspec.msgpack.encode(done))
@@ -262,34 +267,16 @@ def _check_space(plan: _Plan) -> None:
         )
 
 
-def _write_all(
-    plan: _Plan,
-    files: Sequence[TargetFile],
-    elements: Elements,
-    request: ConvertRequest,
-    *,
-    on_progress: OnProgress,
-    done: list[DataFile],
-) -> None:
-    """Adds each file to `done` as soon as it is there."""
-    longest = max((file.byte_length for file in files), default=0)
-    budget = budget_of(request.limits.memory_bytes, longest)
-    scratch = BufferPool(budget.window_bytes, budget.num_windows)
-    writer = _FileWriter(plan, elements, scratch=scratch, budget=budget, on_progress=on_progress)
-    for file in files:
-        done.append(writer.write(file, is_replaced=request.overwrite))  # noqa: PERF401 - kept if a later one fails
-
-
 class _FileWriter:
     """Writes the files of one rank, from windows that are read ahead."""
 
     def __init__(
-        self, plan: _Plan, elements: Elements, *, scratch: BufferPool, budget: Budget, on_progress: OnProgress
+        self, plan: _Plan, elements: Elements, longest_bytes: int, *, memory_bytes: int, on_progress: OnProgress
     ) -> None:
         self._plan = plan
         self._elements = elements
-        self._scratch = scratch
-        self._budget = budget
+        self._budget = budget_of(memory_bytes, longest_bytes)
+        self._scratch = BufferPool(self._budget.window_bytes, self._budget.num_windows)
         self._on_progress = on_progress
         self._lock = threading.Lock()
 

@@ -88,7 +88,10 @@ def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, besi
     if other is not None and other != _FORMATS[to] and not beside:
         what = f"{place.path} holds a checkpoint of another format ({other})"
         raise _exists(place, what, "give another path: that one is never replaced")
-    existing = _huggingface(place.store, listing) if to == "hf" else _FINDERS[to](listing)
+    if to == "bcp":  # whose names are new for each save
+        existing = ExistingTarget(layout.has_manifest(listing), is_in_the_way=False, stale=())
+    else:
+        existing = _huggingface(place.store, listing) if to == "hf" else _dcp(listing)
     if existing.is_there and not overwrite:
         what = f"{place.path} holds a checkpoint, or what a conversion that did not finish has left there"
         raise _exists(place, what, "give another path, or --overwrite to replace it")
@@ -138,10 +141,6 @@ def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: b
     return ExistingTarget(place.name in listing, is_in_the_way=False, stale=())
 
 
-def _own(listing: Mapping[str, int | None]) -> ExistingTarget:
-    return ExistingTarget(layout.has_manifest(listing), is_in_the_way=False, stale=())  # names are new for each save
-
-
 def _huggingface(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:
     # What says what belongs together goes first, or a reader might take a part for the whole.
     first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
@@ -159,9 +158,6 @@ def _dcp(listing: Mapping[str, int | None]) -> ExistingTarget:
     is_there = listing.get(METADATA_NAME) is not None
     # Without metadata there is no checkpoint, but perhaps a save that is under way.
     return ExistingTarget(is_there, bool(names), names if is_there else ())
-
-
-_FINDERS = {"bcp": _own, "dcp": _dcp}
 
 
 def _exists(place: TargetPlace, what: str, advice: str) -> CheckpointExistsError:

@@ -38,11 +38,11 @@ class MappedView(NamedTuple):
         """Returns tensors that are made of those of the view, each of one whole, as made of those of the checkpoint."""
         if self.pieces is None:
             return list(wanted)
-        return [tensor._replace(pieces=self._pieces(tensor)) for tensor in wanted]
-
-    def _pieces(self, tensor: WantedTensor) -> Sequence[CopySource]:
-        pieces = self.pieces or {}
-        return [found for piece in tensor.pieces if piece.fqn is not None for found in pieces[piece.fqn]]
+        found = [
+            [each for piece in tensor.pieces if piece.fqn is not None for each in self.pieces[piece.fqn]]
+            for tensor in wanted
+        ]
+        return [tensor._replace(pieces=pieces) for tensor, pieces in zip(wanted, found, strict=True)]
 
 
 def mapped_view(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> MappedView:

@@ -22,14 +22,10 @@ def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
     """Returns the optimizer that this dict is, with tensors where they are; None if it is none."""
     if "param_groups" in value and value.keys() <= {"state", "param_groups"}:
         return _nested(value.get("state", {}), value["param_groups"])
-    are_texts = set(map(type, value)) == {str}
-    if are_texts and all(map(_is_flattened, value)) and any(key.startswith(_GROUPS) for key in value):
-        return _flattened(value)
-    return None
-
-
-def _is_flattened(key: str) -> bool:
-    return key.startswith((_STATE, _GROUPS)) and key.count(".") > 1
+    if set(map(type, value)) != {str} or not any(key.startswith(_GROUPS) for key in value):
+        return None
+    is_flattened = all(key.startswith((_STATE, _GROUPS)) and key.count(".") > 1 for key in value)
+    return _flattened(value) if is_flattened else None
 
 
 def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
@@ -43,7 +39,9 @@ def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
-    if not isinstance(state, dict) or type(groups) is not list or not all(map(_is_group, groups)):
+    if not isinstance(state, dict) or type(groups) is not list:
+        return None
+    if not all(isinstance(group, dict) and type(group.get("params")) is list for group in groups):
         return None
     if not all(isinstance(values, dict) for values in state.values()):
         return None
@@ -66,10 +64,6 @@ def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
         values = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
         tree["groups"][next(iter(params), f"#{index}")] = {"params": params, "values": values}
     return tree | {BY_POSITION: True} if is_by_position else tree
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and type(group.get("params")) is list
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:

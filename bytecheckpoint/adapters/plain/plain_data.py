@@ -100,7 +100,7 @@ class _TorchLeaves:
         found = self._on_tensor(fqn, tensor)
         if found is None or isinstance(found, str):
             return Ext(wire.REF, encode(found or fqn))
-        return _tensor_to_wire(fqn, found)
+        return ext(wire.TENSOR, [dtype_name(found.dtype), list(found.shape), bytes(_content(fqn, found))])
 
     def encode_other(self, value: Any, fqn: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
@@ -124,10 +124,6 @@ def fits_inline(tensor: torch.Tensor) -> bool:
     """Returns True for a small, whole tensor, which may be written with the plain data around it."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
     return is_plain and tensor.layout is torch.strided and tensor.nbytes <= SMALL_TENSOR_BYTES
-
-
-def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Ext:
-    return ext(wire.TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), bytes(_content(fqn, tensor))])
 
 
 def _content(fqn: str, tensor: torch.Tensor) -> memoryview:
