@@ -13,7 +13,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bytecheckpoint.memory.device_to_host import Copy, Event, bring
+from bytecheckpoint.memory.device_to_host import DeviceCopy, queue_copy
+from bytecheckpoint.runtime.buffers import CopyEvent
 
 
 class _Marked(NamedTuple):
@@ -31,9 +32,9 @@ class _Marked(NamedTuple):
 class _Copied:
     """After copies on a stream of their own."""
 
-    def __init__(self, streams: LateStreams, copies: Sequence[Copy], after: Event) -> None:
+    def __init__(self, streams: LateStreams, copies: Sequence[DeviceCopy], after: CopyEvent) -> None:
         self._streams = streams
-        self._copies: Sequence[Copy] = copies
+        self._copies: Sequence[DeviceCopy] = copies
         self._after = after
         self._lock = threading.Lock()
 
@@ -41,7 +42,7 @@ class _Copied:
         with self._lock:
             self._after.synchronize()  # the stream waits for it, and the host for the stream
             for copy in self._copies:
-                bring(copy)
+                queue_copy(copy)
             self._streams.num_copied += len(self._copies)
             self._copies = ()
 
@@ -63,13 +64,13 @@ class LateStreams:
         with self._lock:
             self._kernels.setdefault(threading.get_ident(), []).append(kernel)
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         with self._lock:
             self.events.append("mark")
             thread = threading.get_ident()
             return _Marked(self, thread, len(self._kernels.get(thread, ())))
 
-    def copy(self, copies: Sequence[Copy], *, after: Event) -> Event:
+    def copy(self, copies: Sequence[DeviceCopy], *, after: CopyEvent) -> CopyEvent:
         with self._lock:
             self.events.append("copy")
             self.copying_threads.add(threading.get_ident())

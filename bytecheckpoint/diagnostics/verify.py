@@ -17,7 +17,7 @@ from bytecheckpoint.loading.link_samples import sample_faults
 from bytecheckpoint.loading.replaced import refuse_replaced
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.runtime.threads import map_jobs
-from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, pieces_of, scan, size_faults
+from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.safetensors_header import (
@@ -101,7 +101,7 @@ def verify_checkpoint(
     pieces = (
         piece
         for index, (file, size) in enumerate(zip(files, sizes, strict=True))
-        for piece in pieces_of(index, file, end=size or 0, sample_percent=sample_percent, rng=rng)
+        for piece in ranges_of(index, file, end=size or 0, sample_percent=sample_percent, rng=rng)
     )
     names = [join_name(folder, file.name) for file in files]
     scan(store, names, pieces, threads=threads, on_done=on_done)

@@ -1,5 +1,5 @@
-"""Pieces of memory of this process copied between one buffer and where each belongs, many in one call of the kernel,
-because a state may have 100,000 small tensors. It knows addresses only.
+"""Batched copies between one buffer and many places in the memory of this process, up to 1,024 in one system call: a
+state may have 100,000 small tensors, and a call for each costs more than its bytes. Knows addresses only.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from collections.abc import Callable
 import numpy as np
 
 _MAX_PIECES = 1024
-"""In one call: the kernel takes no more."""
+"""Limit of the kernel for one call (UIO_MAXIOV)."""
 _MAX_BYTES = 1 << 30
-"""In one call, which the kernel cuts off below 2 GiB."""
+"""Limit for one call, which the kernel cuts off below 2 GiB."""
 FEW_PIECES = 32
-"""Fewer are copied one by one at least as fast."""
+"""Fewer copies are at least as fast one by one."""
 _MAX_GATHERED_BYTES = 32 << 10
-"""Of a piece: longer ones are gathered one by one at least as fast, because the kernel looks up every page of the
-buffer."""
+"""Longer copies are gathered one by one at least as fast, because the kernel looks up every page of the buffer."""
 
 _Call = Callable[[int, int, int, int, int, int], int]
 
 
-def _of_libc(name: str) -> _Call | None:
+def _libc_call(name: str) -> _Call | None:
     pointer, count = ctypes.c_void_p, ctypes.c_ulong
     try:
         function = getattr(ctypes.CDLL(None), name)
@@ -37,13 +36,14 @@ def _of_libc(name: str) -> _Call | None:
     return call
 
 
-# Linux's calls that copy between many places of the caller and many places of a process, which is the same one here.
-_FROM_PROCESS, _TO_PROCESS = _of_libc("process_vm_readv"), _of_libc("process_vm_writev")
+# Linux's calls for vectored copies between two processes, here with this one on both sides: they are the only vectored
+# memcpy there is. 100,000 pieces of 256 bytes take 14 ms, one by one 64 ms.
+_FROM_PROCESS, _TO_PROCESS = _libc_call("process_vm_readv"), _libc_call("process_vm_writev")
 
 
 def scatter_pieces(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> None:
     """Copies `lengths` bytes each from the addresses `sources`, which lie in one buffer, to the addresses `targets`.
-    Other threads go on meanwhile.
+    Other threads run meanwhile.
     """
     for some in _batches(len(lengths)):
         source, target, length = sources[some], targets[some], lengths[some]
@@ -52,7 +52,7 @@ def scatter_pieces(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray
 
 
 def gather_pieces(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -> None:
-    """The same, where it is the targets that lie in one buffer."""
+    """Copies like `scatter_pieces`, but the addresses `targets` lie in one buffer."""
     is_small = lengths <= _MAX_GATHERED_BYTES
     _one_by_one(sources[~is_small], targets[~is_small], lengths[~is_small])
     sources, targets, lengths = sources[is_small], targets[is_small], lengths[is_small]
@@ -72,13 +72,13 @@ def _one_by_one(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -
 
 
 def _in_one_call(call: _Call | None, apart: np.ndarray, together: np.ndarray, lengths: np.ndarray) -> bool:
-    """Whether all of it was copied. Where not, this kernel or sandbox has no such call, or cannot do it with what a
-    driver has mapped. `together` are the addresses in the buffer.
+    """Returns True if everything was copied. Otherwise this kernel or sandbox has no such call, or it does not work
+    with memory that a driver has mapped. `together` are the addresses in the buffer.
     """
     total = int(lengths.sum())
     if call is None or len(lengths) < FEW_PIECES or total > _MAX_BYTES:
         return False
-    # The kernel looks up the pages of each piece of the buffer: what follows one another there is one piece.
+    # The kernel looks up the pages of each piece of the buffer, so adjacent ones are joined.
     firsts = np.flatnonzero(np.append(True, together[1:] != (together + lengths)[:-1]))
     buffer = np.stack([together[firsts], np.add.reduceat(lengths, firsts)], axis=1)
     pieces = np.stack([apart, lengths], axis=1)

@@ -1,7 +1,7 @@
-"""Bytes of a load on their way into accelerator memory: through pinned memory and on a stream of their own, so that one
-piece is read while the one before it is copied. It decides when memory is free again, and knows no files and no plans.
+"""Copies of a load into accelerator memory: through pinned memory and on a stream of their own, so that one range is
+read while the one before it is copied. Decides when memory is free again, and knows no files and no plans.
 
-A load waits on the host for the last copy. So all bytes are there when it returns or raises, and no tensor has to be
+A load waits on the host for the last copy. So all copies are done when it returns or raises, and no tensor has to be
 recorded for the stream: none is freed while a copy into it is under way.
 """
 
@@ -20,31 +20,31 @@ from bytecheckpoint.storage.range_reader import HostMemory
 
 
 class CopyStream(Protocol):
-    """The way into the memory of one device: copies that are done in the order in which they were queued, while the
-    host goes on. May be used by any thread.
+    """Copies into the memory of one device, made in the order in which they are queued, while the host goes on. Methods
+    may be called from any thread.
     """
 
     def new_block(self, num_bytes: int) -> memoryview:
-        """Writable host memory that can be copied from while the host goes on."""
+        """Returns writable host memory that can be copied from while the host goes on."""
 
     def copy(
         self, target: torch.Tensor, content: memoryview, shaped: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
-        """Queues a copy of these bytes into `target`, a tensor of the device: of what `shaped` makes of them as a flat
-        tensor of bytes, or as they are.
+        """Queues a copy of these bytes into `target`, a tensor of the device: of the result of `shaped` for a flat
+        tensor of them, or as they are.
 
-        Memory of `new_block` must stay as it is until the copy is done; any other has been read when this returns.
+        Memory of `new_block` must stay unchanged until the copy is done; any other has been read when this returns.
         """
 
     def mark(self) -> CopyEvent:
-        """After everything that has been queued."""
+        """Returns the event after everything queued so far."""
 
     def close(self) -> None:
-        """Returns when everything that was queued is done; what the caller's stream does later sees it."""
+        """Returns when everything queued is done; later work of the caller's stream sees it."""
 
 
-class CudaLane:
-    """A stream that begins where the current one of the thread that makes this is."""
+class CudaCopyStream:
+    """A stream whose copies begin after the work queued on the current stream of the thread that makes this."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,12 +62,12 @@ class CudaLane:
         is_pinned = source.is_pinned()
         with torch.cuda.stream(self._stream):
             if shaped is not None:
-                # Brought as it is, gaps included: the device is faster at putting rows where they belong.
+                # Copied as it is, gaps included: the device is faster at scattering rows.
                 source = shaped(source.to(self._device, non_blocking=is_pinned))
             target.copy_(source, non_blocking=is_pinned)
 
     def mark(self) -> CopyEvent:
-        # One that blocks: waiting for others spins, on a core that reading needs.
+        # Blocking, because waiting for any other event spins, on a core that reading needs.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._stream.record_event(event)
         return event
@@ -78,15 +78,13 @@ class CudaLane:
 
 
 class CopyStreams:
-    """Those of one load, and the memory for its reads. As a context: however it is left, nothing is in flight
-    afterwards.
-    """
+    """The copy streams of one load, and the memory for its reads. A context: no copy is in flight after it is left."""
 
-    def __init__(self, devices: Iterable[torch.device], open_lane: Callable[[torch.device], CopyStream]) -> None:
-        """Made on the thread on whose streams the tensors are used."""
-        self._lanes = {device: open_lane(device) for device in dict.fromkeys(devices)}
+    def __init__(self, devices: Iterable[torch.device], open_stream: Callable[[torch.device], CopyStream]) -> None:
+        """Must be made on the thread whose streams use the tensors."""
+        self._streams = {device: open_stream(device) for device in dict.fromkeys(devices)}
         self._buffers: list[BufferPool] = []
-        """Kept until all copies are done: torch would give their memory to others, whom it does not make wait."""
+        """Held until all copies are done: torch would give their memory to other tensors without waiting."""
 
     def __enter__(self) -> Self:
         return self
@@ -94,30 +92,30 @@ class CopyStreams:
     def __exit__(
         self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:  # every one of them, also after one that fails
-            for lane in self._lanes.values():
-                closing.callback(lane.close)
+        with ExitStack() as closing:  # all of them, also after one that fails
+            for stream in self._streams.values():
+                closing.callback(stream.close)
 
     def to(self, tensor: torch.Tensor) -> CopyStream | None:
-        """The lane into the memory of this tensor; None where torch puts bytes there at once."""
-        return self._lanes.get(tensor.device) if self._lanes else None
+        """Returns the stream into the memory of this tensor; None if torch copies there at once."""
+        return self._streams.get(tensor.device) if self._streams else None
 
     def block_bytes(self, byte_length: int) -> int:
         # torch rounds pinned memory up to a power of two.
-        return 1 << (byte_length - 1).bit_length() if self._lanes and byte_length else byte_length
+        return 1 << (byte_length - 1).bit_length() if self._streams and byte_length else byte_length
 
     def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
-        lanes = list(self._lanes.values())
-        if not lanes:
+        streams = list(self._streams.values())
+        if not streams:
             return HostMemory().new_buffers(num_buffers, byte_length)
-        self._buffers.append(copied_buffers(lanes, num_buffers, byte_length))
+        self._buffers.append(copied_buffers(streams, num_buffers, byte_length))
         return self._buffers[-1]
 
 
 def streams_to(tensors: Iterable[torch.Tensor]) -> CopyStreams:
-    """The lanes that a load into these tensors takes: one for each device that has streams."""
+    """Returns the copy streams of a load into these tensors: one for each device that has streams."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    return CopyStreams(filter(has_streams, devices), CudaLane)
+    return CopyStreams(filter(has_streams, devices), CudaCopyStream)
 
 
 def copied_buffers(streams: Sequence[CopyStream], num_buffers: int, byte_length: int) -> BufferPool:
@@ -126,6 +124,6 @@ def copied_buffers(streams: Sequence[CopyStream], num_buffers: int, byte_length:
         byte_length,
         num_buffers,
         new_block=streams[0].new_block,
-        # Lazily, so that of several the marks made before a failure count.
+        # Lazily, so that the marks made before a failure count.
         mark=lambda: (stream.mark() for stream in streams),
     )

@@ -1,5 +1,5 @@
-"""Which tensors that a load is to fill lie in the same memory: what two of them share cannot hold the values of both.
-It knows neither checkpoints nor what the tensors are called.
+"""Overlaps between the tensors of a load: memory that two of them share cannot hold the values of both. Knows neither
+checkpoints nor the names of tensors.
 """
 
 from __future__ import annotations
@@ -19,54 +19,55 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 _MAX_RUNS = 1 << 22
-"""Of tensors that reach into one another. Of more, such as of large ones that are transposed, nothing is said: to look
-at them would take too much memory."""
+"""Limit for tensors that overlap. With more, as for large transposed ones, all count as apart: comparing them would
+take too much memory.
+"""
 
 
-class Shared(NamedTuple):
-    """Pairs of shards, by their numbers; the first of a pair can be filled, and is in no pair the second."""
+class SharedMemory(NamedTuple):
+    """Pairs of shards, by their numbers; the first of a pair can be filled, and is the second of no pair."""
 
     within: list[tuple[int, int]]
-    """All bytes of the second are bytes of the first, of the same dtype: it is tied to it, or a view of a part."""
+    """The second has only bytes of the first, with the same dtype: it is tied to it, or a view of a part."""
     clashing: list[tuple[int, int]]
-    """They have some bytes in common, and the second has others, or they are of different dtypes."""
+    """The two have some bytes in common, and the second has others, or they have different dtypes."""
 
 
-def find_shared(shards: Sequence[LocalShard]) -> Shared:
-    """All shards that share memory with another one. Costs little where none does."""
-    shared = Shared([], [])
+def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
+    """Returns all shards that share memory with another one. Costs little if none does."""
+    shared = SharedMemory([], [])
     if all(shard.address or shard.tensor.is_cpu for shard in shards):
-        _look_among(range(len(shards)), shards, shared)
+        _compare_on_device(range(len(shards)), shards, shared)
         return shared
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
     for number, shard in enumerate(shards):
         by_device.setdefault(shard.tensor.device, []).append(number)
     for numbers in by_device.values():
-        _look_among(numbers, shards, shared)
+        _compare_on_device(numbers, shards, shared)
     return shared
 
 
-def _look_among(numbers: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:
-    """Looks at the shards with these numbers, which are on one device."""
-    looked_at = [shards[number] for number in numbers]
-    starts = np.array([shard.address or shard.tensor.data_ptr() for shard in looked_at], np.int64)
+def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], shared: SharedMemory) -> None:
+    """Compares the shards with these numbers, which are on one device."""
+    compared = [shards[number] for number in numbers]
+    starts = np.array([shard.address or shard.tensor.data_ptr() for shard in compared], np.int64)
     spans = [
         shard.tensor.nbytes if shard.address or shard.tensor.is_contiguous() else _span_bytes(shard.tensor)
-        for shard in looked_at
+        for shard in compared
     ]
     ends = starts + np.array(spans, np.int64)
     filled = np.flatnonzero((starts != 0) & (ends > starts))
     order = filled[np.argsort(starts[filled], kind="stable")]
-    # Where a span begins before all that begin earlier have ended, the two belong to one group.
+    # A span that begins before all earlier ones have ended belongs to their group.
     is_free = np.append(True, starts[order][1:] >= np.maximum.accumulate(ends[order])[:-1])[: len(order)]
     if is_free.all():
         return
     for group in np.split(order, np.flatnonzero(is_free)[1:]):
         if len(group) > 1:
-            _look_at([numbers[index] for index in group.tolist()], shards, shared)
+            _compare_group([numbers[index] for index in group.tolist()], shards, shared)
 
 
-def _look_at(group: Sequence[int], shards: Sequence[LocalShard], shared: Shared) -> None:
+def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: SharedMemory) -> None:
     same: dict[object, list[int]] = {}
     for number in sorted(group):
         tensor = shards[number].tensor
@@ -92,9 +93,9 @@ def _look_at(group: Sequence[int], shards: Sequence[LocalShard], shared: Shared)
             shared.clashing.extend((meets, other) for other in (first, *others))
 
 
-def _largest_apart(views: Mapping[int, _View]) -> dict[int, _View]:
-    """As many of them as have no byte in common, large ones first."""
-    apart: dict[int, _View] = {}
+def _largest_apart(views: Mapping[int, _ByteRuns]) -> dict[int, _ByteRuns]:
+    """Chooses large ones first, as long as they have no byte in common."""
+    apart: dict[int, _ByteRuns] = {}
     taken_starts, taken_ends = np.empty(0, np.int64), np.empty(0, np.int64)
     for number in sorted(views, key=lambda number: -views[number].num_runs * views[number].run_bytes):
         starts = np.sort(views[number].starts())
@@ -109,33 +110,33 @@ def _largest_apart(views: Mapping[int, _View]) -> dict[int, _View]:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """From the first byte of a tensor to its last."""
+    """Returns the distance from the first byte of a tensor to the end of its last."""
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size() if tensor.numel() else 0
 
 
-class _View(NamedTuple):
-    """The bytes of a tensor: runs of equal length."""
+class _ByteRuns(NamedTuple):
+    """The bytes of a tensor, as runs of equal length."""
 
     address: int
     run_bytes: int
     dims: list[tuple[int, int]]
-    """Over which runs are repeated: the stride in bytes, and how often."""
+    """Stride in bytes and length of the dimensions over which runs repeat."""
 
     @property
     def num_runs(self) -> int:
         return prod(length for _, length in self.dims)
 
     def starts(self) -> Int64s:
-        """The address of each run."""
+        """Returns the address of each run."""
         starts = np.array([self.address])
         for stride, length in self.dims:
             starts = (starts + np.arange(length)[:, None] * stride).reshape(-1)
         return starts
 
 
-def _have_common(views: Collection[_View]) -> bool:
-    """Whether any two of them have a byte in common."""
+def _have_common(views: Collection[_ByteRuns]) -> bool:
+    """Returns True if any two of them have a byte in common."""
     if not views:
         return False
     starts = np.concatenate([view.starts() for view in views])
@@ -144,14 +145,14 @@ def _have_common(views: Collection[_View]) -> bool:
     return bool((starts[order][1:] < ends[order][:-1]).any())
 
 
-def _is_within(view: _View, other: _View) -> bool:
+def _is_within(view: _ByteRuns, other: _ByteRuns) -> bool:
     starts, others = view.starts(), np.sort(other.starts())
     before = np.searchsorted(others, starts, side="right") - 1
     is_within = (before >= 0) & (starts + view.run_bytes <= others[before] + other.run_bytes)
     return bool(is_within.all())
 
 
-def _view_of(tensor: torch.Tensor) -> _View:
+def _view_of(tensor: torch.Tensor) -> _ByteRuns:
     run_bytes = tensor.element_size()
     dims: list[tuple[int, int]] = []
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -160,4 +161,4 @@ def _view_of(tensor: torch.Tensor) -> _View:
             run_bytes *= length
         elif length > 1:
             dims.append((stride_bytes, length))
-    return _View(tensor.data_ptr(), run_bytes, dims)
+    return _ByteRuns(tensor.data_ptr(), run_bytes, dims)

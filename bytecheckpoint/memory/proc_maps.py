@@ -1,4 +1,4 @@
-"""What the kernel tells of the memory of this process. It knows addresses only."""
+"""Memory map of this process, from /proc. Knows addresses only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Area(NamedTuple):
-    """Addresses that are alike in what may be done with them."""
+class MemoryArea(NamedTuple):
+    """A range of addresses with the same permissions."""
 
     start: int
     end: int
@@ -18,8 +18,8 @@ class Area(NamedTuple):
     is_writable: bool
 
 
-def memory_areas() -> list[Area]:
-    """All of them, rising; none where the kernel does not tell."""
+def memory_areas() -> list[MemoryArea]:
+    """Returns all areas, rising; none without /proc."""
     maps = ""
     with suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
@@ -27,12 +27,12 @@ def memory_areas() -> list[Area]:
     for line in maps.splitlines():
         addresses, flags = line.split(maxsplit=2)[:2]
         start, end = addresses.split("-")
-        areas.append(Area(int(start, 16), int(end, 16), flags[1] == "w"))
+        areas.append(MemoryArea(int(start, 16), int(end, 16), flags[1] == "w"))
     return areas
 
 
 def are_read_only(addresses: np.ndarray) -> np.ndarray:
-    """Of each address, whether it is known that it cannot be written to."""
+    """Returns for each address True if it is known to be read-only."""
     locked = [area for area in memory_areas() if not area.is_writable]
     starts, ends = (np.array([0, *(area[side] for area in locked)], np.uint64) for side in (0, 1))
     places = addresses.astype(np.uint64)

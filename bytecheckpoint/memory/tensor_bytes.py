@@ -1,5 +1,5 @@
-"""The memory of a tensor: which part of it is a region, whether it is what a file holds, byte for byte, and its bytes.
-It knows nothing of files.
+"""The memory of a tensor: the part that is a region, whether a file can hold it byte for byte, and its bytes. Knows
+nothing of files.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from bytecheckpoint.adapters.shards import LocalShard, flat_bytes
 from bytecheckpoint.region import Region, relative
 
 SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By item size. What is copied as integers is copied bit for bit, whatever its dtype."""
+"""Integer dtypes by item size: a tensor copied as integers is copied bit for bit, whatever its dtype."""
 
 
 def view_region(shard: LocalShard, region: Region) -> torch.Tensor:
-    """The part of a shard's memory that is this region, given in global coordinates."""
+    """Returns the part of a shard's memory that is this region, given in global coordinates."""
     return narrowed(shard.tensor, relative(region, shard.region))
 
 
 def narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The part of a tensor that is this region of it."""
+    """Returns the part of a tensor that is this region of it."""
     for dim, (offset, length) in enumerate(zip(*region, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, length)
@@ -27,31 +27,33 @@ def narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is its elements, row-major and without gaps, on the host."""
+    """Returns True if the tensor is on the host and `is_row_major`."""
     return tensor.is_cpu and is_row_major(tensor)
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory, on whatever device, is its elements, row-major and without gaps."""
+    """Returns True if the tensor's memory is its elements, row-major and without gaps, on any device."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The live memory of a flat tensor."""
+    """Returns the live memory of a flat tensor."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return flat_bytes(tensor).numpy().data
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat copy on the host, bit for bit."""
+    """Returns a flat copy on the host, bit for bit."""
     integers = same_bits(tensor)
     copy = torch.empty(tensor.shape, dtype=integers.dtype, device="cpu")
     return copy.copy_(integers).view(tensor.dtype)
 
 
 def same_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers of its item size: not every dtype can be copied, and integers have no payloads to lose."""
+    """Returns the tensor as integers of its item size: not every dtype can be copied, and integers keep NaN
+    payloads.
+    """
     tensor = tensor.resolve_conj().resolve_neg()
     integers = SAME_SIZE_INTEGERS.get(tensor.element_size())
     return tensor.view(integers) if integers is not None else tensor

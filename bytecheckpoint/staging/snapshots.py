@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceParts
+from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceRanges
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
@@ -51,7 +51,7 @@ class LiveState:
     def __init__(self, files: Sequence[LiveFile], scratch: BufferPool) -> None:
         self._files = files
         self._scratch = scratch
-        self._on_device = DeviceParts(file.leave_out_devices() for file in files)
+        self._on_device = DeviceRanges(file.leave_out_devices() for file in files)
 
     def stage(self) -> None:
         """Nothing is staged."""
@@ -229,7 +229,7 @@ class StateInWaves:
 
     def __init__(self, files: Sequence[LiveFile], memory: memoryview) -> None:
         self._files = files
-        self._on_device = DeviceParts(file.leave_out_devices() for file in files)
+        self._on_device = DeviceRanges(file.leave_out_devices() for file in files)
         starts = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
         self._free = deque(memory[start : start + BLOCK_BYTES] for start in starts)
         self._staged: dict[tuple[int, int], memoryview] = {}

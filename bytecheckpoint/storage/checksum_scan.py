@@ -1,5 +1,5 @@
-"""Every byte of data files read and compared with the checksums of their extents, many reads in flight, in bounded
-memory. Unlike a load it does not stop at the first fault. It knows bytes and extents, and nothing of tensors.
+"""A scan of data files: every byte read and compared with the checksum of its extent, many reads in flight, in bounded
+memory. Unlike a load it does not stop at the first fault. Knows bytes and extents, and nothing of tensors.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import xxhash
@@ -15,20 +16,21 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
+from bytecheckpoint.storage.layout import listed_lengths
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 READ_BYTES = 8 << 20
-"""Of one read; a thread holds one buffer of this size."""
+"""Length of one read; a thread holds one buffer of this size."""
 
 
 class ScanFault(NamedTuple):
-    """Bytes of a file that are not those that were written, or could not be read."""
+    """A range of a file that has other bytes than were written, or could not be read."""
 
     kind: str
-    """That of the error that a load would raise: missing_file, truncated, checksum, or what the store said."""
+    """The kind of the error that a load would raise: missing_file, truncated, checksum, or the store's own."""
     file: int
-    """Index into the files that were given."""
+    """Index into the scanned files."""
     byte_offset: int
     byte_length: int
     what: str
@@ -49,23 +51,21 @@ class ScanRange(NamedTuple):
 
 
 def find_files(store: Store, folder: str, files: Sequence[DataFile]) -> list[int | None]:
-    """The size of each file as the store lists it, in bytes; None for one that is not there."""
-    parents = {file.name.rpartition("/")[0] for file in files}
-    listings = {parent: _list(store, join_name(folder, parent)) for parent in parents}
-    return [listings[parent].get(last) for parent, _, last in (file.name.rpartition("/") for file in files)]
+    """Returns the size of each file as the store lists it, in bytes; None for a missing one."""
 
+    def list_folder(parent: str) -> Mapping[str, int | None]:
+        try:
+            return store.list(join_name(folder, parent))
+        except CheckpointError as error:
+            if error.kind == "not_found":  # a file is in the place of the folder
+                return {}
+            raise
 
-def _list(store: Store, folder: str) -> Mapping[str, int | None]:
-    try:
-        return store.list(folder)
-    except CheckpointError as error:
-        if error.kind == "not_found":  # a file stands where the folder should be
-            return {}
-        raise
+    return listed_lengths([file.name for file in files], list_folder)
 
 
 def size_faults(files: Sequence[DataFile], sizes: Sequence[int | None]) -> list[ScanFault]:
-    """The files that are not there, or do not have the size that the manifest gives."""
+    """Returns faults for files that are missing, or have another size than in the manifest."""
     faults = []
     for index, (file, size) in enumerate(zip(files, sizes, strict=True)):
         if size is None:
@@ -78,19 +78,22 @@ def size_faults(files: Sequence[DataFile], sizes: Sequence[int | None]) -> list[
     return faults
 
 
-def pieces_of(
+def ranges_of(
     index: int, file: DataFile, *, end: int, sample_percent: float, rng: random.Random
 ) -> Iterator[ScanRange]:
-    """The extents of a file that lie before byte `end`, or a random sample of them, as pieces for `scan`.
+    """Yields the extents of a file that lie before byte `end`, or a random sample of them, as ranges for `scan`.
 
-    A sample has at least one extent; runs of neighbours in it are read at once, READ_BYTES at most.
+    A sample has at least one extent; neighbours in it are read at once, READ_BYTES at most.
     """
-    chosen = _choose(len(file.extent_lengths), sample_percent, rng)
+    num_extents = len(file.extent_lengths)
+    chosen: Iterable[int] = range(num_extents)
+    if sample_percent < 100 and num_extents:
+        chosen = set(rng.sample(range(num_extents), max(1, round(num_extents * sample_percent / 100))))
     lengths: list[int] = []
     digests: list[int] = []
     start = position = 0
     for number, (length, digest) in enumerate(zip(file.extent_lengths, file.extent_digests, strict=True)):
-        is_wanted = (chosen is None or number in chosen) and position + length <= end
+        is_wanted = number in chosen and position + length <= end
         if lengths and (not is_wanted or position + length - start > READ_BYTES):
             yield ScanRange(index, start, lengths, digests)
             lengths, digests = [], []
@@ -103,75 +106,60 @@ def pieces_of(
         yield ScanRange(index, start, lengths, digests)
 
 
-def _choose(num_extents: int, sample_percent: float, rng: random.Random) -> set[int] | None:
-    """The numbers of the extents to read; None for all."""
-    if sample_percent >= 100 or num_extents == 0:
-        return None
-    return set(rng.sample(range(num_extents), max(1, round(num_extents * sample_percent / 100))))
-
-
 def scan(
     store: Store,
     names: Sequence[str],
-    pieces: Iterable[ScanRange],
+    ranges: Iterable[ScanRange],
     *,
     threads: int,
     on_done: Callable[[ScanRange, Sequence[ScanFault]], None],
 ) -> None:
-    """Reads and compares all pieces. `names` are those of the files in the store, by index.
+    """Reads and compares all ranges. `names` are those of the files in the store, by index.
 
-    `on_done` gets each piece with what is wrong with it, from any thread, one call at a time. A file whose bytes the
-    store cannot give is read no further: the fault reaches to the end of the piece. Memory is `threads` buffers of
-    READ_BYTES.
+    `on_done` gets each range with its faults, from any thread, one call at a time. A file whose bytes the store cannot
+    give is read no further: the fault reaches to the end of the range. Memory is `threads` buffers of READ_BYTES.
     """
     lock = threading.Lock()
-    given_up: set[int] = set()
+    unreadable: set[int] = set()
     buffers = BufferPool(READ_BYTES, threads)
 
-    def check(piece: ScanRange) -> None:
-        with buffers.lend() as buffer:
-            faults, is_readable = _check(store, names[piece.file], piece, buffer)
+    def check(item: ScanRange) -> None:
+        try:
+            with buffers.lend() as buffer:
+                digests = _digests(store, names[item.file], item, buffer)
+        except CheckpointError as error:
+            faults = [ScanFault(error.kind, item.file, item.byte_offset, item.byte_length, error.message)]
+            unreadable.add(item.file)
+        else:
+            faults = _checksum_faults(item, digests)
         with lock:
-            if not is_readable:
-                given_up.add(piece.file)
-            on_done(piece, faults)
+            on_done(item, faults)
 
-    run_jobs(check, (piece for piece in pieces if piece.file not in given_up), num_threads=threads)
+    run_jobs(check, (item for item in ranges if item.file not in unreadable), num_threads=threads)
 
 
-def _check(store: Store, name: str, piece: ScanRange, buffer: memoryview) -> tuple[list[ScanFault], bool]:
-    """What is wrong with a piece, and whether the store could give its bytes at all."""
-    try:
-        digests = _digests(store, name, piece, buffer)
-    except CheckpointError as error:
-        return [ScanFault(error.kind, piece.file, piece.byte_offset, piece.byte_length, error.message)], False
-    faults = []
-    position = piece.byte_offset
-    for length, expected, found in zip(piece.extent_lengths, piece.extent_digests, digests, strict=True):
-        if found != expected:
-            what = f"{found:016x} found, {expected:016x} expected"
-            faults.append(ScanFault("checksum", piece.file, position, length, what))
-        position += length
-    return faults, True
+def _checksum_faults(item: ScanRange, digests: Iterable[int]) -> list[ScanFault]:
+    starts = accumulate(item.extent_lengths[:-1], initial=item.byte_offset)
+    return [
+        ScanFault("checksum", item.file, start, length, f"{found:016x} found, {expected:016x} expected")
+        for start, length, expected, found in zip(
+            starts, item.extent_lengths, item.extent_digests, digests, strict=True
+        )
+        if found != expected
+    ]
 
 
-def _digests(store: Store, name: str, piece: ScanRange, buffer: memoryview) -> list[int]:
-    if piece.byte_length <= buffer.nbytes:
-        content = buffer[: piece.byte_length]
-        store.read_into(name, piece.byte_offset, content)
-        return [xxhash.xxh3_64_intdigest(part) for part in _cut(content, piece.extent_lengths)]
-    # Only one extent that is larger than the buffer alone makes a piece of that size.
+def _digests(store: Store, name: str, item: ScanRange, buffer: memoryview) -> list[int]:
+    if item.byte_length <= buffer.nbytes:
+        content = buffer[: item.byte_length]
+        store.read_into(name, item.byte_offset, content)
+        bounds = pairwise(accumulate(item.extent_lengths, initial=0))
+        return [xxhash.xxh3_64_intdigest(content[start:end]) for start, end in bounds]
+    # Only a single extent that is larger than the buffer makes a range of that size.
     hasher = xxhash.xxh3_64()
-    end = piece.byte_offset + piece.byte_length
-    for start in range(piece.byte_offset, end, buffer.nbytes):
+    end = item.byte_offset + item.byte_length
+    for start in range(item.byte_offset, end, buffer.nbytes):
         content = buffer[: min(buffer.nbytes, end - start)]
         store.read_into(name, start, content)
         hasher.update(content)
     return [hasher.intdigest()]
-
-
-def _cut(content: memoryview, lengths: Iterable[int]) -> Iterator[memoryview]:
-    position = 0
-    for length in lengths:
-        yield content[position : position + length]
-        position += length

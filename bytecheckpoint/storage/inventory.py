@@ -1,7 +1,7 @@
-"""What lies under the root of a store, all of it and with its age, for those who clean up: unlike `Store.list` it shows
-temporaries, and goes through all folders at once.
+"""Inventory of all objects under the root of a store, with their ages: unlike `Store.list` it shows temporaries, and
+goes through all folders at once.
 
-Which checkpoint is in the way of another one: a path is one checkpoint, or the root of steps, and never both.
+Also the rule about checkpoints at one path: a path is one checkpoint, or the root of steps, and never both.
 """
 
 # ruff: noqa: PTH118 - paths are text here, as in local_store.py
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,20 +20,20 @@ from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.backends.posix_errors import describe, read_error
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import Store, one_block
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
-"""What backends of fsspec call the time of an object, the best first."""
+"""Names that backends of fsspec give the time of an object, the best first."""
 
 
 class StoredObject(NamedTuple):
     """An object under a root."""
 
     name: str
-    """From the root on."""
+    """Path from the root on."""
     num_bytes: int
     modified_s: float | None
-    """When it was written, by the clock of the storage, in seconds since 1970; None where the backend does not say."""
+    """Time of its write, by the clock of the storage, in seconds since 1970; None if the backend does not say."""
 
 
 class StoredUpload(Protocol):
@@ -42,36 +41,36 @@ class StoredUpload(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the object that it was to become, from the root on."""
+        """Name of the object that it was to become, from the root on."""
 
     @property
     def started_s(self) -> float:
-        """In seconds since 1970, by the clock of the storage."""
+        """Time of its start in seconds since 1970, by the clock of the storage."""
 
 
 @runtime_checkable
 class HasInventory(Protocol):
-    """A store that tells by itself."""
+    """A store with an inventory of its own."""
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
-        """All objects below a folder."""
+        """Yields all objects anywhere below a folder ("" is the root), temporaries too."""
 
 
 @runtime_checkable
 class HasPendingUploads(Protocol):
-    """A store that knows of uploads that nobody sees."""
+    """A store that can list unfinished uploads, which are stored and paid for though no reader sees them."""
 
     def pending_uploads(self, folder: str) -> list[Any]:
-        """All `PendingUpload`s of names below a folder."""
+        """Returns all `StoredUpload`s anywhere below a folder ("" is the root)."""
 
     def abort_upload(self, upload: Any) -> None:
-        """Gives back what one takes."""
+        """Removes the parts of an upload."""
 
 
 def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
-    """All objects below a folder of a store, temporaries too.
+    """Returns all objects below a folder of a store, temporaries too.
 
-    Raises StorageError: `unsupported` where the store cannot tell.
+    Raises StorageError: `unsupported` if the store has no inventory.
     """
     if isinstance(store, HasInventory):
         return store.inventory(folder)
@@ -87,12 +86,12 @@ def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
 
 
 def clock_of(store: Store) -> float | None:
-    """What the clock of the storage shows, in seconds since 1970: told by an object that is written for that and then
-    deleted. None where the backend says no times.
+    """Reads the clock of the storage, in seconds since 1970, by writing and deleting an object. None if the backend
+    gives no times.
     """
     folder = f"{TEMPORARY_PREFIX}clock-{secrets.token_hex(8)}"
     name = f"{folder}/now"
-    store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"\n")))], replace=False)
+    store.write(name, one_block(b"\n"), replace=False)
     try:
         times = [item.modified_s for item in inventory_of(store, folder) if item.name == name]
     finally:
@@ -118,7 +117,7 @@ def _in_folder(root: str, folder: str) -> Iterator[StoredObject]:
 
 
 def _at_url(store: FsspecStore, folder: str) -> Iterator[StoredObject]:
-    """By one listing of everything, where the backend can do that."""
+    """Lists everything at once, if the backend can."""
     root = store._root.strip("/")
     try:
         with store._translated(str(store), read_error):
@@ -145,25 +144,25 @@ def _time_of(entry: Mapping[str, Any]) -> float | None:
 
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError (exists) where no checkpoint may be saved in this folder: that of a step, or "", the
-    store's root. Costs a listing of the root, and one of the step's folder where that is there.
+    """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder: that of a step, or "", the
+    store's root. Costs a listing of the root, and one of the step's folder if it exists.
     """
     listing = store.list("")
     if folder:
         if layout.has_manifest(listing):
             raise _beside(join_name(str(store), folder), str(store))
-        stands = not overwrite and folder in listing and layout.has_manifest(store.list(folder))
+        is_taken = not overwrite and folder in listing and layout.has_manifest(store.list(folder))
     else:
         newest = layout.newest_below(store, "", listing)
         if newest is not None:
             raise _beside(str(store), join_name(str(store), layout.step_folder(newest)))
-        stands = not overwrite and layout.has_manifest(listing)
-    if stands:
+        is_taken = not overwrite and layout.has_manifest(listing)
+    if is_taken:
         raise layout.exists_error(join_name(str(store), folder))
 
 
 def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:
-    """The path of a committed checkpoint beside which none may stand in this folder; empty where there is none."""
+    """Returns the path of a committed checkpoint that forbids one in this folder; empty if there is none."""
     if is_step:
         root = folder.rpartition("/")[0]
         return join_name(str(store), root) if layout.has_manifest(store.list(root)) else ""
@@ -172,9 +171,8 @@ def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:
 
 
 def refuse_beside(store: Store, folder: str, *, is_step: bool) -> None:
-    """Raises CheckpointExistsError (exists) for the same."""
-    other = checkpoint_in_the_way(store, folder, is_step=is_step)
-    if other:
+    """Raises CheckpointExistsError (exists) if there is a `checkpoint_in_the_way`."""
+    if other := checkpoint_in_the_way(store, folder, is_step=is_step):
         raise _beside(join_name(str(store), folder), other)
 
 

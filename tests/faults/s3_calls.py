@@ -51,9 +51,9 @@ class Ended(NamedTuple):
 def in_a_hurry() -> Iterator[None]:
     """Within the block nobody is held back for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.backends.s3_throttle._FIRST_PAUSE_S", 0.02)
-        patch.setattr("bytecheckpoint.storage.backends.s3_throttle._MAX_PAUSE_S", 0.2)
-        patch.setattr("bytecheckpoint.storage.backends.s3_throttle._FORGET_S", 1.0)
+        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FIRST_BACKOFF_S", 0.02)
+        patch.setattr("bytecheckpoint.storage.backends.s3_requests._MAX_BACKOFF_S", 0.2)
+        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FORGET_BACKOFF_S", 1.0)
         patch.setattr("bytecheckpoint.storage.backends.s3_requests._FIRST_CONTACT_S", 1.0)
         patch.setattr("bytecheckpoint.storage.backends.s3_upload._CLEAN_UP_S", 2.0)
         yield

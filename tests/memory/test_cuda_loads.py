@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.memory.host_to_device import CudaLane, copied_buffers
+from bytecheckpoint.memory.host_to_device import CudaCopyStream, copied_buffers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -195,7 +195,7 @@ def test_damaged_bytes_reach_no_tensor_and_the_next_load_works(tmp_path: Path) -
 
 
 def test_buffers_are_pinned_and_wait_for_their_copies() -> None:
-    lane = CudaLane(torch.device("cuda", 0))
+    lane = CudaCopyStream(torch.device("cuda", 0))
     buffers = copied_buffers([lane], num_buffers=1, byte_length=MiB)
     target = torch.zeros(2 * MiB, dtype=torch.uint8, device="cuda")
     for number in range(2):

@@ -15,7 +15,7 @@ from sample_tensors import DTYPES, random_bits
 from snapshot_cases import OPTIONS, bits_of_all, differing, raw_memory, save, saved_bits
 
 import bytecheckpoint as bcp
-from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceParts, mark_streams
+from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceRanges, mark_streams
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -121,7 +121,7 @@ def test_a_range_of_a_file_has_its_part_of_every_tensor_and_nothing_else(width: 
         expected[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     found = bytearray(b"\xee" * 100)
     with on_late_streams() as streams:
-        parts = DeviceParts([{}, tensors])
+        parts = DeviceRanges([{}, tensors])
         for start in range(0, 100, width):
             parts.gather(1, start, memoryview(found)[start : start + width])
         parts.gather(0, 0, memoryview(bytearray(10)))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage.backends import s3_requests, s3_throttle
+from bytecheckpoint.storage.backends import s3_requests
 from bytecheckpoint.storage.backends.s3_store import S3Store
 
 from .s3_service import Refuse, always, moto
@@ -22,8 +22,8 @@ def hasty(monkeypatch):
     """Next to no time between two attempts."""
     monkeypatch.setattr(s3_requests, "_FIRST_PAUSE_S", 0.002)
     monkeypatch.setattr(s3_requests, "_MAX_PAUSE_S", 0.01)
-    monkeypatch.setattr(s3_throttle, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(s3_throttle, "_MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr(s3_requests, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(s3_requests, "_MAX_BACKOFF_S", 0.02)
 
 
 class Dialect(http.server.BaseHTTPRequestHandler):

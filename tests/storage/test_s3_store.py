@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
-from bytecheckpoint.storage.backends import s3_requests, s3_throttle, s3_upload
+from bytecheckpoint.storage.backends import s3_requests, s3_upload
 from bytecheckpoint.storage.backends.s3_store import S3Store
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Block
@@ -43,8 +43,8 @@ def hasty(monkeypatch):
     """Next to no time between two attempts."""
     monkeypatch.setattr(s3_requests, "_FIRST_PAUSE_S", 0.002)
     monkeypatch.setattr(s3_requests, "_MAX_PAUSE_S", 0.01)
-    monkeypatch.setattr(s3_throttle, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(s3_throttle, "_MAX_PAUSE_S", 0.02)
+    monkeypatch.setattr(s3_requests, "_FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(s3_requests, "_MAX_BACKOFF_S", 0.02)
 
 
 class TestS3Store(StoreContract):
@@ -649,21 +649,13 @@ def test_writability_is_checked_without_a_trace(s3, s3_prefix, s3_faults, store)
         store.check_writable()
 
 
-def test_whoever_was_told_to_slow_down_holds_all_clients_of_the_bucket(s3, s3_prefix, s3_faults, monkeypatch):
-    monkeypatch.setattr(s3_throttle, "_FIRST_PAUSE_S", 0.05)
-    first, second = (s3.store(s3_prefix, token=token) for token in ("one", "two"))
-    held, real = [], s3_throttle.Brake.hold
-
-    def hold(self, stop, *, at_most_s):
-        real(self, stop, at_most_s=at_most_s)
-        if self._memory is not None:
-            held.append(self)
-
-    monkeypatch.setattr(s3_throttle.Brake, "hold", hold)
+def test_a_slow_down_answer_pauses_all_requests_of_the_store(s3, s3_prefix, s3_faults, monkeypatch):
+    monkeypatch.setattr(s3_requests, "_FIRST_BACKOFF_S", 0.05)
+    store = s3.store(s3_prefix)
     s3_faults.choose = FirstFew("PUT", Refuse(503, "SlowDown"))
-    put(first, "x", b"1")
-    assert second.list("") == {"x": 1}
-    assert set(held) == {first._requests._brake, second._requests._brake}
+    put(store, "x", b"1")
+    assert store._requests._backoff._pause_s == 0.05
+    assert store.list("") == {"x": 1}
 
 
 def test_options_of_s3fs_are_taken_and_unknown_ones_refused(s3, s3_prefix):

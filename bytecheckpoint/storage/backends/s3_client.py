@@ -1,5 +1,5 @@
-"""A client of botocore for the options that s3fs takes, so that one dict of storage options serves both. Clients are
-kept for the process, because making one costs more than many requests.
+"""Clients of botocore for the options that s3fs takes, so that one dict of storage options serves both. They are cached
+in the process, because making one costs more than many requests.
 """
 
 from __future__ import annotations
@@ -19,89 +19,91 @@ from fsspec.config import apply_config
 
 BROKEN_OFF = "the answer broke off within its headers"
 
-_PIECE_BYTES = 256 << 10
+_SEND_BYTES = 256 << 10
 _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 30
-_KEPT_CONNECTIONS = 64
-_KEPT_CLIENTS = 16
+_MAX_CONNECTIONS = 64
+_MAX_CACHED_CLIENTS = 16
 _MAKING = threading.Lock()
-"""Clients serve many threads, and what makes them serves one at a time."""
+"""Clients serve many threads, but a session makes them for one thread at a time."""
 
-_OF_OPEN_FILES = frozenset(
+_FILE_OPTIONS = frozenset(
     {
         *("default_block_size", "default_fill_cache", "default_cache_type", "version_aware", "fixed_upload_size"),
         *("local_expiry_check", "use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"),
         *("cache_regions", "asynchronous", "loop", "batch_size"),
     }
 )
-"""s3fs' options about the files that it holds open, its caches and its event loop; nothing of that is used here."""
+"""Options of s3fs for open files, caches and its event loop, which have no meaning here."""
 
 
 class S3Client(NamedTuple):
-    """A client, and what is added to every request that takes it."""
+    """A client and its settings."""
 
     client: Any
     more: Mapping[str, Any]
+    """Parameters added to every request that takes them."""
     num_connections: int | None
-    """What the options ask for."""
+    """`max_concurrency` of the options."""
     secrets: frozenset[str]
-    """Of the credentials, wherever they come from."""
+    """Texts of the credentials, wherever they come from."""
     has_answered: threading.Event
-    """Set once the service has, to anybody in this process."""
+    """Set once the service has answered any request of this process."""
 
 
 class _S3:
-    """What fsspec's configuration files and variables call these URLs."""
+    """Stand-in for a file system class: fsspec finds its configuration by the protocol."""
 
     protocol = ("s3", "s3a")
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """What a client is made of: equal where the same client serves."""
+class _ClientKey:
+    """Cache key of a client."""
 
     process: int
-    """Connections do not outlive a fork."""
-    words: str
+    """Process id: connections do not outlive a fork."""
+    text: str
+    """The options as text, by which keys are compared."""
     options: Mapping[str, Any] = field(compare=False)
 
 
 def client_for(options: Mapping[str, Any]) -> S3Client:
-    """The process' client for these options, with what fsspec's own configuration adds to them.
+    """Returns the process' client for these options and those of fsspec's configuration.
 
-    Raises ValueError, BotoCoreError or TypeError for options that make none.
+    Raises ValueError, BotoCoreError or TypeError for options that make no client.
     """
     options = {str(name): value for name, value in apply_config(_S3, dict(options)).items()}
-    return _make_client(_Wish(os.getpid(), json.dumps(options, sort_keys=True, default=repr), options))
+    return _make_client(_ClientKey(os.getpid(), json.dumps(options, sort_keys=True, default=repr), options))
 
 
-@lru_cache(maxsize=_KEPT_CLIENTS)
-def _make_client(wish: _Wish) -> S3Client:
-    options = {name: value for name, value in wish.options.items() if name not in _OF_OPEN_FILES}
+@lru_cache(maxsize=_MAX_CACHED_CLIENTS)
+def _make_client(key: _ClientKey) -> S3Client:
+    options = {name: value for name, value in key.options.items() if name not in _FILE_OPTIONS}
     num_connections = options.pop("max_concurrency", None)
     more = dict(options.pop("s3_additional_kwargs", None) or {})
     if options.pop("requester_pays", False):
         more["RequestPayer"] = "requester"
-    session = _session(wish.process, options.pop("profile", None))
+    session = _session(key.process, options.pop("profile", None))
     arguments, settings = _client_arguments(options)
     client = _create(session, arguments, settings)
-    client.meta.events.register("before-send.s3", _send_in_pieces)
-    client.meta.events.register("before-parse.s3", _refuse_half_an_answer)
+    client.meta.events.register("before-send.s3", _send_in_parts)
+    client.meta.events.register("before-parse.s3", _refuse_truncated_answer)
     secrets = {arguments.get("aws_secret_access_key"), arguments.get("aws_session_token")}
-    # Where they were passed, or none are used, looking for others could ask a service of the host that is not there.
+    # Otherwise, looking for credentials could query a metadata service that the host does not have.
     if secrets == {None} and settings.get("signature_version") is not UNSIGNED and (found := session.get_credentials()):
         secrets = {found.secret_key, found.token}
     return S3Client(client, more, num_connections, frozenset(filter(None, secrets)), threading.Event())
 
 
-@lru_cache(maxsize=_KEPT_CLIENTS)
+@lru_cache(maxsize=_MAX_CACHED_CLIENTS)
 def _session(_process: int, profile: str | None) -> Any:
-    """Kept, because it keeps the description of S3 that every client of it needs."""
+    """Cached, because a session caches the description of S3 that its clients need."""
     return botocore.session.Session(profile=profile)
 
 
 def _create(session: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """With what a service compares a body once, and not twice: over TLS a checksum, and else a signature."""
+    """Makes a client whose bodies are verified once, not twice: over TLS by a checksum, else by a signature."""
     s3 = {"payload_signing_enabled": False, **(settings.get("s3") or {})}
     with _MAKING:
         client = session.create_client("s3", config=Config(**{**settings, "s3": s3}), **arguments)
@@ -113,13 +115,13 @@ def _create(session: Any, arguments: Mapping[str, Any], settings: Mapping[str, A
 
 
 def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of `create_client` and of its Config, out of what is left of the options, all of which must be known."""
+    """Returns the arguments of `create_client` and of its Config. Raises ValueError for an unknown option."""
     is_anonymous = options.pop("anon", False)
     settings = {
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "read_timeout": _READ_TIMEOUT_S,
-        "max_pool_connections": _KEPT_CONNECTIONS,
-        "retries": {"total_max_attempts": 1},  # requests are tried again by who knows what may be
+        "max_pool_connections": _MAX_CONNECTIONS,
+        "retries": {"total_max_attempts": 1},  # S3Requests retries, knowing which requests may be
         "response_checksum_validation": "when_required",  # every extent has a checksum of its own
         "parameter_validation": False,  # it knows no memoryview
         **(options.pop("config_kwargs", None) or {}),
@@ -142,24 +144,26 @@ def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _one_of(options: dict[str, Any], name: str, other: str) -> Any:
-    """Two names of one option."""
+    """Takes an option that has two names."""
     found = [value for value in (options.pop(name, None), options.pop(other, None)) if value]
     if len(found) > 1:
         raise ValueError(f"give {name} or {other}, not both")
     return found[0] if found else None
 
 
-def _send_in_pieces(request: Any, **_of_the_event: object) -> None:
+def _send_in_parts(request: Any, **_of_the_event: object) -> None:
     if isinstance(request.body, memoryview):
-        request.body = _Pieces(request.body)
+        request.body = _BodyParts(request.body)
 
 
-def _refuse_half_an_answer(response_dict: Mapping[str, Any], operation_model: Any, **_of_the_event: object) -> None:
-    """Hazard: to http.client the end of a connection is the end of the headers, so that an answer which breaks off
-    there passes for a whole one without a body: a listing of nothing.
+def _refuse_truncated_answer(response_dict: Mapping[str, Any], operation_model: Any, **_of_the_event: object) -> None:
+    """Raises ConnectionError for an answer that broke off within its headers.
+
+    Hazard: to http.client the end of a connection is the end of the headers, so that such an answer passes for a whole
+    one without a body: a listing of nothing.
     """
     headers = response_dict["headers"]
-    is_chunked = str(headers.get("transfer-encoding", "")).lower().endswith("chunked")  # and no half of the word
+    is_chunked = str(headers.get("transfer-encoding", "")).lower().endswith("chunked")  # not a part of the word
     says_length = is_chunked or str(headers.get("content-length", "")).isdigit()
     method = operation_model.http["method"]
     # A listing is never empty: without anything in it, it still says so.
@@ -168,8 +172,8 @@ def _refuse_half_an_answer(response_dict: Mapping[str, Any], operation_model: An
         raise ConnectionError(BROKEN_OFF)
 
 
-class _Pieces:
-    """A body that was signed as a whole and is sent in pieces: the time limit of a socket holds for each of them."""
+class _BodyParts:
+    """A body that was signed as a whole and is sent in parts: the timeout of a socket holds for each of them."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -178,8 +182,8 @@ class _Pieces:
         return self._content.nbytes
 
     def __iter__(self) -> Iterator[memoryview]:
-        starts = range(0, self._content.nbytes, _PIECE_BYTES)
-        return (self._content[start : start + _PIECE_BYTES] for start in starts)
+        starts = range(0, self._content.nbytes, _SEND_BYTES)
+        return (self._content[start : start + _SEND_BYTES] for start in starts)
 
     def seek(self, _position: int) -> None:
-        """What botocore asks for before it sends again, to where it was redirected: each iteration starts anew."""
+        """Called by botocore before it sends again after a redirect: each iteration starts anew."""

@@ -1,5 +1,5 @@
-"""What botocore raises, told apart, and as this library's errors. The one place that knows S3's codes; it makes no
-request.
+"""Classification of botocore's errors, and their translation into this library's. The one place that knows S3's codes;
+it makes no request.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.storage.backends.posix_errors import missing_file
 
 S3_ERRORS = (BotoCoreError, ClientError, ResponseParserError, urllib3.exceptions.HTTPError, OSError)
-"""All that a request raises."""
+"""Everything that a request raises."""
 
 _THROTTLED = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
 _THROTTLED |= {"RequestThrottled", "RequestLimitExceeded", "TooManyRequests", "TooManyRequestsException"}
@@ -62,20 +62,20 @@ class FailedRequestError(Exception):
         self.num_attempts = num_attempts
         self.seconds = seconds
         self.may_arrive = False
-        """Whether an earlier attempt may be carried out yet, though the last one was refused."""
-        self.moved: TransferProgress | None = None
-        """Of the whole that the request was a part of, where that is known."""
+        """True if an earlier attempt may be carried out yet, though the last one was refused."""
+        self.progress: TransferProgress | None = None
+        """Progress of the transfer that the request was a part of, if known."""
 
 
 class Service(NamedTuple):
-    """Who was asked, for messages."""
+    """The service, for messages."""
 
     endpoint: str
     bucket: str
 
 
 def code_of(error: BaseException) -> str:
-    """S3's code, or the status where an answer had no body to say one; "" where there was no answer."""
+    """Returns S3's code, or the status if the answer had no body; "" without an answer."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
 
 
@@ -86,22 +86,22 @@ def _status_of(error: BaseException) -> int:
 
 
 def is_throttled(error: BaseException) -> bool:
-    """Whether the service asks for fewer requests."""
+    """Returns True if the service asks for fewer requests."""
     return code_of(error) in _THROTTLED or _status_of(error) in {429, 503}
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Whether no connection came about at all."""
+    """Returns True if no connection came about."""
     return isinstance(error, _UNREACHABLE)
 
 
 def is_no_answer(error: BaseException) -> bool:
-    """Whether nobody has answered who speaks as the client does: the certificate may be the wrong one, too."""
+    """Returns True if no server of the client's protocol has answered; the certificate may be the wrong one, too."""
     return is_unreachable(error) or isinstance(error, SSLError)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later; the last one may have been carried out."""
+    """Returns True if the same request may succeed later; the last one may have been carried out."""
     if isinstance(error, ClientError):
         is_trouble = _status_of(error) >= 500 and not (is_unsupported(error) or is_full(error))
         return is_throttled(error) or is_trouble or code_of(error) in _TRANSIENT
@@ -112,43 +112,43 @@ def is_transient(error: BaseException) -> bool:
 
 
 def may_arrive(error: BaseException) -> bool:
-    """Whether a request that raised this may be carried out yet: it was sent, and no answer says that it was not."""
+    """Returns True if the request may be carried out yet: it was sent, and no answer says that it was not."""
     is_answered = is_unreachable(error) or is_throttled(error) or code_of(error) in _REFUSED
     return is_transient(error) and not is_answered
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether the name that was to be created exists."""
+    """Returns True if the name that was to be created exists."""
     return code_of(error) in _TAKEN
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether there is no such object; for a request without an answer's body also no such bucket."""
+    """Returns True if there is no such object; for an answer without a body also no such bucket."""
     return code_of(error) in _MISSING
 
 
 def is_no_upload(error: BaseException) -> bool:
-    """Whether there is no such upload: it was completed or aborted."""
+    """Returns True if there is no such upload: it was completed or aborted."""
     return code_of(error) == "NoSuchUpload"
 
 
 def is_unsupported(error: BaseException) -> bool:
-    """Whether the service does not know what was asked."""
+    """Returns True if the service does not support the request."""
     return code_of(error) in _UNSUPPORTED
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether there is no space left."""
+    """Returns True if there is no space left."""
     return code_of(error) in _NO_SPACE or _status_of(error) == 507
 
 
 def is_past_the_end(error: BaseException) -> bool:
-    """Whether a range starts behind the end of the object."""
+    """Returns True if a range starts behind the end of the object."""
     return code_of(error) in {"InvalidRange", "416"}
 
 
 def describe_s3(error: BaseException) -> str:
-    """The service's own words with their code, or what went wrong before there were any."""
+    """Returns the service's message with its code, or the client's message without an answer."""
     if isinstance(error, ClientError):
         message = str(error.response.get("Error", {}).get("Message", ""))
         return f"{code_of(error)}: {message}" if message and message != code_of(error) else code_of(error)
@@ -158,13 +158,13 @@ def describe_s3(error: BaseException) -> str:
 def to_store_error(
     failed: FailedRequestError, shown: str, *, doing: str, reason: str, service: Service
 ) -> CheckpointError:
-    """CheckpointNotFoundError (missing_file), StorageError, or CheckpointSaveError where `doing` is "write".
+    """Makes a CheckpointNotFoundError (missing_file), StorageError, or CheckpointSaveError if `doing` is "write".
 
-    `shown` is the object's URL, `reason` what may be shown of `describe_s3`.
+    `shown` is the object's URL, `reason` the part of `describe_s3` that may be shown.
     """
     error, is_write = failed.error, doing == "write"
     times = f"{failed.num_attempts} attempt{'s' if failed.num_attempts > 1 else ''}"
-    pace = describe_progress(failed.moved) if failed.moved is not None and is_transient(error) else ""
+    pace = describe_progress(failed.progress) if failed.progress is not None and is_transient(error) else ""
     what = f"{doing} {shown}: {reason} (after {times} in {failed.seconds:.1f} s{'; ' if pace else ''}{pace})"
     if is_write and failed.may_arrive:
         advice = "see to what refused the last one, and look what is there, before you try again"

@@ -1,12 +1,11 @@
-"""A store in a bucket of S3, or of a service that speaks like it. Objects appear whole, by one request or by completing
-an upload; nothing is cached, and no more is read than was asked for.
+"""A store in a bucket of S3 or of a compatible service. Objects appear whole, by one request or by completing an
+upload; nothing is cached, and no more is read than was requested.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,7 +46,7 @@ from bytecheckpoint.storage.store import Access, Block, FillHook
 _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
-"""Of a bucket in the same region, through one connection."""
+"""Figures of a bucket in the same region, through one connection."""
 _MIN_IN_FLIGHT = 8
 """One connection to S3 carries some 80 MB/s."""
 
@@ -58,7 +57,7 @@ class PendingUpload(NamedTuple):
     name: str
     upload_id: str
     started_s: float
-    """In seconds since 1970."""
+    """Seconds since 1970."""
 
 
 class S3Store:
@@ -67,8 +66,8 @@ class S3Store:
     def __init__(
         self, url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float
     ) -> None:
-        """`storage_options` are those of s3fs. A request is tried again for half of `timeout_s`: other ranks wait that
-        long for this one, and are to hear what the trouble is.
+        """`storage_options` are those of s3fs. A request is retried for half of `timeout_s`, so that other ranks, which
+        wait that long for this one, get its error.
         """
         options = dict(storage_options or {})
         found = _URL.match(url)
@@ -101,12 +100,12 @@ class S3Store:
         return _ACCESS
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
-        """As the protocol says. Where a service ignores `If-None-Match`, two writers at once may both succeed."""
+        """Implements `Store`. If a service ignores `If-None-Match`, two concurrent writers may both succeed."""
         key, shown = self._key(name), self._show(name)
         num_bytes = count_bytes(blocks)
         with self._translated(shown, doing="write"):
-            # Services that know no condition would replace what is there without a word.
-            if not replace and self._requests.head(key, self._patience()) is not None:
+            # A service without conditional writes would silently replace the object.
+            if not replace and self._requests.head(key, self._policy()) is not None:
                 raise already_exists(shown)
             target = new_target(key, replace=replace)
             try:
@@ -120,11 +119,11 @@ class S3Store:
             return
         with self._translated(shown, doing="read"):
             try:
-                self._requests.read_range(key, byte_offset, buffer.cast("B"), self._patience())
+                self._requests.read_range(key, byte_offset, buffer.cast("B"), self._policy())
             except EndOfObjectError as error:
                 wanted_end = byte_offset + buffer.nbytes
                 raise truncated(shown, wanted_end=wanted_end, found_end=error.found_end) from error
-        if on_filled is not None:  # not before: a range that is asked for again comes over what came
+        if on_filled is not None:  # not before: a retry writes over the same bytes
             on_filled(buffer.nbytes)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
@@ -132,7 +131,7 @@ class S3Store:
         key, shown = self._key(name), self._show(name)
         with self._translated(shown, doing="read"):
             try:
-                return self._requests.read_object(key, self._patience(), max_bytes=max_bytes)
+                return self._requests.read_object(key, self._policy(), max_bytes=max_bytes)
             except TooLongError as error:
                 raise too_long(shown, error.num_bytes, max_bytes) from error
 
@@ -147,31 +146,29 @@ class S3Store:
                 sizes |= {path[len(prefix) :]: None for path in folders} | {
                     path[len(prefix) :]: size for path, size in objects.items()
                 }
-            if not sizes and key and self._requests.head(key, self._patience()) is not None:
+            if not sizes and key and self._requests.head(key, self._policy()) is not None:
                 raise is_a_file(shown)
-        # An object with the folder's own name only marks it: consoles make such.
+        # An object with the folder's own name is a marker that consoles make.
         return {name: size for name, size in sizes.items() if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def delete(self, name: str) -> None:
         with self._translated(self._show(name), doing="delete"):
             try:
-                self._requests.call("delete_object", self._patience(), Key=self._key(name))
+                self._requests.call("delete_object", self._policy(), Key=self._key(name))
             except FailedRequestError as failed:
                 if not is_missing(failed.error):  # some services refuse to delete what is gone
                     raise
 
     def check_writable(self) -> None:
-        """Raises what a write would: for a bucket that is not there, credentials, an endpoint where nobody is, a bucket
-        that is only to be read. Leaves nothing there.
-        """
+        """Implements `RemoteStore`: begins an upload and aborts it."""
         key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable")
         lost: list[bool] = []
         try:
             with self._translated(self._shown, doing="write"):
-                upload_id = begin_upload(self._requests, key, self._patience(), on_lost=lambda: lost.append(True))
+                upload_id = begin_upload(self._requests, key, self._policy(), on_lost=lambda: lost.append(True))
             self._check_abort(key, upload_id)
         except StorageError as error:
-            if error.kind != "unsupported":  # else it may still take objects in one piece
+            if error.kind != "unsupported":  # such a service may still take objects in one request
                 raise
         finally:
             if lost:
@@ -179,11 +176,11 @@ class S3Store:
 
     def _check_abort(self, key: str, upload_id: str) -> None:
         try:
-            self._requests.call("abort_multipart_upload", self._patience(), Key=key, UploadId=upload_id)
+            self._requests.call("abort_multipart_upload", self._policy(), Key=key, UploadId=upload_id)
         except FailedRequestError as failed:
             if is_no_upload(failed.error):  # it was aborted, and the answer was lost
                 return
-            reason = describe_safely(_words(failed), self._secrets)
+            reason = describe_safely(_message(failed), self._secrets)
             warnings.warn(
                 f"{self._shown}: an upload that fails cannot be cleaned up ({reason}), and what was sent of it stays "
                 "and is paid for: allow s3:AbortMultipartUpload, or let a lifecycle rule remove incomplete uploads",
@@ -191,7 +188,7 @@ class S3Store:
             )
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
-        """All objects anywhere below a folder ("" is the root), temporaries too, with their times."""
+        """Implements `HasInventory`."""
         key = self._key(folder) if folder else self._prefix
         start = len(f"{self._prefix}/") if self._prefix else 0
         with self._translated(join_name(self._shown, folder), doing="list"):
@@ -201,7 +198,7 @@ class S3Store:
                     yield StoredObject(str(entry["Key"])[start:], int(entry["Size"]), modified_s)
 
     def pending_uploads(self, folder: str) -> Sequence[PendingUpload]:
-        """The unfinished uploads anywhere below a folder ("" is the root)."""
+        """Implements `HasPendingUploads`."""
         key = self._key(folder) if folder else self._prefix
         start = len(f"{self._prefix}/") if self._prefix else 0
         with self._translated(join_name(self._shown, folder), doing="list"):
@@ -212,11 +209,11 @@ class S3Store:
             ]
 
     def abort_upload(self, pending: PendingUpload) -> None:
-        """Removes what there is of it; one that is not there any more is no error."""
+        """Implements `HasPendingUploads`. An upload that is gone is no error."""
         with self._translated(self._show(pending.name), doing="delete"):
             try:
                 key, upload_id = self._key(pending.name), pending.upload_id
-                self._requests.call("abort_multipart_upload", self._patience(), Key=key, UploadId=upload_id)
+                self._requests.call("abort_multipart_upload", self._policy(), Key=key, UploadId=upload_id)
             except FailedRequestError as failed:
                 if not is_no_upload(failed.error):
                     raise
@@ -225,14 +222,14 @@ class S3Store:
         markers = {"NextContinuationToken": "ContinuationToken", "NextKeyMarker": "KeyMarker"}
         markers["NextUploadIdMarker"] = "UploadIdMarker"
         while True:
-            page = self._requests.call(operation, self._patience(), **parameters)
+            page = self._requests.call(operation, self._policy(), **parameters)
             yield page
             if not page.get("IsTruncated"):
                 return
             parameters |= {markers[name]: value for name, value in page.items() if name in markers}
 
-    def _patience(self) -> RetryPolicy:
-        return RetryPolicy(self._timeout_s, threading.Event())
+    def _policy(self) -> RetryPolicy:
+        return RetryPolicy(self._timeout_s)
 
     def _key(self, name: str) -> str:
         return join_name(self._prefix, check_name(name))
@@ -245,7 +242,7 @@ class S3Store:
         try:
             yield
         except FailedRequestError as failed:
-            reason = describe_safely(_words(failed), self._secrets)
+            reason = describe_safely(_message(failed), self._secrets)
             error = to_store_error(failed, shown, doing=doing, reason=reason, service=self._requests.service)
             raise self._cut_off(error, failed.error) from failed.error
         except RangeIgnoredError as error:
@@ -256,7 +253,7 @@ class S3Store:
             ) from error
 
     def _cut_off(self, error: CheckpointError, cause: BaseException) -> CheckpointError:
-        """The error; without its cause, whose text a traceback would print, where that repeats a credential."""
+        """Returns the error; raises it without its cause if a traceback would print a credential."""
         if contains_secret(cause, self._secrets):
             raise error from None
         return error
@@ -271,12 +268,12 @@ class S3Store:
 
 
 def _check_credentials(options: Mapping[str, object]) -> None:
-    """Raises TypeError for credentials that are no text: signing a request would fail with an error of its own."""
+    """Raises TypeError for credentials that are no text: signing a request would fail with an unclear error."""
     for name in ("key", "secret", "token"):
         if not isinstance(options.get(name), str | None):
             raise TypeError(f"storage_options[{name!r}] is of type {type(options[name]).__name__}, and has to be a str")
 
 
-def _words(failed: FailedRequestError) -> Exception:
-    """What the service said, as an error that says just that."""
+def _message(failed: FailedRequestError) -> Exception:
+    """Returns the service's message as an error of its own."""
     return Exception("; ".join([describe_s3(failed.error), *getattr(failed, "__notes__", ())]))

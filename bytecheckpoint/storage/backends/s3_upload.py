@@ -1,16 +1,16 @@
-"""How the bytes of one object reach S3: in one request, or in parts, several in flight, straight out of the memory
-that blocks give. Either the whole object appears or nothing stays behind. It translates no errors.
+"""Upload of one object to S3: in one request, or in parts, several in flight, straight out of the memory of its
+blocks. Either the whole object appears or nothing stays behind. It translates no errors.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,171 +32,203 @@ from bytecheckpoint.storage.object_io import open_block, take_blocks
 from bytecheckpoint.storage.store import Block
 
 _MIN_PART_BYTES = 5 << 20
-"""S3 takes no smaller one, but for the last."""
+"""S3 takes no smaller part, but for the last."""
 _PART_BYTES = 16 << 20
 _MAX_PARTS = 9000
 """S3 takes 10,000."""
 _WRITER = "bytecheckpoint-write"
-"""Under which an object's metadata says who wrote it: how a lost answer is told from another writer's object."""
+"""Metadata key for the id of the write that made an object: it tells a write whose answer was lost from another's."""
 _CLEAN_UP_S = 10.0
-_LOOKS = 2
-"""At an object that is not said to be one's own: an answer may break off within its headers."""
+_NUM_OWNER_CHECKS = 2
+"""Reads of an object's writer before it counts as another's: an answer may break off within its headers."""
 
 
 class TakenError(Exception):
-    """The name exists, and what is there is another writer's, who was no slower."""
+    """The name exists, and the object there is another writer's, which was no slower."""
 
 
-class Target(NamedTuple):
-    """An object that is to be."""
+class S3Target(NamedTuple):
+    """An object to be written."""
 
     key: str
     is_new: bool
-    """Whether the name must be free."""
+    """The name must be free."""
     writer: str
-    """Unlike that of any other write."""
+    """Id of this write, unlike that of any other."""
 
 
-def new_target(key: str, *, replace: bool) -> Target:
-    return Target(key, is_new=not replace, writer=secrets.token_hex(16))
+def new_target(key: str, *, replace: bool) -> S3Target:
+    return S3Target(key, is_new=not replace, writer=secrets.token_hex(16))
 
 
 def upload(
-    requests: S3Requests, target: Target, blocks: Sequence[Block], num_bytes: int, *, in_flight: int, timeout_s: float
+    requests: S3Requests, target: S3Target, blocks: Sequence[Block], num_bytes: int, *, in_flight: int, timeout_s: float
 ) -> None:
     """Publishes the object, once all blocks are left. Memory is that of the blocks, which are entered `in_flight` at a
-    time; where they are too small or too many for parts, `in_flight` parts of up to 64 MiB, more from 576 GiB on. What
-    has 16 MiB or less is copied.
+    time; if they are too small or too many for parts, `in_flight` parts of up to 64 MiB, more from 576 GiB on. An
+    object of 16 MiB or less is copied.
 
     Raises TakenError, FailedRequestError, and what a block's `content` raises.
     """
-    patience = RetryPolicy(timeout_s, threading.Event())
-    if num_bytes <= _PART_BYTES:
-        _put(requests, target, _copied(blocks, num_bytes), patience)
+    policy = RetryPolicy(timeout_s)
+    if num_bytes > _PART_BYTES:
+        _MultipartUpload(requests, target, policy).send(_as_parts(blocks, num_bytes), in_flight=in_flight)
         return
-    _Parts(requests, target, patience).send(_as_parts(blocks, num_bytes), in_flight=in_flight)
+    content = _copied(blocks, num_bytes)
+    put = partial(
+        requests.send,
+        "put_object",
+        Key=target.key,
+        Body=content if content.nbytes else b"",
+        Metadata={_WRITER: target.writer},
+        **_checksum(requests, content),
+    )
+    _Publication(requests, target, policy, put).run()
 
 
-def _put(requests: S3Requests, target: Target, content: memoryview, patience: RetryPolicy) -> None:
-    body = content if content.nbytes else b""
-    parameters = {"Key": target.key, "Body": body, "Metadata": {_WRITER: target.writer}, **_checksum(requests, content)}
-    _publish(requests, target, partial(requests.send, "put_object", **parameters), patience)
+_RETRY, _SEND_UNCONDITIONALLY, _CHECK_OWNER = "retry", "send unconditionally", "check owner"
+_VERDICTS = {
+    # answer: (after the first attempt, after a later one)
+    "unsupported": (_SEND_UNCONDITIONALLY, _SEND_UNCONDITIONALLY),
+    "misjudged": (_SEND_UNCONDITIONALLY, _SEND_UNCONDITIONALLY),
+    "refused": (_CHECK_OWNER, _CHECK_OWNER),
+    "transient": (_RETRY, _RETRY),
+    "other": (_RETRY, _CHECK_OWNER),
+}
+"""Verdict on an error of the publishing request, by `_Publication._answer`.
+
+- retry: `persist` tries a transient error again and gives up on any other.
+- check owner: a success if the object there is this write's own. An earlier attempt, one of botocore's too, may have
+  been carried out though its answer was lost.
+"""
 
 
-def _publish(requests: S3Requests, target: Target, request: Callable[..., Any], patience: RetryPolicy) -> None:
-    """The request that makes the object visible. What was carried out while its answer was lost is a success."""
-    replaced = "" if target.is_new else requests.persist(lambda _: _look(requests, target).etag, patience)
-    mine = (requests, target, patience)
-    unanswered: list[Exception] = []
-
-    def send(**condition: str) -> None:
-        try:
-            request(**condition)
-        except S3_ERRORS as error:
-            if may_arrive(error):
-                unanswered.append(error)
-            raise
-
-    def attempt(number: int) -> None:
-        # Hazard: what an attempt without an answer has put there may be replaced since, and what it needs be deleted.
-        if number and not target.is_new:
-            found = _look(requests, target)
-            if found.writer == target.writer:
-                return
-            if found.etag != replaced:
-                # Hazard: one that was sent without a condition replaces what stands there now, when it arrives.
-                raise unanswered[-1] if unanswered and not _condition(requests, replaced) else TakenError
-        condition = _condition(requests, replaced)
-        try:
-            send(**condition)
-        except S3_ERRORS as error:
-            if condition and (is_unsupported(error) or _is_misjudged(requests, target, replaced, error)):
-                requests.refuses |= condition.keys()
-                send()
-            # What is refused now may have been done by an attempt whose answer did not arrive, one of botocore's too.
-            elif is_transient(error) or not (number or _is_refused(error, replaced)) or not _is_there(*mine):
-                raise
-
-    try:
-        requests.persist(attempt, patience)
-    except FailedRequestError as failed:
-        if _is_refused(failed.error, replaced):
-            raise TakenError from failed
-        failed.may_arrive = bool(unanswered)
-        if not is_transient(failed.error) or not _is_seen(requests, target, patience):
-            raise
-    if target.is_new and "IfNoneMatch" in requests.refuses and not _is_there(requests, target, patience):
-        raise TakenError
-
-
-def _condition(requests: S3Requests, replaced: str) -> dict[str, str]:
-    """Under which the request is to be carried out, whenever it arrives: that the name is as it was when it was looked
-    at. Late ones, of a save that was given up long ago, then change nothing.
-    """
-    condition = {"IfMatch": replaced} if replaced else {"IfNoneMatch": "*"}
-    return {name: value for name, value in condition.items() if name not in requests.refuses}
-
-
-def _is_refused(error: Exception, replaced: str) -> bool:
-    """Whether the condition did not hold: another object stands there, or the one that was to be replaced is gone."""
-    return is_taken(error) or (bool(replaced) and is_missing(error))
-
-
-def _is_misjudged(requests: S3Requests, target: Target, replaced: str, error: Exception) -> bool:
-    """Whether a service says that another object stands there than the one that does: it compares otherwise."""
-    return bool(replaced) and is_taken(error) and _look(requests, target).etag == replaced
-
-
-class _Found(NamedTuple):
-    """What stands under a name; of empty words where nothing does."""
+class _CurrentObject(NamedTuple):
+    """The object under a name; two empty strings if there is none."""
 
     etag: str
     writer: str
 
 
-def _look(requests: S3Requests, target: Target) -> _Found:
-    """One attempt; raises S3_ERRORS."""
-    try:
-        found = requests.send("head_object", Key=target.key)
-    except S3_ERRORS as error:
-        if is_missing(error):
-            return _Found("", "")
-        raise
-    if "ETag" not in found:
-        raise ConnectionError(BROKEN_OFF)
-    return _Found(str(found["ETag"]), str(found.get("Metadata", {}).get(_WRITER, "")))
+class _Publication:
+    """The request that makes an object visible. If it was carried out and its answer was lost, it has succeeded.
 
-
-def _is_there(requests: S3Requests, target: Target, patience: RetryPolicy) -> bool:
-    """Whether the object is the one of this write. Raises FailedRequestError where that cannot be found out: who took
-    his own object for another's would take back what belongs to it.
+    It is sent under the condition that the name is as it was before the first attempt, so that a request which arrives
+    late, from a save that was given up long ago, changes nothing.
     """
-    for _ in range(_LOOKS):
-        found = requests.head(target.key, patience._replace(timeout_s=min(patience.timeout_s, _CLEAN_UP_S)))
-        if found is None or found.get("Metadata", {}).get(_WRITER) == target.writer:
-            return found is not None
-    return False
 
-
-def _is_seen(requests: S3Requests, target: Target, patience: RetryPolicy) -> bool:
-    """As `_is_there`, for a write that is known to have failed otherwise."""
-    with suppress(FailedRequestError):
-        return _is_there(requests, target, patience)
-    return False
-
-
-class _Parts:
-    """A multipart upload."""
-
-    def __init__(self, requests: S3Requests, target: Target, patience: RetryPolicy) -> None:
+    def __init__(
+        self, requests: S3Requests, target: S3Target, policy: RetryPolicy, request: Callable[..., object]
+    ) -> None:
         self._requests = requests
         self._target = target
-        self._patience = patience
+        self._policy = policy
+        self._request = request
+        self._replaced_etag = ""
+        """ETag of the object that is to be replaced; empty if none was there."""
+        self._unanswered: list[Exception] = []
+        """Errors of attempts that may be carried out yet."""
+
+    def run(self) -> None:
+        """Raises TakenError and FailedRequestError."""
+        requests, target = self._requests, self._target
+        if not target.is_new:
+            self._replaced_etag = requests.persist(lambda _: self._current(), self._policy).etag
+        try:
+            requests.persist(self._attempt, self._policy)
+        except FailedRequestError as failed:
+            if self._is_refusal(failed.error):
+                raise TakenError from failed
+            failed.may_arrive = bool(self._unanswered)
+            with suppress(FailedRequestError):
+                if is_transient(failed.error) and self._is_own():
+                    return
+            raise
+        if target.is_new and "IfNoneMatch" in requests.refuses and not self._is_own():
+            raise TakenError
+
+    def _attempt(self, number: int) -> None:
+        # Hazard: the object of an unanswered attempt may be replaced since, and the data that it needs be deleted.
+        if number and not self._target.is_new:
+            current = self._current()
+            if current.writer == self._target.writer:
+                return
+            if current.etag != self._replaced_etag:
+                # Hazard: an unanswered attempt without a condition replaces the current object when it arrives.
+                raise self._unanswered[-1] if self._unanswered and not self._condition() else TakenError
+        condition = self._condition()
+        try:
+            self._send(condition)
+        except S3_ERRORS as error:
+            verdict = _VERDICTS[self._answer(error, condition)][min(number, 1)]
+            if verdict == _SEND_UNCONDITIONALLY:
+                self._requests.refuses |= condition.keys()
+                self._send({})
+            elif verdict == _RETRY or not self._is_own():
+                raise
+
+    def _send(self, condition: Mapping[str, str]) -> None:
+        try:
+            self._request(**condition)
+        except S3_ERRORS as error:
+            if may_arrive(error):
+                self._unanswered.append(error)
+            raise
+
+    def _condition(self) -> dict[str, str]:
+        condition = {"IfMatch": self._replaced_etag} if self._replaced_etag else {"IfNoneMatch": "*"}
+        return {name: value for name, value in condition.items() if name not in self._requests.refuses}
+
+    def _answer(self, error: Exception, condition: Mapping[str, str]) -> str:
+        """Returns the row of _VERDICTS for an error."""
+        if condition and is_unsupported(error):
+            return "unsupported"
+        if self._is_refusal(error):
+            # A service that compares ETags otherwise refuses although the object is the one to be replaced.
+            may_misjudge = "IfMatch" in condition and is_taken(error)
+            return "misjudged" if may_misjudge and self._current().etag == self._replaced_etag else "refused"
+        return "transient" if is_transient(error) else "other"
+
+    def _is_refusal(self, error: Exception) -> bool:
+        """Returns True if the condition did not hold: the name is taken, or the object to be replaced has changed."""
+        return is_taken(error) or (bool(self._replaced_etag) and is_missing(error))
+
+    def _current(self) -> _CurrentObject:
+        """Makes one attempt; raises S3_ERRORS."""
+        try:
+            found = self._requests.send("head_object", Key=self._target.key)
+        except S3_ERRORS as error:
+            if is_missing(error):
+                return _CurrentObject("", "")
+            raise
+        if "ETag" not in found:
+            raise ConnectionError(BROKEN_OFF)
+        return _CurrentObject(str(found["ETag"]), str(found.get("Metadata", {}).get(_WRITER, "")))
+
+    def _is_own(self) -> bool:
+        """Returns True if the object is the one of this write. Raises FailedRequestError if that cannot be found out:
+        a save that takes its own manifest for another's would delete the data of its checkpoint.
+        """
+        policy = replace(self._policy, timeout_s=min(self._policy.timeout_s, _CLEAN_UP_S))
+        for _ in range(_NUM_OWNER_CHECKS):
+            current = self._requests.persist(lambda _: self._current(), policy)
+            if not current.etag or current.writer == self._target.writer:
+                return bool(current.etag)
+        return False
+
+
+class _MultipartUpload:
+    """An object that is sent in parts."""
+
+    def __init__(self, requests: S3Requests, target: S3Target, policy: RetryPolicy) -> None:
+        self._requests = requests
+        self._target = target
+        self._policy = policy
         self._upload_id = ""
         self._may_have_others = False
-        """Whether the service may have begun an upload whose answer was lost."""
+        """The service may have begun an upload whose answer was lost."""
         self._failures: list[FailedRequestError] = []
-        """Of parts, in the order of time."""
+        """Those of parts, in the order of time."""
 
     def send(self, parts: Sequence[Block], *, in_flight: int) -> None:
         started = time.monotonic()
@@ -207,16 +239,21 @@ class _Parts:
             number = numbers[byte_offset]
             sent[number] = self._send_part(number, content)
 
+        def note_lost() -> None:
+            self._may_have_others = True
+
         try:
-            self._begin()
+            key, metadata = self._target.key, {_WRITER: self._target.writer}
+            self._upload_id = begin_upload(self._requests, key, self._policy, on_lost=note_lost, Metadata=metadata)
             take_blocks(parts, take, num_threads=in_flight)
             listed = {"Parts": [sent[number] for number in sorted(sent)]}
-            _publish(self._requests, self._target, partial(self._complete, MultipartUpload=listed), self._patience)
+            complete = partial(self._complete, MultipartUpload=listed)
+            _Publication(self._requests, self._target, self._policy, complete).run()
         except FailedRequestError as failed:
             first = self._failures[0] if self._failures else failed
             done_bytes = sum(part.byte_length for part in parts if numbers[part.byte_offset] in sent)
             num_bytes = sum(part.byte_length for part in parts)
-            first.moved = TransferProgress(done_bytes, num_bytes, time.monotonic() - started)
+            first.progress = TransferProgress(done_bytes, num_bytes, time.monotonic() - started)
             self._abort(first)
             raise first from first.error
         except BaseException as error:
@@ -225,48 +262,37 @@ class _Parts:
         if self._may_have_others:
             abort_uploads_of(self._requests, self._target.key)
 
-    def _begin(self) -> None:
-        metadata = {_WRITER: self._target.writer}
-
-        def note() -> None:
-            self._may_have_others = True
-
-        self._upload_id = begin_upload(
-            self._requests, self._target.key, self._patience, on_lost=note, Metadata=metadata
-        )
-
     def _send_part(self, number: int, content: memoryview) -> dict[str, object]:
-        """What completing the upload says about this part."""
+        """Returns the entry of this part in the request that completes the upload."""
         checksum = _checksum(self._requests, content)
 
         def attempt(_number: int) -> dict[str, object]:
-            answer = self._request("upload_part", PartNumber=number, Body=content, **checksum)
+            answer = self._send("upload_part", PartNumber=number, Body=content, **checksum)
             if "ETag" not in answer:
                 raise ConnectionError(BROKEN_OFF)
-            told = {name: value for name, value in answer.items() if name in checksum}
-            return {"PartNumber": number, "ETag": answer["ETag"], **told}
+            checksums = {name: value for name, value in answer.items() if name in checksum}
+            return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
         try:
-            return self._requests.persist(attempt, self._patience)
+            return self._requests.persist(attempt, self._policy)
         except FailedRequestError as failed:
             self._failures.append(failed)
-            self._patience.stop.set()  # others may be waiting to try theirs again
+            self._policy.stop.set()  # ends the pauses of other parts before their next attempts
             raise
 
     def _complete(self, **parameters: Any) -> None:
         # Hazard: S3 answers 200 before it puts the parts together, and may break off after that. If they were, the
         # next attempt finds the object.
-        if "ETag" not in self._request("complete_multipart_upload", **parameters):
+        if "ETag" not in self._send("complete_multipart_upload", **parameters):
             raise ConnectionError("the answer to the end of the upload names no object")
 
-    def _request(self, operation: str, **parameters: Any) -> Any:
+    def _send(self, operation: str, **parameters: Any) -> Any:
         return self._requests.send(operation, Key=self._target.key, UploadId=self._upload_id, **parameters)
 
     def _abort(self, error: BaseException) -> None:
-        patience = RetryPolicy(_CLEAN_UP_S, threading.Event())
         try:
             if self._upload_id:
-                self._requests.persist(lambda _: self._request("abort_multipart_upload"), patience)
+                self._requests.persist(lambda _: self._send("abort_multipart_upload"), RetryPolicy(_CLEAN_UP_S))
         except FailedRequestError as failed:
             if not is_no_upload(failed.error):
                 error.add_note("parts that were uploaded may be left, which `bcp gc` removes")
@@ -275,9 +301,9 @@ class _Parts:
 
 
 def begin_upload(
-    requests: S3Requests, key: str, patience: RetryPolicy, *, on_lost: Callable[[], None], **parameters: Any
+    requests: S3Requests, key: str, policy: RetryPolicy, *, on_lost: Callable[[], None], **parameters: Any
 ) -> str:
-    """The id of a new upload. `on_lost` is called where the service may have begun one whose id did not arrive."""
+    """Returns the id of a new upload. `on_lost` is called if the service may have begun one whose id did not arrive."""
 
     def attempt(_number: int) -> str:
         try:
@@ -287,36 +313,34 @@ def begin_upload(
                 on_lost()
             raise
 
-    return requests.persist(attempt, patience)
+    return requests.persist(attempt, policy)
 
 
 def abort_uploads_of(requests: S3Requests, key: str) -> None:
-    """As far as the service lets it. Hazard: all uploads of this object, so nobody else may use its name."""
-    patience = RetryPolicy(_CLEAN_UP_S, threading.Event())
+    """Aborts the uploads of an object, as far as the service allows. Hazard: all of them, so no other writer may use
+    its name.
+    """
+    policy = RetryPolicy(_CLEAN_UP_S)
     found: Mapping[str, Any] = {}
     with suppress(FailedRequestError):
-        found = requests.call("list_multipart_uploads", patience, Prefix=key)
+        found = requests.call("list_multipart_uploads", policy, Prefix=key)
     for upload_id in [other["UploadId"] for other in found.get("Uploads", ()) if other["Key"] == key]:
-        with suppress(FailedRequestError):  # as it is when the answer to the first attempt was lost: there is none more
-            requests.call("abort_multipart_upload", patience, Key=key, UploadId=upload_id)
+        with suppress(FailedRequestError):  # it is gone already if the answer to the first attempt was lost
+            requests.call("abort_multipart_upload", policy, Key=key, UploadId=upload_id)
 
 
 def _checksum(requests: S3Requests, content: memoryview) -> dict[str, str]:
-    """What the service compares with the bytes that reached it."""
+    """Returns the parameter that the service compares with the bytes it received."""
     if not requests.has_checksums:
         return {}
     return {"ChecksumCRC32": base64.b64encode(zlib.crc32(content).to_bytes(4, "big")).decode()}
 
 
 def _as_parts(blocks: Sequence[Block], num_bytes: int) -> Sequence[Block]:
-    """The blocks themselves where they can be parts, so that nothing is copied."""
+    """Returns the blocks themselves if they can be parts, so that nothing is copied; else neighbours joined."""
+    if len(blocks) <= _MAX_PARTS and all(block.byte_length >= _MIN_PART_BYTES for block in blocks[:-1]):
+        return blocks
     part_bytes = max(_PART_BYTES, -(-num_bytes // _MAX_PARTS))
-    is_large_enough = all(block.byte_length >= _MIN_PART_BYTES for block in blocks[:-1])
-    return blocks if is_large_enough and len(blocks) <= _MAX_PARTS else _joined(blocks, part_bytes)
-
-
-def _joined(blocks: Sequence[Block], part_bytes: int) -> list[Block]:
-    """Neighbours as one, each of at least so many bytes but for the last."""
     groups: list[list[Block]] = []
     for block in blocks:
         if not groups or sum(other.byte_length for other in groups[-1]) >= part_bytes:
@@ -331,11 +355,10 @@ def _join(group: Sequence[Block]) -> Block:
 
 
 def _copied(blocks: Sequence[Block], num_bytes: int) -> memoryview:
-    """One after the other: memory that blocks share may not suffice to hold them all."""
+    """Returns the bytes of the blocks, opened one at a time: memory that blocks share may not suffice for all."""
     memory = memoryview(bytearray(num_bytes))
-    position = 0
+    start = blocks[0].byte_offset if blocks else 0
     for block in blocks:
         with open_block(block) as content:
-            memory[position : position + block.byte_length] = content
-        position += block.byte_length
+            memory[block.byte_offset - start :][: block.byte_length] = content
     return memory
