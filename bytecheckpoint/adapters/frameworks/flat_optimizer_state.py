@@ -67,22 +67,28 @@ class FlatParamState:
             for key, value in state.items():
                 fqn = self._state_fqn(names, key)
                 if not isinstance(value, torch.Tensor):
-                    if _holds(torch.Tensor, value, fqn):
-                        what = f"a {type(value).__name__} of tensors in the optimizer state of flat parameters"
-                        raise unsupported(fqn, what, _ADVICE)
-                    self._check_same(fqn, value)
+                    self._check_plain(fqn, value)
                     plain[key] = value
                 elif value.shape == shape:
                     shards.found += part.shards(fqn, value)
-                elif value.numel() == 1:
-                    if fqn not in self._scalars:  # several parts of one parameter may lie on this rank
-                        shards.add(fqn, value)
-                    self._check_same(fqn, value)
                 else:
-                    what = f"optimizer state of shape {list(value.shape)} for flat parameters"
-                    raise unsupported(fqn, what, _ADVICE)
+                    self._add_scalar(shards, fqn, value)
             if plain:
                 yield names.name, plain
+
+    def _check_plain(self, fqn: str, value: Any) -> None:
+        if _holds(torch.Tensor, value, fqn):
+            what = f"a {type(value).__name__} of tensors in the optimizer state of flat parameters"
+            raise unsupported(fqn, what, _ADVICE)
+        self._check_same(fqn, value)
+
+    def _add_scalar(self, shards: LocalShards, fqn: str, value: torch.Tensor) -> None:
+        if value.numel() != 1:
+            what = f"optimizer state of shape {list(value.shape)} for flat parameters"
+            raise unsupported(fqn, what, _ADVICE)
+        if fqn not in self._scalars:  # several parts of one parameter may lie on this rank
+            shards.add(fqn, value)
+        self._check_same(fqn, value)
 
     def _check_same(self, fqn: str, value: Any) -> None:
         """Checks that other parts of the parameter have the same value, and have it in the same form."""
