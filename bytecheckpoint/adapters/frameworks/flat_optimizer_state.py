@@ -123,9 +123,9 @@ class FlatParamState:
                     are_scalars.setdefault(key, set()).add(False)
                     new = torch.empty(self._memory.shape, dtype=torch_dtype(tensor.dtype), device="meta")
                     targets = part.shards(fqn, own if isinstance(own, torch.Tensor) else new)
-                    for of_stored, beyond in (split_padding(each, part.padded_axis, tensor.shape) for each in targets):
-                        shards.found.append(of_stored)
-                        padding += beyond
+                    split = [split_padding(each, part.padded_axis, tensor.shape) for each in targets]
+                    shards.found += [of_stored for of_stored, _ in split]
+                    padding += [each for _, beyond in split for each in beyond]
             plain = found.plain(names)
             for key, value in self._state.items():
                 is_number_there = key in plain and is_number(plain[key][1]) and is_scalar(value)
