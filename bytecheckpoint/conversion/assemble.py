@@ -1,7 +1,6 @@
-"""The elements of a target's tensors, read from where they are stored: other layouts, other dtypes and pieces of
-several tensors are put together on the way. It knows no file of the target.
-
-Elements that would become infinite because a target's dtype has a smaller range than theirs. It writes nothing.
+"""Reads the elements of a target's tensors from where they are stored. Other layouts, other dtypes and pieces of
+several tensors are put together on the way, and an element that would become infinite in a smaller dtype is refused. It
+knows no file of the target.
 """
 
 from __future__ import annotations
@@ -23,26 +22,31 @@ from bytecheckpoint.planner.copy_plan import WantedTensor, copies_of
 from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.region import relative
 
+_CHECKED_NUMEL = 1 << 18
+"""Elements that are checked in one go: they stay in the processor's cache."""
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Job(NamedTuple):
-    """Elements that are to be in some memory."""
+    """Elements to read into some memory."""
 
     tensor: int
-    """The number of the tensor."""
+    """Number of the tensor."""
     first: int
-    """Of the row-major flat tensor."""
+    """Number of the first element in the row-major flat tensor."""
     numel: int
     memory: memoryview
-    """Takes just these, aligned to one of them."""
+    """Memory for just these, aligned to one of them."""
 
 
 class Elements:
-    """Those of these tensors. Reads on the calling thread and the source's threads."""
+    """Reads the elements of these tensors, on the calling thread and the source's threads."""
 
     def __init__(self, source: Source, wanted: Sequence[WantedTensor]) -> None:
         self._source = source
         self._wanted = wanted
-        self._narrowed = {number for number, tensor in enumerate(wanted) if is_narrowed(tensor, source.manifest)}
+        self._narrowed = {number for number, tensor in enumerate(wanted) if _is_narrowed(tensor, source.manifest)}
 
     def check_files(self) -> None:
         """Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated, checksum)."""
@@ -83,19 +87,20 @@ class Elements:
         """
         wanted = self._wanted[job.tensor]
         converted = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))
-        for start in range(0, job.numel, CHECKED_NUMEL):
-            part = converted[start : start + CHECKED_NUMEL]
-            if not has_non_finite(part):
+        for start in range(0, job.numel, _CHECKED_NUMEL):
+            part = converted[start : start + _CHECKED_NUMEL]
+            if not _has_non_finite(part):
                 continue
             memory = memoryview(bytearray(part.numel() * itemsize("float64")))
             exact = Elements(self._source, [wanted._replace(dtype="float64")])
             exact.read([Job(0, job.first + start, part.numel(), memory)])
             stored = torch.frombuffer(memory, dtype=torch.float64)
-            lost = first_lost(stored, part)
-            if lost is not None:
+            lost_items = (torch.isfinite(stored) & torch.isinf(part)).nonzero()
+            if lost_items.numel():
+                lost = int(lost_items[0])
                 raise CheckpointMismatchError(
                     f"{wanted.fqn!r:.200} has the element {float(stored[lost])!r}, number {job.first + start + lost}, "
-                    f"and {wanted.dtype} ends at {largest_text(wanted.dtype)}: it would become infinite; there is no "
+                    f"and {wanted.dtype} ends at {_largest(wanted.dtype):.6g}: it would become infinite; there is no "
                     "target: choose another --dtype, or leave the tensor out with --exclude",
                     kind="dtype",
                 )
@@ -114,14 +119,8 @@ class Elements:
                 yield LocalShard(copy.fqn, wanted.dtype, shape, copy.source_region, shaped)
 
 
-CHECKED_NUMEL = 1 << 18
-"""Elements that are looked at in one go: they stay in the processor's cache."""
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def is_narrowed(wanted: WantedTensor, manifest: Manifest) -> bool:
-    """Whether a finite element of what it is made of may be infinite in it."""
+def _is_narrowed(wanted: WantedTensor, manifest: Manifest) -> bool:
+    """Returns True if an element that is finite as stored may be infinite in the dtype that is wanted."""
     if wanted.dtype not in FLOAT_DTYPES:
         return False
     fqns = {piece.fqn for piece in wanted.pieces if piece.fqn is not None}
@@ -129,23 +128,15 @@ def is_narrowed(wanted: WantedTensor, manifest: Manifest) -> bool:
     return any(dtype in FLOAT_DTYPES and _largest(dtype) > _largest(wanted.dtype) for dtype in stored)
 
 
-def has_non_finite(tensor: torch.Tensor) -> bool:
-    """Whether any element is infinite or a NaN: several times as fast as `isfinite`, for dtypes of FLOAT_DTYPES."""
+def _has_non_finite(tensor: torch.Tensor) -> bool:
+    """Returns True if any element is infinite or a NaN. It is several times as fast as `isfinite`, for dtypes of
+    FLOAT_DTYPES.
+    """
     if not tensor.numel():
         return False
     bits = tensor.view(_BITS[tensor.element_size()])
     infinite = torch.tensor(float("inf"), dtype=tensor.dtype).view(bits.dtype)
     return bool((bits & torch.iinfo(bits.dtype).max).amax() >= infinite)
-
-
-def first_lost(stored: torch.Tensor, converted: torch.Tensor) -> int | None:
-    """The number of the first element that is finite as stored and infinite as converted."""
-    lost = (torch.isfinite(stored) & torch.isinf(converted)).nonzero()
-    return int(lost[0]) if lost.numel() else None
-
-
-def largest_text(dtype: str) -> str:
-    return f"{_largest(dtype):.6g}"
 
 
 def _largest(dtype: str) -> float:

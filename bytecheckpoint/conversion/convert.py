@@ -1,4 +1,4 @@
-"""A conversion, from top to bottom: the source opened, the target planned, its files streamed by all ranks, and last
+"""A conversion, from top to bottom: opens the source, plans the target, has all ranks stream its files, and last writes
 what makes it exist.
 """
 
@@ -16,12 +16,18 @@ import msgspec
 
 from bytecheckpoint.conversion.assemble import Elements
 from bytecheckpoint.conversion.dcp import plan_dcp
-from bytecheckpoint.conversion.existing_target import ExistingTarget, TargetPlace, look_at, open_place, refuse_own_files
+from bytecheckpoint.conversion.existing_target import (
+    ExistingTarget,
+    TargetPlace,
+    find_existing,
+    open_target,
+    refuse_own_files,
+)
 from bytecheckpoint.conversion.huggingface import plan_hf
 from bytecheckpoint.conversion.link import check_reachable, link_manifest, with_samples, write_link
-from bytecheckpoint.conversion.mapped_source import names_for_experts, view_of
+from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.conversion.native import plan_own
-from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream, budget_of
+from bytecheckpoint.conversion.stream import ReadAhead, Stream, budget_of
 from bytecheckpoint.conversion.target import TargetFile, TargetPlan
 from bytecheckpoint.conversion.torch_save import plan_torch
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
@@ -53,7 +59,7 @@ OnProgress = Callable[[int], None]
 
 
 class ConvertLimits(NamedTuple):
-    """How much of everything."""
+    """Limits of a conversion."""
 
     memory_bytes: int
     """At least MIN_MEMORY_BYTES."""
@@ -62,12 +68,12 @@ class ConvertLimits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertRequest:
-    """A conversion that is asked for."""
+    """Arguments of a conversion."""
 
     source: LoadTarget
     target: str
     target_options: Mapping[str, Any]
-    wish: SelectionRequest
+    selection: SelectionRequest
     limits: ConvertLimits
     overwrite: bool
     is_link: bool
@@ -79,14 +85,14 @@ class ConvertRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """What came of it; the same on every rank."""
+    """The result of a conversion, the same on every rank."""
 
     source_path: str
     source_format: str
     target_path: str
     num_files: int
     num_bytes: int
-    """Written, by all ranks together."""
+    """Bytes written by all ranks together."""
     num_tensors: int
     aliases: Mapping[str, str]
     left_out: Sequence[LeftOut]
@@ -94,19 +100,19 @@ class Converted:
     num_cast: int
     """Tensors of another dtype than in the source."""
     sides: tuple[str, str] | None
-    """From which framework to which, by the name map."""
+    """Framework of the source and of the target, by the name map."""
     experts: str = ""
     """The key in EXPERT_NAMES after which tensors of single experts are named, where stacks were taken apart."""
 
 
 class _Plan(NamedTuple):
-    """What is to be done, on one rank."""
+    """A planned conversion, on one rank."""
 
     source: Source
     sides: tuple[str, str] | None
     selection: Selection
     place: TargetPlace
-    standing: ExistingTarget
+    existing: ExistingTarget
     target: TargetPlan
     save_id: str
     experts: str = ""
@@ -118,7 +124,8 @@ def convert(
     *,
     progress: Callable[[int], AbstractContextManager[OnProgress]],
 ) -> Converted:
-    """Writes the target. `progress` gets the number of bytes that this rank will write, and gives what is told of them.
+    """Writes the target. `progress` gets the number of bytes that this rank will write, and returns a context that
+    counts them.
 
     Raises what a load and a save raise; the target is not there then, or as it was before.
     """
@@ -135,14 +142,19 @@ def convert(
     with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
         undo.callback(_discard, plan, done)
         mine = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
-        with progress(sum(file.byte_length for file in mine)) as on_progress:
-            _write_all(plan, mine, elements, request, on_progress=on_progress, done=done)
+        lengths = [file.byte_length for file in mine]
+        memory_bytes = request.limits.memory_bytes
+        with progress(sum(lengths)) as on_progress:
+            longest = max(lengths, default=0)
+            writer = _FileWriter(plan, elements, longest, memory_bytes=memory_bytes, on_progress=on_progress)
+            for file in mine:
+                done.append(writer.write(file, is_replaced=request.overwrite))  # noqa: PERF401 - undone if one fails
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
         reports = ranks.gather(msgspec.msgpack.encode(done))
         if ranks.rank == COORDINATOR:
             done[:] = _in_order(plan, reports)
-        _hear_that_all_have_written(ranks, plan, done)
+        _confirm_all_written(ranks, plan, done)
         undo.pop_all()
     with together(ranks, f"committing {plan.place.path}", about=about):
         if ranks.rank == COORDINATOR:
@@ -156,13 +168,13 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
     """Has one rank write a manifest that points into the source."""
     with together(ranks, "linking", about=about):
         source = _open_source(request, ranks)
-        place = open_place(request.target, request.wish.to, Opening(request.target_options))
+        place = open_target(request.target, request.selection.to, Opening(request.target_options))
         source_folder = join_name(str(source.store), source.folder)
-        view = view_of(source, request.name_map, is_state=True, in_place=True)
-        manifest, selection = link_manifest(view, request.wish, source=source_folder, target=place.path)
+        view = mapped_view(source, request.name_map, is_state=True, in_place=True)
+        manifest, selection = link_manifest(view, request.selection, source=source_folder, target=place.path)
         num_bytes = 0
         if ranks.rank == COORDINATOR:
-            look_at(place, "bcp", overwrite=request.overwrite, beside=True)
+            find_existing(place, "bcp", overwrite=request.overwrite, beside=True)
             store, folder = (source.store, source.folder) if manifest.linked_to else (place.store, "")
             check_reachable(store, folder, manifest, path=place.path)
             manifest = with_samples(store, folder, manifest, threads=_READER_THREADS)
@@ -175,7 +187,7 @@ def _link(request: ConvertRequest, ranks: Ranks, about: Subject) -> Converted:
 
 
 def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
-    """The source, with its whole manifest checked."""
+    """Opens the source and checks its whole manifest."""
     memory_bytes = request.limits.memory_bytes
     options = LoadOptions(
         exchange="off",
@@ -189,50 +201,52 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
 
 
 def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
-    """The same on every rank, because all see the same manifest and are told the same id."""
-    wish, limits = request.wish, request.limits
+    """Plans the same on every rank, because all see the same manifest and get the same id."""
+    asked, limits = request.selection, request.limits
     source = _open_source(request, ranks)
-    view = view_of(source, request.name_map, is_state=wish.to == "bcp", in_place=False)
+    view = mapped_view(source, request.name_map, is_state=asked.to == "bcp", in_place=False)
     manifest = view.manifest
-    selection = select(manifest, wish, view.names_of_map)
+    selection = select(manifest, asked, view.names_of_map)
     selection = replace(
         selection,
         wanted=view.made_of_stored(selection.wanted),
         left_out=[*view.left_out, *selection.left_out],
     )
     check_wanted(selection.wanted, source.manifest)
-    plain = PlainData(manifest, selection, wish)
-    place = open_place(request.target, wish.to, Opening(request.target_options))
-    standing, save_id, experts = _agreed(request, source, place, ranks)
+    plain = PlainData(manifest, selection, asked)
+    place = open_target(request.target, asked.to, Opening(request.target_options))
+    existing, save_id, experts = _agreed(request, source, place, ranks)
     num_selected = len(selection.wanted)
     if experts in EXPERT_NAMES:
         selection = replace(selection, wanted=with_separate_experts(selection.wanted, EXPERT_NAMES[experts]))
-    infix = f"{save_id[:8]}-" if standing.is_in_the_way else ""
+    infix = f"{save_id[:8]}-" if existing.is_in_the_way else ""
     num_ranks, max_bytes = ranks.num_ranks, limits.max_file_bytes
-    if wish.to == "hf":
+    if asked.to == "hf":
         target = plan_hf(manifest, selection, max_shard_bytes=max_bytes, num_ranks=num_ranks, infix=infix)
-    elif wish.to == "dcp":
+    elif asked.to == "dcp":
         target = plan_dcp(manifest, selection, plain, num_ranks=num_ranks, infix=infix)
-    elif wish.to == "torch":
+    elif asked.to == "torch":
         target = plan_torch(manifest, selection, plain, name=place.name, num_ranks=num_ranks)
     else:
         target = plan_own(manifest, selection, plain, max_file_bytes=max_bytes, num_ranks=num_ranks, save_id=save_id)
-    if wish.to != "bcp":  # whose files all have new names, and are there before the old ones go
-        refuse_own_files(place, standing, (file.name for file in target.files), source)
+    if asked.to != "bcp":  # whose files all have new names, and are there before the old ones go
+        refuse_own_files(place, existing, (file.name for file in target.files), source)
     experts = experts if len(selection.wanted) > num_selected else ""
-    return _Plan(source, view.sides, selection, place, standing, target, save_id, experts)
+    return _Plan(source, view.sides, selection, place, existing, target, save_id, experts)
 
 
 def _agreed(
     request: ConvertRequest, source: Source, place: TargetPlace, ranks: Ranks
 ) -> tuple[ExistingTarget, str, str]:
-    """Gives every rank what the first one found at the target, the save id that it drew, and its names for experts."""
+    """Returns to every rank what the coordinator found at the target, the save id that it drew, and its names for
+    experts.
+    """
     payload = b""
     if ranks.rank == COORDINATOR:
-        found = look_at(place, request.wish.to, overwrite=request.overwrite, beside=False)
+        found = find_existing(place, request.selection.to, overwrite=request.overwrite, beside=False)
         experts = (
-            names_for_experts(request.wish, source, CheckpointFolder(place.store, ""))
-            if request.wish.to == "hf"
+            names_for_experts(request.selection, source, CheckpointFolder(place.store, ""))
+            if request.selection.to == "hf"
             else FUSED
         )
         payload = msgspec.msgpack.encode((found, uuid.uuid4().hex[:16], experts))
@@ -253,40 +267,21 @@ def _check_space(plan: _Plan) -> None:
         )
 
 
-def _write_all(
-    plan: _Plan,
-    files: Sequence[TargetFile],
-    elements: Elements,
-    request: ConvertRequest,
-    *,
-    on_progress: OnProgress,
-    done: list[DataFile],
-) -> None:
-    """Adds each file to `done` as soon as it is there."""
-    longest = max((file.byte_length for file in files), default=0)
-    budget = budget_of(request.limits.memory_bytes, longest)
-    scratch = BufferPool(budget.window_bytes, budget.num_windows)
-    writing = _FileWriter(plan, elements, scratch=scratch, budget=budget, on_progress=on_progress)
-    for file in files:
-        written = writing.write(file, is_replaced=request.overwrite)
-        done.append(written)
-
-
 class _FileWriter:
-    """The files of one rank on their way."""
+    """Writes the files of one rank, from windows that are read ahead."""
 
     def __init__(
-        self, plan: _Plan, elements: Elements, *, scratch: BufferPool, budget: Budget, on_progress: OnProgress
+        self, plan: _Plan, elements: Elements, longest_bytes: int, *, memory_bytes: int, on_progress: OnProgress
     ) -> None:
         self._plan = plan
         self._elements = elements
-        self._scratch = scratch
-        self._budget = budget
+        self._budget = budget_of(memory_bytes, longest_bytes)
+        self._scratch = BufferPool(self._budget.window_bytes, self._budget.num_windows)
         self._on_progress = on_progress
         self._lock = threading.Lock()
 
     def write(self, file: TargetFile, *, is_replaced: bool) -> DataFile:
-        """One file, made durable. With `is_replaced`, the only one of its target takes the place of what is there."""
+        """Writes one file, durably. With `is_replaced`, the only file of its target replaces an older one."""
         store = self._plan.place.store
         stream = Stream(file.runs)
         with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:
@@ -305,8 +300,8 @@ class _FileWriter:
             self._on_progress(byte_length)
 
 
-def _hear_that_all_have_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
-    """Takes back what this rank has written where the coordinator says that another one has failed."""
+def _confirm_all_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
+    """Waits for the coordinator. Removes what this rank has written if another one has failed."""
     try:
         ranks.broadcast(b"")
     except RankFailedError:
@@ -317,7 +312,7 @@ def _hear_that_all_have_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFi
 def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
     """Writes what makes the target of these files exist, then removes what it replaces."""
     store, target = plan.place.store, plan.target
-    replaced: Sequence[str] = plan.standing.stale
+    replaced: Sequence[str] = plan.existing.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:
         replaced = deletion.files_of_checkpoint(store, "")
     if target.last is not None:
@@ -325,7 +320,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
             undo.callback(_discard, plan, files)
             content = target.last(files)
             undo.pop_all()
-        with _taken_back_unless_unsure(plan, files):
+        with _discarded_on_refusal(plan, files):
             if target.last_name == layout.MANIFEST_NAME:
                 layout.commit(store, "", content, replace=overwrite)
             else:
@@ -338,8 +333,8 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
 
 
 @contextmanager
-def _taken_back_unless_unsure(plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
-    """Removes the files where what makes the target exist was not written, and none where a store has not said."""
+def _discarded_on_refusal(plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
+    """Removes the files if what makes the target exist was refused, and none if a store does not know."""
     try:
         yield
     except (StorageError, CheckpointSaveError, CheckpointExistsError) as error:
@@ -354,7 +349,7 @@ def _taken_back_unless_unsure(plan: _Plan, files: Sequence[DataFile]) -> Iterato
 
 
 def _in_order(plan: _Plan, reports: Sequence[bytes]) -> list[DataFile]:
-    """The files of all ranks as the target lists them."""
+    """Returns the files of all ranks as the target lists them."""
     found: dict[int, DataFile] = {}
     for numbers, report in zip(plan.target.by_rank, reports, strict=True):
         found |= zip(numbers, msgspec.msgpack.decode(report, type=list[DataFile]), strict=True)

@@ -25,11 +25,11 @@ from bytecheckpoint.planner.copy_plan import WantedTensor
 
 METADATA_NAME, SUFFIX = ".metadata", ".distcp"
 _VERSION = "1.0.0"
-"""Of the metadata, which torch writes since 2.9."""
+"""Version of the metadata, which torch writes since 2.9."""
 
 
 def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> TargetPlan:
-    """A file for each rank. `infix` stands in their names where these must not be those of an older checkpoint."""
+    """Plans a file for each rank. `infix` in their names tells them from those of an older checkpoint."""
     nested = plain.nested()
     metadata, indices, values = _planned(nested, selection.wanted)
     lost = _lost_containers(nested, metadata)
@@ -39,7 +39,9 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
         value = values[fqn]
         archives.setdefault(value if isinstance(value, TensorStub) else (fqn, "value"), []).append(index)
     of_archives = list(archives.values())
-    sizes = [_size(values[of_archive[0].fqn], selection.wanted) for of_archive in of_archives]
+    sizes = [
+        sum(map(run_bytes, _archive(values[indices[0].fqn], selection.wanted, first_run=0))) for indices in of_archives
+    ]
     files: list[TargetFile] = []
     by_rank: list[list[int]] = []
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -68,7 +70,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
 def _planned(
     state: Mapping[Any, Any], wanted: Sequence[WantedTensor]
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
-    """What torch would write for a state: its description, where each part of it is asked for, and the parts."""
+    """Returns what torch would write for a state: its description, the index of each part, and the parts."""
     stubs: dict[int, TensorStub] = {}
 
     def stood_for(value: Any) -> Any:
@@ -90,38 +92,28 @@ def _planned(
 
 
 def _lost_containers(state: Mapping[Any, Any], metadata: Metadata) -> list[str]:
-    """Names of the containers of which no part is in what torch writes: they are empty, or hold only such as are."""
+    """Returns the names of containers of which torch writes no part: they are empty, or hold only empty ones."""
     paths = (metadata.planner_data or {}).values()
-    kept = {path[:length] for path in paths for length in range(len(path) + 1)}
+    written_inside = {path[:length] for path in paths for length in range(len(path) + 1)}
     written = set(paths)
     lost: list[str] = []
 
     def look(value: Any, path: tuple[Any, ...]) -> None:
-        items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else None
-        if items is None or path in written:
+        is_list = type(value) in (list, tuple)
+        if path in written or not (is_list or isinstance(value, Mapping)):
             return
-        if path not in kept:
+        if path not in written_inside:
             lost.append(".".join(map(str, path)))
             return
-        for key, item in items:
-            look(item, (*path, str(key) if isinstance(value, Mapping) else key))
+        for key, item in enumerate(value) if is_list else value.items():
+            look(item, (*path, key if is_list else str(key)))
 
     for key, item in state.items():
         look(item, (str(key),))
     return lost
 
 
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, tuple)
-
-
-def _size(value: Any, wanted: Sequence[WantedTensor]) -> int:
-    return sum(map(run_bytes, _archive(value, wanted, first_run=0)))
-
-
 def _archive(value: Any, wanted: Sequence[WantedTensor], *, first_run: int) -> list[FileRun]:
-    if isinstance(value, TensorStub):
+    if isinstance(value, TensorStub | torch.Tensor):  # a small tensor stood in plain data
         return save_runs(value, wanted, first_run=first_run)
-    if isinstance(value, torch.Tensor):
-        return save_runs(value, wanted, first_run=first_run)  # a small one, which stood in plain data
     return [saved_value(value)]

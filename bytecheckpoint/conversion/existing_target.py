@@ -1,5 +1,5 @@
-"""What stands where a target is to be written: nothing is written over unless that was asked for, and nothing of
-another format ever is.
+"""Finds what exists at a target: nothing is written over unless that was asked for, and nothing of another format ever
+is.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetens
 
 
 class TargetPlace(NamedTuple):
-    """Where a target is written."""
+    """The place of a target."""
 
     store: Store
     name: str
-    """Of the file, for a target that is one; else ""."""
+    """Name of the file, for a target that is one; else ""."""
     above: Store | None = None
-    """The folder around it, where the target has the name of a step's folder."""
+    """The folder around it, if the target has the name of a step's folder."""
 
     @property
     def path(self) -> str:
@@ -43,7 +43,7 @@ class TargetPlace(NamedTuple):
 
 
 class ExistingTarget(NamedTuple):
-    """What is there."""
+    """Files that exist at a target."""
 
     is_there: bool
     """A checkpoint of the target's format, or parts of one that cannot be told from it."""
@@ -53,7 +53,7 @@ class ExistingTarget(NamedTuple):
     """Files to remove once the target exists, in this order."""
 
 
-def open_place(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
+def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
     """Raises what `open_store` raises, and CheckpointMismatchError (conflict) where no file can be named so."""
     parent, name = split_path(from_root(path))
     if to != "torch":
@@ -67,7 +67,7 @@ def open_place(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
     return TargetPlace(opening.store(parent), name)
 
 
-def look_at(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:
+def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:
     """Raises CheckpointExistsError (exists) where something is not to be replaced, StorageError (unsupported) where the
     store cannot replace it. `beside` lets another format be: what is written only points into it.
     """
@@ -78,7 +78,7 @@ def look_at(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bo
             place, f"{place.store} is a file, and a folder is to be written there", "give another path"
         ) from error
     if to == "torch":
-        return _replaceable(place.store, _of_file(place, listing, overwrite=overwrite))
+        return _replaceable(place.store, _file(place, listing, overwrite=overwrite))
     _refuse_root_of_steps(place, listing)
     if place.above is not None and layout.has_manifest(place.above.list("")):
         what = f"{place.above} is a checkpoint, and {place.path} would be a step below it, which would hide it"
@@ -88,18 +88,21 @@ def look_at(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bo
     if other is not None and other != _FORMATS[to] and not beside:
         what = f"{place.path} holds a checkpoint of another format ({other})"
         raise _exists(place, what, "give another path: that one is never replaced")
-    standing = _of_hf(place.store, listing) if to == "hf" else _STANDING[to](listing)
-    if standing.is_there and not overwrite:
+    if to == "bcp":  # whose names are new for each save
+        existing = ExistingTarget(layout.has_manifest(listing), is_in_the_way=False, stale=())
+    else:
+        existing = _huggingface(place.store, listing) if to == "hf" else _dcp(listing)
+    if existing.is_there and not overwrite:
         what = f"{place.path} holds a checkpoint, or what a conversion that did not finish has left there"
         raise _exists(place, what, "give another path, or --overwrite to replace it")
-    return _replaceable(place.store, standing)
+    return _replaceable(place.store, existing)
 
 
-def _replaceable(store: Store, standing: ExistingTarget) -> ExistingTarget:
-    """The same. Raises StorageError (unsupported) where what stands there cannot be replaced in one step."""
-    if standing.is_there and isinstance(store, UnconditionalStore):
+def _replaceable(store: Store, existing: ExistingTarget) -> ExistingTarget:
+    """Returns it. Raises StorageError (unsupported) if it cannot be replaced in one step."""
+    if existing.is_there and isinstance(store, UnconditionalStore):
         store.check_replaceable()
-    return standing
+    return existing
 
 
 def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None]) -> None:
@@ -115,11 +118,11 @@ def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None])
         raise _exists(place, what, f"give another path, or the folder of a step, as {join_name(place.path, steps[-1])}")
 
 
-def refuse_own_files(place: TargetPlace, standing: ExistingTarget, names: Iterable[str], source: Source) -> None:
+def refuse_own_files(place: TargetPlace, existing: ExistingTarget, names: Iterable[str], source: Source) -> None:
     """Raises CheckpointExistsError (exists) where what is to be replaced, or gets these names, is the source's."""
     used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
-    ours = sorted(name for name in {*standing.stale, *names} if _real_path(place.store, name) in used)
-    if standing.is_there and ours:
+    ours = sorted(name for name in {*existing.stale, *names} if _real_path(place.store, name) in used)
+    if existing.is_there and ours:
         what = f"{join_name(str(place.store), ours[0])} is a file of the source, and would be replaced"
         raise _exists(place, what, "give another path: a source is never written over")
 
@@ -130,7 +133,7 @@ def _real_path(store: Store, name: str) -> str:
     )
 
 
-def _of_file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:
+def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:
     if place.name in listing and listing[place.name] is None:
         raise _exists(place, f"{place.path} is a folder, and a file is to be written there", "give the name of a file")
     if place.name in listing and not overwrite:
@@ -138,13 +141,7 @@ def _of_file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite
     return ExistingTarget(place.name in listing, is_in_the_way=False, stale=())
 
 
-def _of_own(listing: Mapping[str, int | None]) -> ExistingTarget:
-    return ExistingTarget(
-        layout.has_manifest(listing), is_in_the_way=False, stale=()
-    )  # its names are new for each save
-
-
-def _of_hf(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:
+def _huggingface(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:
     # What says what belongs together goes first, or a reader might take a part for the whole.
     first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
     indexed = files_of_index(SourceFolder(store, "", listing), INDEX_NAME)
@@ -156,14 +153,11 @@ def _of_hf(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:
     return ExistingTarget(bool(stale), bool(stale), stale)
 
 
-def _of_dcp(listing: Mapping[str, int | None]) -> ExistingTarget:
+def _dcp(listing: Mapping[str, int | None]) -> ExistingTarget:
     names = sorted(name for name in listing if name.endswith(SUFFIX))
     is_there = listing.get(METADATA_NAME) is not None
     # Without metadata there is no checkpoint, but perhaps a save that is under way.
     return ExistingTarget(is_there, bool(names), names if is_there else ())
-
-
-_STANDING = {"bcp": _of_own, "dcp": _of_dcp}
 
 
 def _exists(place: TargetPlace, what: str, advice: str) -> CheckpointExistsError:

@@ -23,7 +23,7 @@ _METADATA = "__metadata__"
 def plan_hf(
     manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str
 ) -> TargetPlan:
-    """`infix` stands in the names of files that must not have those of an older checkpoint there.
+    """Plans safetensors files. `infix` is a part of their names that keeps them from those of an older checkpoint.
 
     Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError
     (limits_exceeded) for a header that no reader accepts.
@@ -76,7 +76,9 @@ def _refuse_unheld(wanted: Sequence[WantedTensor]) -> None:
 
 
 def _shards(byte_lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
-    """The tensors of each file, in the checkpoint's order. One that is larger than a file may be gets its own."""
+    """Returns the tensors of each file, in the checkpoint's order. A tensor that is larger than a file may be gets its
+    own.
+    """
     shards: list[list[int]] = [[]]
     num_bytes = 0
     for number, byte_length in enumerate(byte_lengths):

@@ -23,22 +23,24 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 
-def link_manifest(view: MappedView, wish: SelectionRequest, *, source: str, target: str) -> tuple[Manifest, Selection]:
-    """The manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs as
-    stores show them. What is left out stays where it is.
+def link_manifest(
+    view: MappedView, request: SelectionRequest, *, source: str, target: str
+) -> tuple[Manifest, Selection]:
+    """Returns the manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs
+    as stores show them. What is left out stays where it is.
 
     Raises CheckpointMismatchError (conflict) for what takes more than a manifest.
     """
-    if wish.dtype is not None:
+    if request.dtype is not None:
         raise CheckpointMismatchError(
             "a link copies no data, so it cannot have another dtype; nothing was written: leave out --dtype, or --link",
             kind="conflict",
         )
     manifest = view.manifest
     refuse_zeros(manifest)
-    selection = select(manifest, wish, view.names_of_map)
+    selection = select(manifest, request, view.names_of_map)
     selection = replace(selection, left_out=[*view.left_out, *selection.left_out])
-    plain = PlainData(manifest, selection, wish)
+    plain = PlainData(manifest, selection, request)
     inside = _below(source, target)
     prefix = "" if inside is None else inside
     used = _used_files(manifest, selection)
@@ -60,7 +62,7 @@ def link_manifest(view: MappedView, wish: SelectionRequest, *, source: str, targ
 
 
 def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int) -> Manifest:
-    """The link with samples of the files, in this folder, that have no checksums."""
+    """Returns the link with samples of the files, in this folder, that have no checksums."""
     files = list(manifest.files)
 
     def take(number: int) -> None:
@@ -77,7 +79,7 @@ def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int)
 
 
 def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
-    """Commits it; gives its length in bytes. Raises what `layout.commit` raises."""
+    """Commits it and returns its length in bytes. Raises what `layout.commit` raises."""
     content = encode_manifest(manifest)
     decode_manifest(content)  # what no reader would accept is never written
     layout.commit(store, "", content, replace=overwrite)
@@ -85,7 +87,7 @@ def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
 
 
 def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str) -> None:
-    """Makes sure that a link leads to all of its files, which are in this folder.
+    """Checks that a link leads to all of its files, which are in this folder.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError (truncated) or UnsafeCheckpointError
     (path_escape).
@@ -105,7 +107,7 @@ def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str)
 
 
 def _below(source: str, target: str) -> str | None:
-    """Where the one folder is inside the other, "" where it is the same; None where it is elsewhere."""
+    """Returns the path of one folder inside the other, "" if they are the same; None if it is elsewhere."""
     source, target = source.rstrip("/"), target.rstrip("/")
     if source == target:
         return ""

@@ -1,5 +1,5 @@
-"""A conversion through a name map: the checkpoint as the other framework has it, for those who choose and name tensors,
-and from where the elements of these come.
+"""Applies a name map for a conversion: the checkpoint as the other framework has it, and the stored tensors from which
+the elements of its tensors come.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from bytecheckpoint.region import whole
 
 
 class MappedView(NamedTuple):
-    """A checkpoint as a conversion looks at it."""
+    """A checkpoint as a conversion sees it."""
 
     manifest: Manifest
-    """Without chunks where a map stands between it and the checkpoint."""
+    """The manifest; without chunks if a map stands between it and the checkpoint."""
     pieces: Mapping[str, Sequence[CopySource]] | None = None
-    """Of each of its tensors, by the FQN there; None where these are the stored tensors."""
+    """The pieces of each of its tensors, by FQN; None if these are the stored tensors."""
     names_of_map: ModelNames | None = None
     left_out: Sequence[LeftOut] = ()
-    """By the map."""
+    """Tensors and values that the map leaves out."""
     sides: tuple[str, str] | None = None
-    """From which framework to which."""
+    """Framework of the source and of the target."""
 
     def made_of_stored(self, wanted: Sequence[WantedTensor]) -> list[WantedTensor]:
-        """Tensors that are made of those of the view, each of one whole, made of those of the checkpoint."""
+        """Returns tensors that are made of those of the view, each of one whole, as made of those of the checkpoint."""
         if self.pieces is None:
             return list(wanted)
-        return [tensor._replace(pieces=self._pieces(tensor)) for tensor in wanted]
+        found = [
+            [each for piece in tensor.pieces if piece.fqn is not None for each in self.pieces[piece.fqn]]
+            for tensor in wanted
+        ]
+        return [tensor._replace(pieces=pieces) for tensor, pieces in zip(wanted, found, strict=True)]
 
-    def _pieces(self, tensor: WantedTensor) -> Sequence[CopySource]:
-        pieces = self.pieces or {}
-        return [found for piece in tensor.pieces if piece.fqn is not None for found in pieces[piece.fqn]]
 
-
-def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> MappedView:
+def mapped_view(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> MappedView:
     """`is_state` asks for names as a state of this library has them; `in_place` has the tensors of the view lie in the
     files of the checkpoint.
 
@@ -73,14 +73,14 @@ def view_of(source: Source, name_map: NameMap | None, *, is_state: bool, in_plac
     )
 
 
-def names_for_experts(wish: SelectionRequest, source: Source, target: CheckpointFolder) -> str:
-    """The names that experts get in an HF target: those that `wish` asks for, else those of the model family that a
-    `config.json` at the target or beside the source names, else Qwen2-MoE's.
+def names_for_experts(request: SelectionRequest, source: Source, target: CheckpointFolder) -> str:
+    """Returns the names that experts get in an HF target: those that were asked for, else those of the model family
+    that a `config.json` at the target or beside the source names, else Qwen2-MoE's.
 
     Raises CheckpointMismatchError (conflict) for a family whose files hold experts transposed.
     """
-    if wish.experts:
-        return wish.experts
+    if request.experts:
+        return request.experts
     configs = (read_config(target), read_config(CheckpointFolder(source.store, source.folder)))
     model_type = next((str(config["model_type"]) for config in configs if "model_type" in config), "")
     if model_type in TRANSPOSED_TYPES:

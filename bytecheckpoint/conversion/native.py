@@ -24,7 +24,7 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 
 class _TensorRows(NamedTuple):
-    """What a rank writes of a tensor."""
+    """The rows of a tensor that a rank writes."""
 
     tensor: int
     region: Region
@@ -78,7 +78,7 @@ def plan_own(
 
 
 def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorRows]:
-    """The tensors, by rows in parts where one is larger than a file, or than what a rank is to write."""
+    """Returns the tensors, cut by rows where one is larger than a file, or than the share of a rank."""
     sizes = [prod(tensor.shape) * itemsize(tensor.dtype) for tensor in wanted]
     max_bytes = min(max_file_bytes, max(1 << 20, -(-sum(sizes) // num_ranks)))
     return [

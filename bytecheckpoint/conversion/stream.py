@@ -1,5 +1,5 @@
-"""The bytes of a file that is written from its start to its end: what it is made of, and windows of it that are read
-ahead of whoever writes them. It knows no format.
+"""The bytes of a file that is written from its start to its end: its runs, and windows of it that are read ahead of the
+writer. It knows no format.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class TensorSpan(NamedTuple):
     """Elements of a tensor that follow one another."""
 
     tensor: int
-    """Its number."""
+    """Number of the tensor."""
     first: int
-    """Of the row-major flat tensor."""
+    """Number of the first element in the row-major flat tensor."""
     item_bytes: int
     byte_length: int
 
 
 def tensor_span(number: int, tensor: WantedTensor) -> TensorSpan:
-    """All of the tensor of this number."""
+    """Returns all of the tensor of this number."""
     item_bytes = itemsize(tensor.dtype)
     return TensorSpan(number, 0, item_bytes, prod(tensor.shape) * item_bytes)
 
@@ -43,7 +43,7 @@ class Late(NamedTuple):
 
     byte_length: int
     content: Callable[[Mapping[int, int]], bytes]
-    """Takes the CRC-32 of each span, by its number among the runs of the file."""
+    """Returns the bytes for the CRC-32 of each span, by its number among the runs of the file."""
 
 
 FileRun = bytes | TensorSpan | Late
@@ -70,7 +70,7 @@ class Stream:
         return [(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
 
     def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
-        """Puts the bytes from there on into the memory, which is aligned as they are in the file."""
+        """Fills the memory, which is aligned as in the file, with the bytes from there on."""
         parts = list(self._parts(byte_offset, memory))
         elements.read(
             [
@@ -88,7 +88,7 @@ class Stream:
                 self._checksums[number] = zlib.crc32(part, self._checksums.get(number, 0))
 
     def _parts(self, byte_offset: int, memory: memoryview) -> Iterator[tuple[int, FileRun, int, memoryview]]:
-        """The runs that the range meets: number, run, where the range begins in it, and the memory for it."""
+        """Yields the runs that the range meets: number, run, the range's start in it, and the memory for it."""
         position, end = byte_offset, byte_offset + len(memory)
         for number in range(bisect_right(self._ends, byte_offset), len(self._runs)):
             run_end = self._ends[number]
@@ -113,18 +113,18 @@ class Budget(NamedTuple):
     """A multiple of BLOCK_BYTES."""
     num_windows: int
     scratch_bytes: int
-    """For what cannot be read straight into a window."""
+    """Memory for what cannot be read straight into a window."""
 
 
 def budget_of(memory_bytes: int, longest_file: int) -> Budget:
-    """How a conversion shares out this much memory: at least 64 MiB."""
+    """Returns how a conversion divides its memory: at least 64 MiB."""
     scratch_bytes = max(8 << 20, min(64 << 20, memory_bytes // 8))
     window_bytes = min(128 << 20, (memory_bytes - scratch_bytes) // 3, longest_file + BLOCK_BYTES - 1)
     return Budget(max(1, window_bytes // BLOCK_BYTES) * BLOCK_BYTES, 3, scratch_bytes)
 
 
 class ReadAhead:
-    """A stream for a store that takes it block by block. While a window of it is written, the next ones are read."""
+    """Serves a stream to a store, block by block. While a window of it is written, the next ones are read."""
 
     def __init__(self, stream: Stream, elements: Elements, scratch: BufferPool, budget: Budget) -> None:
         self._stream = stream
@@ -139,19 +139,19 @@ class ReadAhead:
         self._loans: dict[int, ExitStack] = {}
         self._windows: dict[int, Future[memoryview]] = {}
         self._failure: BaseException | None = None
-        """Of the first block that was not written."""
+        """Error of the first block that was not written."""
         for number in range(min(budget.num_windows, self._num_windows)):
-            self._start(number)
+            self._windows[number] = self._pool.submit(self._read, number)
 
     def close(self) -> None:
-        """Gives all memory back, when nobody reads any more."""
+        """Returns all memory, once nothing reads any more."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for loan in self._loans.values():
             loan.close()
 
     @contextmanager
     def content(self, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
-        """A block of the stream; they are asked for in rising order.
+        """Lends a block of the stream; blocks are asked for in rising order.
 
         Waits until there is a window for it: a store may want more blocks at once than all windows hold, and those that
         it has are written without the ones that follow. Raises the error of another block that was not written.
@@ -171,7 +171,7 @@ class ReadAhead:
             self._loans.pop(number).close()
             following = max(self._windows) + 1
             if following < self._num_windows:
-                self._start(following)
+                self._windows[following] = self._pool.submit(self._read, following)
                 self._changed.notify_all()
 
     def _window(self, number: int) -> memoryview:
@@ -181,9 +181,6 @@ class ReadAhead:
                 raise self._failure
             window = self._windows[number]
         return window.result()
-
-    def _start(self, number: int) -> None:
-        self._windows[number] = self._pool.submit(self._read, number)
 
     def _length(self, number: int) -> int:
         return min(self._window_bytes, self._stream.byte_length - number * self._window_bytes)

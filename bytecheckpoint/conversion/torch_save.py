@@ -1,5 +1,5 @@
-"""What torch.save writes for a state, without the state: a pickle in which tensors point to members of the archive that
-are streamed later. torch.load reads it, also with weights_only.
+"""A file of torch.save, written without the state: its pickle has tensors that point to members of the archive, and
+these are streamed. torch.load reads it, also with weights_only.
 
 A file of torch.save: one archive of the whole state.
 """
@@ -20,6 +20,7 @@ from bytecheckpoint.conversion.stream import FileRun, TensorSpan, run_bytes, ten
 from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
 from bytecheckpoint.conversion.zip_writer import ZipMember, archive_runs
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.formats.torch_save.unpickler_globals import STORAGE_DTYPES
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub, without_numpy
 from bytecheckpoint.loading.select import LeftOut, Selection
 from bytecheckpoint.manifest import Manifest
@@ -27,22 +28,21 @@ from bytecheckpoint.memory.tensor_bytes import as_bytes
 from bytecheckpoint.planner.copy_plan import WantedTensor
 
 _PROTOCOL = 2
-"""What torch.save writes, and what weights_only knows."""
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex128": "ComplexDoubleStorage",
-    "complex64": "ComplexFloatStorage",
-}
+"""The protocol that torch.save writes, and that weights_only knows."""
+_STORAGES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.items()}
 """The classes by which torch names the dtype of a storage. Of all other dtypes a storage is of bytes."""
+
+
+def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, name: str, num_ranks: int) -> TargetPlan:
+    """Plans one archive of the whole state, in the file of this name."""
+    state = without_numpy(plain.nested(), "")
+    file = TargetFile(name, save_runs(state, selection.wanted))
+    return TargetPlan([file], spread([file.byte_length], num_ranks), name, None, left_out_metadata(manifest))
+
+
+def left_out_metadata(manifest: Manifest) -> list[LeftOut]:
+    """Returns the metadata, for which torch's own formats have no place."""
+    return [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata]
 
 
 class _StorageStub(NamedTuple):
@@ -52,7 +52,7 @@ class _StorageStub(NamedTuple):
 
 
 def save_runs(value: Any, wanted: Sequence[WantedTensor], *, first_run: int = 0) -> list[FileRun]:
-    """The archive that torch.save would write for a value with stubs for tensors, as runs of a file."""
+    """Returns the archive that torch.save would write for a value with stubs for tensors, as runs of a file."""
     pickler = _Pickler(wanted)
     content = pickler.pickled(value)
     members = [
@@ -72,9 +72,9 @@ class _Pickler(pickle.Pickler):
         super().__init__(self._stream, protocol=_PROTOCOL)
         self._wanted = wanted
         self._storages: dict[int, _StorageStub] = {}
-        """By number of the tensor."""
+        """Storage of each tensor, by number."""
         self.contents: list[bytes | TensorSpan] = []
-        """Of the storages, in the order of their keys."""
+        """Contents of the storages, in the order of their keys."""
 
     def pickled(self, value: Any) -> bytes:
         self.dump(value)
@@ -107,7 +107,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _rebuilt(storage: _StorageStub, dtype: str, shape: Sequence[int]) -> tuple[Any, ...]:
-    """How pickles make a tensor that is all of a storage."""
+    """Returns the call by which pickles make a tensor that is all of a storage."""
     hooks: OrderedDict[str, Any] = OrderedDict()
     place = (storage, 0, tuple(shape), _row_major(shape), False, hooks)
     if dtype in _STORAGES:
@@ -124,19 +124,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def saved_value(value: Any) -> bytes:
-    """What torch.save writes for a value of plain data."""
+    """Returns what torch.save writes for a value of plain data."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
-
-
-def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, name: str, num_ranks: int) -> TargetPlan:
-    """The file of this name."""
-    state = without_numpy(plain.nested(), "")
-    file = TargetFile(name, save_runs(state, selection.wanted))
-    return TargetPlan([file], spread([file.byte_length], num_ranks), name, None, left_out_metadata(manifest))
-
-
-def left_out_metadata(manifest: Manifest) -> list[LeftOut]:
-    """What torch's own formats have no place for."""
-    return [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata]

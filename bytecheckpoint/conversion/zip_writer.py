@@ -1,5 +1,5 @@
-"""Archives as torch.save writes them, as runs of bytes: zip without compression, of which the tensors are streamed. The
-checksum of a tensor stands behind it and in the directory at the end, so nothing is read twice.
+"""Zip archives as torch.save writes them, as runs of bytes: without compression, tensors streamed. The checksum of a
+tensor stands behind it and in the directory at the end, so nothing is read twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import NamedTuple
 from bytecheckpoint.conversion.stream import FileRun, Late, TensorSpan, run_bytes
 
 ALIGNMENT = 64
-"""Of a member's bytes, from the start of the archive, as torch aligns them: so they can be mapped into memory."""
+"""Alignment of a member's bytes from the start of the archive, as torch aligns them: so they can be mapped into
+memory."""
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -37,15 +38,15 @@ class ZipMember(NamedTuple):
 class _PlacedMember(NamedTuple):
     name: bytes
     byte_offset: int
-    """Of its header, from the start of the archive."""
+    """Offset of its header from the start of the archive."""
     byte_length: int
     checksum: int | None
-    """None where it is that of the run `number`."""
+    """Its CRC-32; None if it is that of the run `number`."""
     number: int
 
 
 def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRun]:
-    """An archive; it begins at a multiple of ALIGNMENT of its file, with the run of this number."""
+    """Returns an archive that begins at a multiple of ALIGNMENT of its file, with the run of this number."""
     runs: list[FileRun] = []
     placed: list[_PlacedMember] = []
     position = 0
@@ -61,17 +62,16 @@ def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRu
     end = _end(len(placed), position, directory_bytes)
 
     def directory(checksums: Mapping[int, int]) -> bytes:
-        return b"".join(_entry(each, _checksum(each, checksums)) for each in placed) + end
+        entries = (
+            _entry(each, checksums.get(each.number, 0) if each.checksum is None else each.checksum) for each in placed
+        )
+        return b"".join(entries) + end
 
     return [*runs, Late(directory_bytes + len(end), directory)]
 
 
-def _checksum(placed: _PlacedMember, checksums: Mapping[int, int]) -> int:
-    return checksums.get(placed.number, 0) if placed.checksum is None else placed.checksum
-
-
 def _around(member: ZipMember, position: int, *, number: int) -> tuple[bytes, FileRun]:
-    """What stands before a member and behind it."""
+    """Returns the bytes before a member, and those behind it."""
     name, length = member.name.encode(), run_bytes(member.content)
     is_long = length >= _FULL_32
     flags, checksum = _UTF_8, 0
@@ -97,7 +97,7 @@ def _descriptor(length: int, number: int, *, is_long: bool) -> Late:
 
 
 def _entry(placed: _PlacedMember, checksum: int) -> bytes:
-    """A member in the directory."""
+    """Returns a member's entry in the directory."""
     is_long = placed.byte_length >= _FULL_32
     is_far = placed.byte_offset >= _FULL_32
     wide = ([placed.byte_length] * 2 if is_long else []) + ([placed.byte_offset] if is_far else [])
@@ -111,7 +111,7 @@ def _entry(placed: _PlacedMember, checksum: int) -> bytes:
 
 
 def _end(num_members: int, directory_offset: int, directory_bytes: int) -> bytes:
-    """What stands behind the directory."""
+    """Returns the bytes behind the directory."""
     wide = b""
     if num_members >= _FULL_16 or max(directory_offset, directory_bytes) >= _FULL_32:
         counts = (num_members, num_members, directory_bytes, directory_offset)

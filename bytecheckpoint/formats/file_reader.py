@@ -1,5 +1,5 @@
-"""A file of a store, read here and there: readers of foreign formats look at a few bytes of it, most of them close to
-one another. Also what they say of files that are not what they should be.
+"""Reads a file of a store here and there: readers of foreign formats look at a few bytes of it, most of them close to
+one another. Also their errors about files that are not what they should be.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from bytecheckpoint.storage.store import Store
 
 BLOCK_BYTES = 4096
 _MAX_BLOCKS = 256
-"""That are kept; of each file a MiB."""
+"""Blocks in the cache of a file; together a MiB."""
 
 
 class FileReader:
-    """Reads ranges of a file of known length. What is read is kept for a while, in blocks."""
+    """Reads ranges of a file of known length, with a cache of blocks."""
 
     def __init__(self, store: Store, name: str, byte_length: int) -> None:
         self._store = store
@@ -27,7 +27,7 @@ class FileReader:
 
     @property
     def path(self) -> str:
-        """As messages show it."""
+        """Path for messages."""
         return join_name(str(self._store), self._name)
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
@@ -64,7 +64,7 @@ class FileReader:
 
 
 def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCorruptError:
-    """The error for a foreign file that cannot be right."""
+    """Returns the error for a foreign file that cannot be right."""
     return CheckpointCorruptError(
         f"{path} is damaged: {what}; nothing was loaded: copy the file again from a good replica, or take another "
         "checkpoint",
@@ -74,7 +74,7 @@ def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCo
 
 
 def not_readable(path: str, what: str, advice: str) -> CheckpointCorruptError:
-    """The error for what is sound, as far as one can tell, but cannot be read in place."""
+    """Returns the error for a file that seems sound, but cannot be read in place."""
     return CheckpointCorruptError(
         f"{path}: {what}, which this release cannot read in place; nothing was loaded and nothing is known to be wrong "
         f"with the file: {advice}",
@@ -84,7 +84,7 @@ def not_readable(path: str, what: str, advice: str) -> CheckpointCorruptError:
 
 
 def too_much(path: str, what: str) -> UnsafeCheckpointError:
-    """The error for a file that would take more memory than any honest one."""
+    """Returns the error for a file that would take more memory than any honest one."""
     return UnsafeCheckpointError(
         f"{path}: {what}; it was not read further and nothing was loaded: do not trust this file",
         kind="limits_exceeded",

@@ -1,5 +1,5 @@
-"""The checkpoint that a path means, of this library's format or of a foreign one, and its manifest: the one place that
-knows there are several formats.
+"""Finds the checkpoint that a path means, of this library's format or of a foreign one, and its manifest. Only this
+module knows that there are several formats.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _HUB_LEVELS = 2
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint, whose manifest was not read yet."""
+    """A checkpoint whose manifest was not read yet."""
 
     store: Store
     levels: int
-    """How far the store's root lies above the path: a file is found in its folder."""
+    """Levels of the store's root above the path: a file is found in its folder."""
     folder: str
-    """Inside the store."""
+    """Path inside the store."""
     foreign: ForeignPlace | None
 
     @property
@@ -38,23 +38,23 @@ class FoundCheckpoint(NamedTuple):
 
     @property
     def manifest_path(self) -> str:
-        """What errors about the manifest name."""
+        """Path in errors about the manifest."""
         return self.path if self.foreign else join_name(self.path, layout.MANIFEST_NAME)
 
 
 class Opening(NamedTuple):
-    """How the stores on the way to a checkpoint are opened."""
+    """Options of the stores on the way to a checkpoint."""
 
     storage_options: Mapping[str, object] | None
     timeout_s: float | None = None
-    """As for `open_store`."""
+    """Timeout as of `open_store`."""
 
     def store(self, path: str) -> Store:
         return open_store(path, storage_options=self.storage_options, writer_threads=1, timeout_s=self.timeout_s)
 
 
 def open_above(path: str, levels: int, opening: Opening) -> Store:
-    """The store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
+    """Opens the store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
     path = from_root(path)
     for _ in range(levels):
         path = split_path(path)[0]
@@ -62,7 +62,7 @@ def open_above(path: str, levels: int, opening: Opening) -> Store:
 
 
 def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Opening) -> FoundCheckpoint:
-    """The checkpoint at a path, or the one of a step under it, as `layout.find_checkpoint` finds it; where there is
+    """Returns the checkpoint at a path, or that of a step under it, as `layout.find_checkpoint` finds it; if there is
     none of this library, one of a foreign format.
 
     Raises CheckpointNotFoundError (not_found, not_committed), and for a file what `find_file` raises.
@@ -80,7 +80,7 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
 
 
 def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
-    """The files of the folder at a path: a store, and the folder inside it."""
+    """Returns the folder at a path: a store, and the folder inside it."""
     path = from_root(path)
     found = _in_hub(FoundCheckpoint(opening.store(path), 0, "", None), path, opening)
     return found.store, found.folder
@@ -116,7 +116,7 @@ def _find_foreign(
 
 
 def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpoint:
-    """The same as part of a folder in which its links end, where it is a snapshot of the Hugging Face cache."""
+    """Returns it as part of the folder in which its links end, if it is a snapshot of the Hugging Face cache."""
     above, revision = split_path(path)
     model, snapshots = split_path(above)
     if snapshots != "snapshots" or not revision or found.folder:
@@ -130,13 +130,15 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
 
 
 def from_root(path: str) -> str:
-    """The same path, so that folders above it have names. A URL, and what `open_store` refuses, stay as they are."""
+    """Returns the path made absolute, so that folders above it have names. A URL, and a path that `open_store` refuses,
+    stay as they are.
+    """
     path = expand_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """The folder that a path or URL is in, and its name there; no name for a root."""
+    """Returns the folder of a path or URL, and its name there; no name for a root."""
     stripped = path.rstrip("/")
     parent, separator, name = stripped.rpartition("/")
     if not separator:
@@ -147,7 +149,7 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def manifest_bytes(found: FoundCheckpoint) -> bytes:
-    """The encoded manifest of a checkpoint, for one rank to pass on to all; a foreign one was checked, all of it.
+    """Returns the encoded manifest of a checkpoint, for one rank to send to all; a foreign one was checked, all of it.
 
     Raises what `layout.read_manifest_bytes` and `formats.read_manifest` raise.
     """
@@ -166,5 +168,5 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
 
 
 def manifest_of(found: FoundCheckpoint) -> Manifest:
-    """The manifest of a checkpoint, checked."""
+    """Returns the manifest of a checkpoint, checked."""
     return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=True)

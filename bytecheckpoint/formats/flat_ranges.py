@@ -1,4 +1,4 @@
-"""Tensors that lie in flat buffers, of which each rank has written a part: which range of a tensor is where.
+"""Ranges of tensors in flat buffers, of which each rank has written a part.
 
 Ranges are in elements. A run is consecutive elements of a tensor that lie in consecutive bytes of a file.
 """
@@ -23,7 +23,7 @@ class FlatBuffer(NamedTuple):
 
 
 class FlatRun(NamedTuple):
-    """Elements `start` to `start + length` of a flat tensor, and where the first one is."""
+    """Elements `start` to `start + length` of a flat tensor, and the bytes of the first one."""
 
     start: int
     length: int
@@ -32,7 +32,8 @@ class FlatRun(NamedTuple):
 
 
 def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, item_bytes: int) -> Iterator[FlatRun]:
-    """Elements `start` to `start + length` of a tensor, which lie from element `at` on in these buffers, taken as one.
+    """Yields elements `start` to `start + length` of a tensor that begins at element `at` of these buffers, taken as
+    one.
 
     Raises ValueError where the buffers end before.
     """
@@ -48,7 +49,7 @@ def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, 
 
 
 def chunks_of_runs(shape: Sequence[int], runs: Sequence[FlatRun], *, item_bytes: int) -> list[Chunk]:
-    """The chunks of a tensor that lies in these runs."""
+    """Returns the chunks of a tensor that lies in these runs."""
     chunks = []
     for start, length, file, byte_offset in runs:
         at = byte_offset
@@ -64,24 +65,28 @@ class FlatTensor(NamedTuple):
 
     shape: tuple[int, ...]
     first: int
-    """Where it begins in the flat memory of all ranks together."""
+    """Its first element in the flat memory of all ranks together."""
 
 
 def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> tuple[list[FlatTensor], int]:
-    """Tensors that follow one another, each with so many elements of padding behind it; and where they end."""
+    """Returns tensors that follow one another, each with so many elements of padding behind it, and their end."""
     lengths = [prod(shape) + padding for shape, padding in zip(shapes, paddings or [0] * len(shapes), strict=True)]
     ends = list(accumulate(lengths, initial=0))
     return [FlatTensor(tuple(shape), first) for shape, first in zip(shapes, ends, strict=False)], ends[-1]
 
 
 def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
-    """Elements that each rank has of flat memory, which is filled up to a multiple of `alignment` elements a rank."""
+    """Returns the elements that each rank has of flat memory, which is padded to a multiple of `alignment` elements a
+    rank.
+    """
     total = -(-num_items // (alignment * num_ranks)) * alignment * num_ranks
     return total // num_ranks
 
 
 def shared_runs(placed: FlatTensor, part: int, of_ranks: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
-    """Where a tensor is whose flat memory each rank has a part of, one after the other, as ZeRO 1 and 2 do."""
+    """Yields the runs of a tensor in flat memory of which each rank has a part, one after the other, as ZeRO 1 and 2
+    do.
+    """
     numel = prod(placed.shape)
     for rank, buffer in enumerate(of_ranks):
         low, high = max(placed.first, rank * part), min(placed.first + numel, (rank + 1) * part)
@@ -92,8 +97,8 @@ def shared_runs(placed: FlatTensor, part: int, of_ranks: Sequence[FlatBuffer], *
 def divided_runs(
     shape: Sequence[int], at: int, of_ranks: Sequence[Sequence[FlatBuffer]], *, item_bytes: int
 ) -> Iterator[FlatRun]:
-    """Where a tensor is that is divided over the ranks by itself, as ZeRO 3 does: each has the same number of elements
-    from `at` on in its own buffers, the last ones filled up.
+    """Yields the runs of a tensor that is divided over the ranks by itself, as ZeRO 3 does: each has the same number of
+    elements from `at` on in its own buffers, padded at the end.
     """
     numel = prod(shape)
     share = divided_share(shape, len(of_ranks))
@@ -104,5 +109,5 @@ def divided_runs(
 
 
 def divided_share(shape: Sequence[int], num_ranks: int) -> int:
-    """Elements of it that each rank keeps."""
+    """Returns the elements of it that each rank has."""
     return -(-prod(shape) // num_ranks)

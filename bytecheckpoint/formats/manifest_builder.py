@@ -134,15 +134,13 @@ class ManifestBuilder:
                 if not isinstance(found, TensorRef) or is_extra_state(name):
                     self.trees[name] = found
             self.trees |= walk.extra
-        self._rename(renamed)
-
-    def _rename(self, renamed: Mapping[str, str]) -> None:
         moved = [(new, self.tensors.pop(old)) for old, new in renamed.items()]
         for new, record in moved:
             self._refuse_taken(new)
             self.tensors[new] = record
 
     def manifest(self, foreign_format: str) -> Manifest:
+        reasons = [f"{and_more(list(names), _NUM_NAMED)}: {why}" for why, names in self.left_out.items()]
         return Manifest(
             save_id="",
             step=self.step,
@@ -151,14 +149,8 @@ class ManifestBuilder:
             tensors=self.tensors,
             aliases=self.aliases,
             objects={fqn: encode_value(tree, path=self.path) for fqn, tree in self.trees.items()},
-            metadata=self._metadata(),
+            metadata={**self.metadata, "left_out": "; ".join(reasons)} if reasons else self.metadata,
         )
-
-    def _metadata(self) -> Mapping[str, Any]:
-        if not self.left_out:
-            return self.metadata
-        reasons = (f"{and_more(list(names), _NUM_NAMED)}: {why}" for why, names in self.left_out.items())
-        return {**self.metadata, "left_out": "; ".join(reasons)}
 
 
 def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:

@@ -32,7 +32,7 @@ class SizeValue(NamedTuple):
 
 
 class _RecordLeaves:
-    """Encodes what stands for torch's values; tensors are TensorRefs already."""
+    """Encodes the records of torch's values; tensors are TensorRefs already."""
 
     tensor_types: frozenset[type] = frozenset()
 

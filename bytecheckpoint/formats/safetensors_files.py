@@ -66,8 +66,8 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _refuse_incomplete(files: Sequence[str], path: str) -> None:
-    """Raises CheckpointNotFoundError (not_committed) where files say that they are of more than there are: a download
-    or a conversion writes the index last.
+    """Raises CheckpointNotFoundError (not_committed) if files say that they are of more than there are: a download or a
+    conversion writes the index last.
     """
     found: dict[tuple[str, str], set[str]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, files)):
@@ -141,7 +141,7 @@ class _Headers(NamedTuple):
 
     builder: ManifestBuilder
     parts: dict[str, dict[str, _FilePart]]
-    """What each file holds of each tensor, by name of the file and of the tensor."""
+    """File name -> tensor name -> the part that the file holds."""
     is_sharded: bool
     """Files hold parts of tensors."""
     aliases: dict[str, str]

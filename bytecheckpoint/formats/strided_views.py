@@ -1,5 +1,5 @@
-"""A tensor that is a view of a storage, as chunks of raw bytes: one where its elements lie row-major, several where
-only rows, blocks or single elements do.
+"""Chunks of raw bytes for a tensor that is a view of a storage: one if its elements lie row-major, several if only
+rows, blocks or single elements do.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region
 
 MAX_CHUNKS = 1 << 16
-"""Of one tensor. A transposed matrix of more elements is better refused than read element by element."""
+"""Most chunks of one tensor. A transposed matrix of more elements is refused rather than read element by element."""
 
 
 def last_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> int:
-    """One past the highest element of the storage that a view with elements takes."""
+    """Returns the end of the highest element of the storage that a view with elements takes."""
     reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     return item_offset + reach + 1
 
 
 def num_outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many of the first dimensions have to be taken apart, so that what is left lies row-major without gaps."""
+    """Returns the number of first dimensions to take apart, so that each rest lies row-major without gaps."""
     expected = 1
     for dim in reversed(range(len(shape))):
         if shape[dim] != 1 and strides[dim] != expected:
@@ -32,14 +32,14 @@ def num_outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def num_chunks(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many `strided_chunks` gives."""
+    """Returns the number of chunks of `strided_chunks`."""
     return prod(shape[: num_outer_dims(shape, strides)]) if prod(shape) else 0
 
 
 def strided_chunks(
     shape: Sequence[int], strides: Sequence[int], *, file: int, byte_offset: int, item_bytes: int
 ) -> Iterator[Chunk]:
-    """The chunks of a view whose first element is at `byte_offset` of its file."""
+    """Yields the chunks of a view whose first element is at `byte_offset` of its file."""
     num_outer = num_outer_dims(shape, strides)
     inner = tuple(shape[num_outer:])
     lengths = (1,) * num_outer + inner

@@ -19,21 +19,17 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
-    """The optimizer that this dict is, with tensors where they are; None where it is none."""
+    """Returns the optimizer that this dict is, with tensors where they are; None if it is none."""
     if "param_groups" in value and value.keys() <= {"state", "param_groups"}:
         return _nested(value.get("state", {}), value["param_groups"])
-    are_texts = set(map(type, value)) == {str}
-    if are_texts and all(map(_is_flattened, value)) and any(key.startswith(_GROUPS) for key in value):
-        return _flattened(value)
-    return None
-
-
-def _is_flattened(key: str) -> bool:
-    return key.startswith((_STATE, _GROUPS)) and key.count(".") > 1
+    if set(map(type, value)) != {str} or not any(key.startswith(_GROUPS) for key in value):
+        return None
+    is_flattened = all(key.startswith((_STATE, _GROUPS)) and key.count(".") > 1 for key in value)
+    return _flattened(value) if is_flattened else None
 
 
 def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer without what its tensors' names say already."""
+    """Returns the optimizer without what its tensors' names say already."""
     state = {}
     for name, values in tree["state"].items():
         plain = {key: value for key, value in values.items() if not isinstance(value, TensorRef)}
@@ -43,7 +39,9 @@ def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
-    if not isinstance(state, dict) or type(groups) is not list or not all(map(_is_group, groups)):
+    if not isinstance(state, dict) or type(groups) is not list:
+        return None
+    if not all(isinstance(group, dict) and type(group.get("params")) is list for group in groups):
         return None
     if not all(isinstance(values, dict) for values in state.values()):
         return None
@@ -68,12 +66,8 @@ def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
     return tree | {BY_POSITION: True} if is_by_position else tree
 
 
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and type(group.get("params")) is list
-
-
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Those that torch has put beside the numbers, where the optimizer was made from named parameters."""
+    """Returns the names that torch has put beside the numbers, if the optimizer was made from named parameters."""
     names = [group.get("param_names") for group in groups]
     counts = [len(group["params"]) for group in groups]
     if not all(type(of_group) is list for of_group in names) or [len(each or ()) for each in names] != counts:
@@ -101,7 +95,7 @@ def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The name of a parameter, and the keys of a piece of its state: several where that is nested, as torchtitan
+    """Returns the name of a parameter, and the keys of a piece of its state: several if that is nested, as torchtitan
     flattens it. A parameter that is in no group has one key.
     """
     parts = path.split(".")

@@ -139,7 +139,7 @@ def _manifest_bytes(found: FoundCheckpoint, options: LoadOptions) -> tuple[bytes
     if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
         return content, MapNotes()
     manifest = parse_manifest(content, path=found.manifest_path, whole=False)
-    mapped = mapped_manifest(manifest, Beside(found.store, found.folder), options.name_map)
+    mapped = mapped_manifest(manifest, CheckpointFolder(found.store, found.folder), options.name_map)
     return encode_manifest(mapped), mapped.map_notes
 
 

@@ -1,47 +1,17 @@
-"""Real checkpoints for the command line to look at, and a way to call it in this process."""
+"""Real checkpoints for the command line to read."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from click.testing import CliRunner
+from program_calls import call
 
 import bytecheckpoint as bcp
-from bytecheckpoint.tools.main import cli
 
-
-class Ended(NamedTuple):
-    """Result of a call of the program."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Call = Callable[..., Ended]
-
-
-@pytest.fixture
-def call() -> Call:
-    """Runs `bcp` with these arguments; whatever it does not turn into an exit code fails the test."""
-
-    def run(*args: object) -> Ended:
-        result = CliRunner().invoke(cli, [str(arg) for arg in args])
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Ended(result.exit_code, result.stdout, result.stderr)
-
-    return run
+__all__ = ["call"]
 
 
 class Model(torch.nn.Module):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bytecheckpoint.conversion.link import link_manifest
-from bytecheckpoint.conversion.mapped_source import names_for_experts, view_of
+from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, SelectionRequest
 from bytecheckpoint.manifest import Manifest
@@ -38,7 +38,7 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
     """
     source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False, path=opened.path)
     to: Any = names.to
-    view = view_of(source, names.name_map(), is_state=to == "bcp", in_place=True)
+    view = mapped_view(source, names.name_map(), is_state=to == "bcp", in_place=True)
     request = SelectionRequest(
         to=to, exclude=exclude, rename=names.rename, keep_names=names.keep_names, experts=names.experts or ""
     )

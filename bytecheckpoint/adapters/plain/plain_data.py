@@ -59,8 +59,8 @@ _UNDECODABLE = (
 _decode_fqn = msgspec.msgpack.Decoder(str).decode
 
 TensorHook = Callable[[str, torch.Tensor], str | torch.Tensor | None]
-"""Gives what stands in the tree for the tensor of this FQN: the FQN under which its bytes lie in data files, None where
-that is its own, or a tensor to write in place."""
+"""Returns what the tree has for the tensor of this FQN: the FQN under which its bytes lie in data files, None if that
+is its own, or a tensor to write in place."""
 
 
 def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
@@ -73,8 +73,8 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 @lru_cache(maxsize=16)
 def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """A dict below `fqn` that has nothing but tensors under these names: their FQNs, and what `encode_plain` makes of
-    it. Both follow from the names alone, and are the same on every save of a state.
+    """Returns the FQNs and the encoding of a dict below `fqn` that has nothing but tensors under these names. Both
+    follow from the names alone, and are the same on every save of a state.
     """
     for name in names:
         wire.check_key(name, fqn)
@@ -84,7 +84,7 @@ def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], byte
 
 
 def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The `on_tensor` of a tree whose tensors are all written in place."""
+    """Is the `on_tensor` of a tree whose tensors are all written in place."""
     return tensor
 
 
@@ -100,7 +100,7 @@ class _TorchLeaves:
         found = self._on_tensor(fqn, tensor)
         if found is None or isinstance(found, str):
             return Ext(wire.REF, encode(found or fqn))
-        return _tensor_to_wire(fqn, found)
+        return ext(wire.TENSOR, [dtype_name(found.dtype), list(found.shape), bytes(_content(fqn, found))])
 
     def encode_other(self, value: Any, fqn: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
@@ -126,12 +126,8 @@ def fits_inline(tensor: torch.Tensor) -> bool:
     return is_plain and tensor.layout is torch.strided and tensor.nbytes <= SMALL_TENSOR_BYTES
 
 
-def _tensor_to_wire(fqn: str, tensor: torch.Tensor) -> Ext:
-    return ext(wire.TENSOR, [dtype_name(tensor.dtype), list(tensor.shape), bytes(_content(fqn, tensor))])
-
-
 def _content(fqn: str, tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense tensor, row-major, on the host; not a copy where they lie so already."""
+    """Returns the bytes of a dense tensor, row-major, on the host; not a copy if they lie so already."""
     dense_dtype(fqn, tensor)
     check_has_memory(fqn, tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -141,7 +137,7 @@ def _content(fqn: str, tensor: torch.Tensor) -> memoryview:
 
 
 def content_fqn(fqn: str, tensor: torch.Tensor) -> str:
-    """The FQN under which a tensor is stored that may differ from rank to rank: equal ones have the same."""
+    """Returns the FQN under which a tensor is stored that may differ from rank to rank: equal tensors have the same."""
     content = _content(fqn, tensor)
     digest = xxhash.xxh3_64(f"{dtype_name(tensor.dtype)} {list(tensor.shape)} ".encode())
     digest.update(content)
@@ -154,12 +150,13 @@ def is_content_fqn(fqn: str) -> bool:
 
 
 def without_content(fqn: str) -> str:
-    """The FQN of the value, where this is one that `content_fqn` gave to its tensor; else the same."""
+    """Returns the FQN of the value, if this is one that `content_fqn` gave to its tensor; else the same."""
     return fqn.rpartition("@")[0] if is_content_fqn(fqn) else fqn
 
 
 def decode_plain(data: bytes) -> Any:
-    """The tree in these bytes, with TensorRefs where tensors lie in data files. Runs no code of the checkpoint's.
+    """Returns the tree in these bytes, with TensorRefs where tensors lie in data files. Runs no code of the
+    checkpoint's.
 
     Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (limits_exceeded).
     """
@@ -220,7 +217,7 @@ def _checked_pairs(pairs: Any) -> Any:
 
 
 def _from_pairs(pairs: Any) -> Any:
-    """A dict, or what is written as a dict of one pair that no dict is."""
+    """Returns a dict, or a tagged value."""
     return untag_value(*pairs[0]) if is_tagged(pairs) else dict(_checked_pairs(pairs))
 
 

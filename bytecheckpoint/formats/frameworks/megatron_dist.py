@@ -52,7 +52,10 @@ def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, A
     """Returns the state with Megatron's objects as Megatron knows them: each of them is saved as a list of one, and the
     common state, which has a place of its own, is spread out.
     """
-    found = {key: value[0] if _is_sharded_object(key, value) else value for key, value in root.items()}
+    found = {
+        key: value[0] if _SHARDED_OBJECT.search(str(key)) and type(value) is list and len(value) == 1 else value
+        for key, value in root.items()
+    }
     common = found.pop(_COMMON_KEY, {})
     if _COMMON_FILE in source.files and not common:
         saved = source.open(_COMMON_FILE, find_megatron_value)
@@ -63,7 +66,3 @@ def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, A
         found.setdefault(key if key not in found else f"{_COMMON_KEY}.{key}", value)
     source.builder.set_step(common.get("iteration"))
     return found
-
-
-def _is_sharded_object(key: Any, value: Any) -> bool:
-    return type(key) is str and bool(_SHARDED_OBJECT.search(key)) and type(value) is list and len(value) == 1

@@ -21,7 +21,7 @@ _MCORE, _SHAPE = "mcore_data", "nd_reformulated_orig_global_shape"
 def unstacked_shape(
     attributes: Mapping[str, Any], fqn: str, stored: Sequence[int], path: str
 ) -> tuple[int, ...] | None:
-    """The true shape of a tensor that is stored in this way; None for every other.
+    """Returns the true shape of a tensor that is stored in this way; None for every other.
 
     Raises CheckpointCorruptError (bad_manifest) where the stored shape cannot be one of it.
     """
@@ -40,7 +40,7 @@ def unstacked_shape(
 
 
 def unstacked(chunk: Chunk, stored: Sequence[int], shape: Sequence[int], item_bytes: int) -> Iterator[Chunk]:
-    """The chunk's bytes as chunks of the true tensor: of each part in it, the ranges that it holds."""
+    """Yields the chunk's bytes as chunks of the true tensor: of each part in it, the ranges that it holds."""
     part = tuple(map(int.__floordiv__, shape, stored))
     *counts, length = chunk.region.lengths
     *firsts, start = chunk.region.offsets

@@ -61,7 +61,7 @@ class ZipArchive:
         """Offset from the start of the archive, in bytes."""
         self.members: Mapping[str, ZipInfo] = archive.NameToInfo
         self._limits = self._checked(archive.filelist)
-        """Where each member has to end: where the next one, or the directory, begins."""
+        """Header offset of a member -> where it has to end: where the next member, or the directory, begins."""
 
     def data_offset(self, name: str) -> int:
         """Returns where a member's bytes begin, from the start of the file."""

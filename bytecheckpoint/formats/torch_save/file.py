@@ -22,7 +22,7 @@ from bytecheckpoint.storage.store import Store
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
-"""How files begin that torch wrote before version 1.6, or when told not to write a zip archive."""
+"""First bytes of files that torch wrote before version 1.6, or without a zip archive."""
 
 _PICKLE = "data.pkl"
 _SMALL = 1024
@@ -189,7 +189,7 @@ def open_saved(
 
 
 def missing_file(path: str, what: str) -> CheckpointNotFoundError:
-    """The error for a folder that lacks files of some ranks."""
+    """Returns the error for a folder that lacks files of some ranks."""
     return CheckpointNotFoundError(
         f"{path} {what}; nothing was loaded: restore the files of all ranks, or take another checkpoint",
         kind="missing_file",

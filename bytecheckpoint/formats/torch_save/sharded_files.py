@@ -187,18 +187,17 @@ def _add_differences(
 ) -> None:
     """Adds what a rank has of its own below its name; so is a tensor that takes too much to compare."""
     saved, found = one
-    own = {
-        fqn: leaf
-        for fqn, leaf in found.items()
-        if not isinstance(leaf, ShardedTensor) and not _same((saved, leaf), (first[0], first[1][fqn]), fqn, comparer)
-    }
+
+    def is_own(fqn: str, leaf: Any) -> bool:
+        others = first[1][fqn]
+        if isinstance(leaf, ShardedTensor) or isinstance(others, ShardedTensor):
+            return not isinstance(leaf, ShardedTensor)
+        return not comparer.same_value((saved, leaf), (first[0], others), fqn)
+
+    own = {fqn: leaf for fqn, leaf in found.items() if is_own(fqn, leaf)}
     if own:
         name, trees = f"rank_{rank}", saved.builder.trees
         trees[name] = trees.get(name, {}) | saved.plain(own, name)  # of other groups of files
-
-
-def _same(one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str, comparer: Comparer) -> bool:
-    return not isinstance(other[1], ShardedTensor) and bool(comparer.same_value(one, other, fqn))
 
 
 def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:

@@ -308,20 +308,21 @@ def _reconstructed(kind: Any, *_: Any) -> Any:
     return kind.make()
 
 
-_STORAGES = {
-    "Float": "float32",
+STORAGE_DTYPES = {
     "Double": "float64",
+    "Float": "float32",
     "Half": "float16",
     "BFloat16": "bfloat16",
+    "Bool": "bool",
     "Long": "int64",
     "Int": "int32",
     "Short": "int16",
     "Char": "int8",
     "Byte": "uint8",
-    "Bool": "bool",
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
+"""Name of a class of storages, without `Storage` -> dtype of its elements."""
 _TENSOR = Call(_rebuild_parameter)
 """Stands for the classes torch.Tensor and Parameter."""
 
@@ -352,8 +353,8 @@ VALUES: Mapping[str, Any] = MappingProxyType(
         "torch.nn.parameter.Buffer": _TENSOR,
         "torch.serialization._get_layout": Call(_text),
         "torch.storage.UntypedStorage": StorageKind(None),
-        **{f"torch.{name}Storage": StorageKind(dtype) for name, dtype in _STORAGES.items()},
-        **{f"torch.cuda.{name}Storage": StorageKind(dtype) for name, dtype in _STORAGES.items()},
+        **{f"torch.{name}Storage": StorageKind(dtype) for name, dtype in STORAGE_DTYPES.items()},
+        **{f"torch.cuda.{name}Storage": StorageKind(dtype) for name, dtype in STORAGE_DTYPES.items()},
         "torch._utils._rebuild_tensor": Call(_rebuild_tensor),
         "torch._utils._rebuild_tensor_v2": Call(_rebuild_tensor),
         "torch._utils._rebuild_tensor_v3": Call(_rebuild_any_tensor),

@@ -228,7 +228,7 @@ def convert_together(rank: int, world_size: int, arguments: list[str]) -> int:
         source=asked,
         target=target,
         target_options={},
-        wish=SelectionRequest(to=to, dtype=dtype[0] if dtype else None),
+        selection=SelectionRequest(to=to, dtype=dtype[0] if dtype else None),
         limits=limits,
         overwrite=False,
         is_link=False,
