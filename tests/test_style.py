@@ -1,11 +1,13 @@
-"""What CONTRIBUTING.md asks of the code, as far as a machine can tell: which way imports go, how long and how deep
-things get, where errors may be caught broadly. A rule that makes the code worse is changed here, with its reason.
+"""The rules of CONTRIBUTING.md that a machine can check: the direction of imports, lengths and nesting, names, openings
+of docstrings, where errors may be caught broadly. A rule that makes the code worse is changed here, with its reason.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_NESTING = 400, 60, 3
+MAX_FLAT_MODULES, MAX_PACKAGE_MODULES, MAX_VAGUE_SHARE = 9, 14, 0.02
+VAGUE_OPENINGS = {"What", "Of", "Whether", "How", "Where", "Those", "Who", "Which", "As", "By", "For", "In"}
+"""Words that no verb and no noun follows soon enough: a docstring begins with a verb or with the thing itself."""
+METAPHORS = {"guest", "hall", "farewell", "goodbye", "parcel", "outbox", "greeting", "crew", "stranger", "wish", "deal"}
 
 FLOORS = (
     {"errors"},
@@ -66,6 +72,7 @@ class Module(NamedTuple):
         return "tools" if parts[0] == "tools" else parts[1]
 
 
+@cache
 def modules() -> list[Module]:
     paths = sorted([*(ROOT / "bytecheckpoint").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
     return [Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
@@ -96,10 +103,8 @@ def about_the_file(module: Module, tree: ast.Module) -> Iterator[str]:
 
 
 def about_imports(module: Module, tree: ast.Module) -> Iterator[str]:
-    package = "bytecheckpoint" + "".join(f".{part}" for part in module.path.split("/")[1:-1])
-    package = "bytecheckpoint.tools" if module.layer == "tools" else package
     for node in ast.walk(tree):
-        for name in imported_names(node, package):
+        for name in imported_names(node, package_of(module)):
             head, _, rest = name.partition(".")
             if head == "torch" and module.layer in NO_TORCH:
                 yield f"{node.lineno}: {module.layer} knows no torch"
@@ -107,6 +112,11 @@ def about_imports(module: Module, tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: tools is imported as bytecheckpoint.tools"
             if head == "bytecheckpoint" and not may_import(module.layer, rest.split(".")[0]):
                 yield f"{node.lineno}: {module.layer} stands below {name}, or beside it"
+
+
+def package_of(module: Module) -> str:
+    folder = module.path.rpartition("/")[0].replace("/", ".")
+    return f"bytecheckpoint.{folder}" if module.layer == "tools" else folder
 
 
 def imported_names(node: ast.AST, package: str) -> list[str]:
@@ -177,6 +187,90 @@ def about_a_handler(module: Module, handler: ast.ExceptHandler) -> Iterator[str]
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.path)
 def test_a_module_keeps_to_the_style(module: Module) -> None:
     assert findings(module) == []
+
+
+def test_packages_are_small() -> None:
+    folders = {path.parent for tree in ("bytecheckpoint", "tools") for path in (ROOT / tree).rglob("*.py")}
+    counts = {folder.relative_to(ROOT).as_posix(): len(modules_in(folder)) for folder in folders}
+    assert counts.pop("bytecheckpoint") <= MAX_FLAT_MODULES
+    assert {name: count for name, count in counts.items() if count > MAX_PACKAGE_MODULES} == {}
+
+
+def modules_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.py") if not path.name.startswith("__")]
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    every = {dotted(module.path) for module in modules()}
+    imports = {dotted(module.path): imported_modules(module) & every for module in modules()}
+    while free := [name for name, names in imports.items() if not names & imports.keys() - {name}]:
+        for name in free:
+            del imports[name]
+    assert sorted(imports) == []
+
+
+def dotted(path: str) -> str:
+    name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return f"bytecheckpoint.{name}" if name.startswith("tools") else name
+
+
+def imported_modules(module: Module) -> set[str]:
+    """Returns the dotted names that a module imports, and the modules that they would be names in."""
+    names = {name for node in ast.walk(ast.parse(module.source)) for name in imported_names(node, package_of(module))}
+    return names | {name.rpartition(".")[0] for name in names}
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    owners: dict[str, list[str]] = {}
+    for module in modules():
+        for node in ast.walk(ast.parse(module.source)):
+            if isinstance(node, ast.ClassDef):
+                owners.setdefault(node.name.lstrip("_"), []).append(module.path)
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
+
+
+def test_docstrings_begin_with_a_verb_or_the_thing() -> None:
+    texts = [
+        (f"{module.path}:{node.lineno}", text.split()[0])
+        for module in modules()
+        for node in ast.walk(ast.parse(module.source))
+        if isinstance(node, ast.ClassDef | Function) and (text := ast.get_docstring(node))
+    ]
+    vague = [where for where, word in texts if word in VAGUE_OPENINGS]
+    assert len(vague) <= MAX_VAGUE_SHARE * len(texts), vague
+
+
+def test_no_name_is_a_metaphor() -> None:
+    found = {
+        f"{module.path}:{node.lineno}: {name}"
+        for module in modules()
+        for node in ast.walk(ast.parse(module.source))
+        for name in defined_names(node)
+        if METAPHORS & {word.removesuffix("s") for word in words_of(name)}
+    }
+    assert sorted(found) == []
+
+
+def defined_names(node: ast.AST) -> list[str]:
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            return [node.name]
+        case ast.arg():
+            return [node.arg]
+        case ast.Name(ctx=ast.Store()):
+            return [node.id]
+        case ast.Attribute(ctx=ast.Store()):
+            return [node.attr]
+    return []
+
+
+def words_of(name: str) -> list[str]:
+    return re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", name).lower())
+
+
+def test_tests_lie_as_the_packages_do() -> None:
+    packages = {path.name for path in (ROOT / "bytecheckpoint").iterdir() if (path / "__init__.py").exists()}
+    assert packages | {"tools"} <= {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
 
 
 def in_function(body: str) -> str:
