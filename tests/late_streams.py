@@ -13,8 +13,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from bytecheckpoint.memory import device_to_host as device_to_host_module
 from bytecheckpoint.memory.device_to_host import DeviceCopy, queue_copy
 from bytecheckpoint.runtime.buffers import CopyEvent
+from bytecheckpoint.saving import prepare
+from bytecheckpoint.staging import file_image
 
 
 class _Marked(NamedTuple):
@@ -96,8 +99,8 @@ def on_late_streams() -> Iterator[LateStreams]:
         return True
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.memory.device_to_host.streams_of", lambda _: streams)
-        patch.setattr("bytecheckpoint.memory.device_to_host.has_streams", have_streams)
-        patch.setattr("bytecheckpoint.staging.file_image.has_streams", have_streams)
-        patch.setattr("bytecheckpoint.saving.prepare.PreparedSave._is_on_host", is_on_host)
+        patch.setattr(device_to_host_module, "streams_of", lambda _: streams)
+        patch.setattr(device_to_host_module, "has_streams", have_streams)
+        patch.setattr(file_image, "has_streams", have_streams)
+        patch.setattr(prepare.PreparedSave, "_is_on_host", is_on_host)
         yield streams

@@ -164,7 +164,7 @@ def between_blocks(do: Callable[[int], object]) -> Iterator[None]:
         return write_image(store, name, image._replace(content=content), *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.saving.write.write_image", written)
+        patch.setattr(write, "write_image", written)
         yield
 
 

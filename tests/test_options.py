@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import before
+from faults.seams import Seam, before
 
 import bytecheckpoint as bcp
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.storage import range_reader
+from bytecheckpoint.storage.backends import direct_io
 
 BOTH = [SaveOptions, LoadOptions]
 
@@ -131,9 +133,7 @@ def test_as_many_blocks_are_written_at_once_as_there_are_writer_threads(tmp_path
     """Each write waits until all four are under way: three, which is the default, would wait in vain."""
     state = {"x": torch.ones(60 << 20, dtype=torch.uint8)}  # with the header, four blocks of 16 MiB
     meetings = iter([Barrier(4, timeout=60)] * 4)
-    with before(
-        "bytecheckpoint.storage.backends.direct_io.DirectFile.write", lambda: next(meetings, Barrier(1)).wait()
-    ):
+    with before(Seam(direct_io.DirectFile, "write"), lambda: next(meetings, Barrier(1)).wait()):
         bcp.save(tmp_path, state, options=bcp.SaveOptions(writer_threads=4))
     assert bcp.open(tmp_path)["x"][...].all()
 
@@ -143,6 +143,6 @@ def test_as_many_reads_are_under_way_at_once_as_there_are_reader_threads(tmp_pat
     state = {f"x{number}": torch.ones(1 << 20, dtype=torch.uint8) for number in range(6)}
     bcp.save(tmp_path, state)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    with before("bytecheckpoint.storage.range_reader._read", Barrier(6, timeout=60).wait):
+    with before(Seam(range_reader, "_read"), Barrier(6, timeout=60).wait):
         bcp.load(tmp_path, target, options=bcp.LoadOptions(reader_threads=6))
     assert all(tensor.all() for tensor in target.values())

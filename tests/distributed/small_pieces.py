@@ -7,6 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from bytecheckpoint import options
+from bytecheckpoint.loading import receive
+from bytecheckpoint.planner import coalesce, file_layout
+
 
 @contextmanager
 def small_pieces(*, extent_bytes: int = 512) -> Iterator[None]:
@@ -14,8 +18,8 @@ def small_pieces(*, extent_bytes: int = 512) -> Iterator[None]:
     half of that on, and `scratch_bytes` may be as small as one likes.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.planner.file_layout.EXTENT_BYTES", extent_bytes)
-        patch.setattr("bytecheckpoint.planner.coalesce.MIN_DIRECT_BYTES", extent_bytes // 2)
-        patch.setattr("bytecheckpoint.loading.receive._MIN_DIRECT_BYTES", extent_bytes // 8)
-        patch.setattr("bytecheckpoint.options.MIN_SCRATCH_BYTES", 1)
+        patch.setattr(file_layout, "EXTENT_BYTES", extent_bytes)
+        patch.setattr(coalesce, "MIN_DIRECT_BYTES", extent_bytes // 2)
+        patch.setattr(receive, "_MIN_DIRECT_BYTES", extent_bytes // 8)
+        patch.setattr(options, "MIN_SCRATCH_BYTES", 1)
         yield

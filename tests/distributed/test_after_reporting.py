@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from faults.seams import before, loads_as, state_of
+from faults.seams import Seam, before, loads_as, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.manifest import table
+from bytecheckpoint.saving import commit
+from bytecheckpoint.storage import layout
 from distributed.workers import WorkerPool
 
 INTERRUPTED_RANK = 1
@@ -23,7 +27,7 @@ def press_ctrl_c() -> None:
 
 
 def save_over(
-    rank: int, world_size: int, path: str, function: str, action: Callable[[], object]
+    rank: int, world_size: int, path: str, seam: Seam, action: Callable[[], object]
 ) -> tuple[str | None, bool]:
     """What the second save raised, and whether the checkpoint that stands then is the new one, whole."""
     bcp.save(path, state_of(rank, 1.0), options=OVERWRITE)
@@ -31,7 +35,7 @@ def save_over(
     with ExitStack() as undo:
         ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)  # the pool's workers ignore it
         undo.callback(signal.signal, signal.SIGINT, ignoring)
-        undo.enter_context(before(function, action) if rank == INTERRUPTED_RANK else nullcontext())
+        undo.enter_context(before(seam, action) if rank == INTERRUPTED_RANK else nullcontext())
         try:
             bcp.save(path, state_of(rank, 2.0), options=OVERWRITE)
         except BaseException as error:  # noqa: BLE001  told
@@ -43,7 +47,7 @@ def save_over(
 def test_what_a_rank_that_is_interrupted_has_reported_stays_where_the_others_commit_it(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
-    function = "bytecheckpoint.saving.commit.write_telemetry"
+    function = Seam(commit, "write_telemetry")
     outcomes = workers.run(save_over, str(tmp_path), function, press_ctrl_c, world_size=2)
     assert outcomes == [(None, True), ("KeyboardInterrupt", True)]
 
@@ -52,20 +56,18 @@ def no_network() -> None:
     raise OSError(5, "the network is gone")
 
 
-@pytest.mark.parametrize("function", ["socket.gethostname", "layout.telemetry_name"])
+@pytest.mark.parametrize("seam", [Seam(socket, "gethostname"), Seam(layout, "telemetry_name")], ids=str)
 def test_telemetry_that_one_rank_cannot_write_is_no_failure_of_the_save(
-    workers: WorkerPool, tmp_path: Path, function: str
+    workers: WorkerPool, tmp_path: Path, seam: Seam
 ) -> None:
-    outcomes = workers.run(
-        save_over, str(tmp_path), f"bytecheckpoint.saving.report.{function}", no_network, world_size=2
-    )
+    outcomes = workers.run(save_over, str(tmp_path), seam, no_network, world_size=2)
     assert outcomes == [(None, True), (None, True)]
 
 
 def checks_of_chunks(rank: int, world_size: int, path: str) -> int:
     """How often a save has this rank check all chunks of a manifest."""
     checks: list[str] = []
-    with before("bytecheckpoint.manifest.table.TensorTable.check_all", lambda: checks.append("all")):
+    with before(Seam(table.TensorTable, "check_all"), lambda: checks.append("all")):
         bcp.save(path, state_of(rank, 1.0), options=OVERWRITE)
     return len(checks)
 

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from faults.seams import EXCHANGE_PHASES, SAVE_PHASES, Seen, before, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.distributed import ranks as ranks_module
+from bytecheckpoint.loading import exchange as exchange_module
+from bytecheckpoint.planner import exchange_plan
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=20)
@@ -20,7 +23,7 @@ SHORT = bcp.SaveOptions(timeout_s=5)
 
 def save_in_blocks(rank: int, world_size: int, path: str, failing_rank: int, phase: str) -> tuple[Seen | None, bool]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.distributed.ranks.BLOCK_RANKS", 2)
+        patch.setattr(ranks_module, "BLOCK_RANKS", 2)
         bcp.save(path, state_of(rank, 1.0), step=1, options=OPTIONS)
         with before(phase, raising(RuntimeError("boom"))) if rank == failing_rank else nullcontext():
             error = seen(lambda: bcp.save(path, state_of(rank, 2.0), step=2, options=OPTIONS))
@@ -45,7 +48,7 @@ def test_a_failure_in_a_block_fails_all_and_the_next_save_works(
 
 def save_without_one(rank: int, world_size: int, path: str, absent: int) -> Seen | None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.distributed.ranks.BLOCK_RANKS", 2)
+        patch.setattr(ranks_module, "BLOCK_RANKS", 2)
         error = None
         if rank != absent:
             error = seen(lambda: bcp.save(path, state_of(rank, 1.0), step=1, options=SHORT))
@@ -77,9 +80,9 @@ def tensors_of(seed: int) -> dict[str, torch.Tensor]:
 def in_twos() -> Iterator[None]:
     """Messages go through blocks of two ranks, and no more than two read together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.distributed.ranks.BLOCK_RANKS", 2)
-        patch.setattr("bytecheckpoint.planner.exchange_plan.MAX_TOGETHER", 2)
-        patch.setattr("bytecheckpoint.loading.exchange._GRACE_S", 0.3)
+        patch.setattr(ranks_module, "BLOCK_RANKS", 2)
+        patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
+        patch.setattr(exchange_module, "_GRACE_S", 0.3)
         yield
 
 

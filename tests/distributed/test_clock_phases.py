@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from faults.seams import before, loads_as, state_of
+from faults.seams import Seam, before, loads_as, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import report
+from bytecheckpoint.storage import layout
 from bytecheckpoint.tools.main import cli
 from distributed.workers import WorkerPool
 
@@ -34,7 +36,7 @@ def shifted(shift_s: float) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: real() + shift_s)
-        patch.setattr("bytecheckpoint.saving.report.datetime", Shifted)
+        patch.setattr(report, "datetime", Shifted)
         yield
 
 
@@ -75,7 +77,7 @@ def collect_beside_a_live_save(rank: int, world_size: int, path: str, shifts: tu
             assert ended.exit_code == 0, ended.output
             found.append(ended.output)
 
-    with shifted(shifts[rank]), before("bytecheckpoint.storage.layout.commit", collect):
+    with shifted(shifts[rank]), before(Seam(layout, "commit"), collect):
         bcp.save(path, state_of(rank, 2.0), step=2)
     assert loads_as(path, rank, 2.0)
     return found

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
+from bytecheckpoint.distributed import rendezvous as rendezvous_module
 from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
@@ -125,7 +126,7 @@ def test_silent_connections_delay_no_peer(listener: Listener) -> None:
 
 def test_a_connection_that_dribbles_its_hello_is_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a byte comes: there is one limit for all that it says."""
-    monkeypatch.setattr("bytecheckpoint.distributed.rendezvous._HELLO_S", 0.3)
+    monkeypatch.setattr(rendezvous_module, "_HELLO_S", 0.3)
     with socket.create_connection(("127.0.0.1", listener.address.port)) as unknown, ThreadPoolExecutor(1) as pool:
         nobody = pool.submit(admit, listener, 2.0)
         with pytest.raises(OSError):  # noqa: PT012  # which of them notices is a matter of chance

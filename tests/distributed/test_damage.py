@@ -21,6 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.connection import Connection
+from bytecheckpoint.loading import exchange as exchange_module
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerPool
 
@@ -66,7 +67,7 @@ def state_of(placement: Placement, *, is_filled: bool) -> dict[str, Any]:
 def in_small_pieces() -> Iterator[None]:
     """The ranks wait for one another as shortly as on one host they can."""
     with small_pieces(extent_bytes=16384), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.loading.exchange._GRACE_S", 0.3)
+        patch.setattr(exchange_module, "_GRACE_S", 0.3)
         yield
 
 

@@ -17,11 +17,15 @@ import torch
 import torch.distributed as dist
 from fake_url_store import url_of
 from faults.lost_ranks import LATER_S, NOISE_S
-from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
+from faults.seams import Seam, Seen, before, holds, loads_as, raising, seen, state_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.loading import exchange as exchange_module
+from bytecheckpoint.loading import receive
+from bytecheckpoint.storage import range_reader
+from bytecheckpoint.storage.backends import local_store
 from distributed.collectives import Collectives, sequence_number
 from distributed.workers import WorkerDied, WorkerPool
 
@@ -186,15 +190,15 @@ def test_a_module_on_the_meta_device_is_filled(workers: WorkerPool, tmp_path: Pa
 
 
 FAILURES: dict[str, str] = {
-    "reading": "bytecheckpoint.storage.backends.local_store.LocalStore.read_into",
-    "packing": "bytecheckpoint.loading.exchange.seal",
-    "connecting": "bytecheckpoint.loading.exchange.connect",
-    "placing": "bytecheckpoint.loading.receive.check_digest",
-    "dividing": "bytecheckpoint.loading.exchange.divide_plan",
+    "reading": Seam(local_store.LocalStore, "read_into"),
+    "packing": Seam(exchange_module, "seal"),
+    "connecting": Seam(exchange_module, "connect"),
+    "placing": Seam(receive, "check_digest"),
+    "dividing": Seam(exchange_module, "divide_plan"),
 }
 
 
-def fail_in(rank: int, world_size: int, path: str, function: str, failing_rank: int) -> tuple[Seen | None, bool, bool]:
+def fail_in(rank: int, world_size: int, path: str, function: Seam, failing_rank: int) -> tuple[Seen | None, bool, bool]:
     """Rank 1's error is not the first that the coordinator could hear of."""
     state = state_of(rank, 0.0)
     bcp.save(path, state_of(rank, 1.0))
@@ -223,7 +227,7 @@ def test_what_fails_on_one_rank_fails_all_and_the_next_load_works(
         assert "Nothing of the state" in errors[failing_rank].own
 
 
-def go_missing(rank: int, world_size: int, path: str, function: str, missing_rank: int, how: str) -> Seen | None:
+def go_missing(rank: int, world_size: int, path: str, function: Seam, missing_rank: int, how: str) -> Seen | None:
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
     bcp.save(path, tensors_of(Replicate(), is_filled=True))
@@ -288,7 +292,7 @@ def test_many_loads_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tm
 def interrupted_while_reading(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...]]:
     """Rank 1 is interrupted in its first read, as by Ctrl-C, with all the time in the world."""
     state = tensors_of(Replicate(), is_filled=False)
-    interrupt = before("bytecheckpoint.storage.backends.local_store.LocalStore.read_into", raising(KeyboardInterrupt()))
+    interrupt = before(Seam(local_store.LocalStore, "read_into"), raising(KeyboardInterrupt()))
     try:
         with interrupt if rank == 1 else nullcontext():
             bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=3600))
@@ -320,10 +324,10 @@ def reading_on(rank: int, world_size: int, path: str) -> int:
     if rank == 0:
         state["own"] = {f"x{number}": torch.zeros(1 << 20) for number in range(20)}
     options = bcp.LoadOptions(exchange="on", timeout_s=60, reader_threads=1)
-    read = "bytecheckpoint.storage.range_reader._read"  # not read_into of the store, which gives the manifest as well
+    read = Seam(range_reader, "_read")  # not read_into of the store, which gives the manifest as well
     with ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(before("bytecheckpoint.loading.exchange._Exchange._stop", is_over.set))
+            stack.enter_context(before(Seam(exchange_module._Exchange, "_stop"), is_over.set))
             stack.enter_context(before(read, slowly))
         else:
             stack.enter_context(before(read, raising(RuntimeError("boom"))))

@@ -21,6 +21,7 @@ from faults.seams import (
     COORDINATOR_PHASES,
     LOAD_PHASES,
     SAVE_PHASES,
+    Seam,
     Seen,
     before,
     files_under,
@@ -80,7 +81,7 @@ def try_a_failing_save(
     rank: int,
     world_size: int,
     path: str,
-    function: str | None,
+    function: Seam | None,
     make_error: Callable[[], Exception],
     failing_rank: int,
     is_async: bool,
@@ -222,7 +223,7 @@ class Loaded(NamedTuple):
     next_loads: bool
 
 
-def try_a_failing_load(rank: int, world_size: int, path: str, function: str, failing_rank: int) -> Loaded:
+def try_a_failing_load(rank: int, world_size: int, path: str, function: Seam, failing_rank: int) -> Loaded:
     bcp.save(path, state_of(rank, 1.0), options=OPTIONS)
     state = state_of(rank, 9.0)
     options = bcp.LoadOptions(timeout_s=30)
@@ -267,7 +268,7 @@ class Case(NamedTuple):
     """A rank of a group that goes missing in a call."""
 
     kind: str
-    function: str
+    function: Seam
     missing_rank: int
     how: str
 

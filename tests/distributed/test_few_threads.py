@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from faults.seams import Seen, before, loads_as, raising, seen, state_of
+from faults.seams import Seam, Seen, before, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.runtime import threads
+from bytecheckpoint.saving import write
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=20)
-STARTING = "bytecheckpoint.runtime.threads.ThreadPool.begin"
-WRITING = "bytecheckpoint.saving.write.write_image"
+STARTING = Seam(threads.ThreadPool, "begin")
+WRITING = Seam(write, "write_image")
 
 
 def save_and_load(rank: int, world_size: int, path: str, short_rank: int, is_async: bool) -> tuple[Seen | None, bool]:

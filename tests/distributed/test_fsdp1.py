@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import Seen, before, seen
+from faults.seams import Seam, Seen, before, seen
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -31,6 +31,7 @@ from training import Training
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.native.pipelines import stages_of
+from bytecheckpoint.saving import global_plan
 from distributed.collectives import Collectives, sequence_number
 from distributed.workers import WorkerPool
 
@@ -408,7 +409,7 @@ def save_in_all_ways(rank: int, world_size: int, root: str) -> list[Any]:
 
     def save(name: str, source: Trained, **arguments: Any) -> bcp.SaveHandle:
         count: list[int] = []
-        with before("bytecheckpoint.saving.global_plan.plan_save", lambda: count.append(1)):
+        with before(Seam(global_plan, "plan_save"), lambda: count.append(1)):
             # Workers know the plans of earlier tests.
             handle = bcp.save(f"{root}/{name}", source.state | {"only_here": torch.zeros(3)}, **arguments)
             handle.staged()

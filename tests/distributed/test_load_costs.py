@@ -17,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_url_store import PROTOCOL, url_of
-from faults.seams import before, loads_as, state_of
+from faults.seams import Seam, before, loads_as, state_of
 from storage.s3_service import S3Service
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.loading import receive
+from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerPool
@@ -151,9 +153,9 @@ def load_holding_back(rank: int, world_size: int, path: str) -> tuple[bool, int]
             store.wait([arrived], timedelta(seconds=WAIT_S))
 
     if rank == 0:
-        seam = before("bytecheckpoint.storage.backends.local_store.LocalStore.read_into", hold_back)
+        seam = before(Seam(local_store.LocalStore, "read_into"), hold_back)
     else:
-        seam = before("bytecheckpoint.loading.receive.check_digest", lambda: store.set(arrived, "1"))
+        seam = before(Seam(receive, "check_digest"), lambda: store.set(arrived, "1"))
     with small_pieces(extent_bytes=EXTENT_BYTES), seam:
         options = bcp.LoadOptions(exchange="on", timeout_s=2 * WAIT_S, reader_threads=1, scratch_bytes=4 * EXTENT_BYTES)
         bcp.load(path, state, options=options)

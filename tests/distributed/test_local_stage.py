@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.seams import Seen, before, files_under, loads_as, raising, seen, state_of
+from faults.seams import Seam, Seen, before, files_under, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import local_stage as local_stage_module
 from distributed.workers import WorkerDied, WorkerError, WorkerPool
 
-UPLOADING = "bytecheckpoint.saving.local_stage.copy_file"
+UPLOADING = Seam(local_stage_module, "copy_file")
 
 
 def disk_of(rank: int, folder: Path) -> Path:
@@ -155,7 +156,7 @@ def fail_after_a_direct_write(rank: int, world_size: int, folder: Path) -> None:
     from bytecheckpoint.saving.local_stage import LocalStage
 
     gone = raising(bcp.StorageError("gone", kind="unavailable"))
-    with pytest.MonkeyPatch.context() as patch, before("bytecheckpoint.saving.local_stage.LocalStage.upload", gone):
+    with pytest.MonkeyPatch.context() as patch, before(Seam(local_stage_module.LocalStage, "upload"), gone):
         if rank == 1:
             patch.setattr(LocalStage, "_has_room", lambda _self, _num_bytes: False)
         seen(lambda: bcp.save(folder / "run", state_of(rank, 1.0), step=1, options=options_of(rank, folder)))

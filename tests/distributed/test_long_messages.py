@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.distributed import ranks
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 from distributed.workers import WorkerPool
 
@@ -28,7 +29,7 @@ def state_of(rank: int, *, seen: bytes, own: bytes) -> dict[str, Any]:
 
 def save_much(rank: int, world_size: int, path: str, block_ranks: int, is_async: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.distributed.ranks.BLOCK_RANKS", block_ranks)
+        patch.setattr(ranks, "BLOCK_RANKS", block_ranks)
         state = state_of(rank, seen=seen_by(-1), own=seen_by(rank))
         bcp.save(path, state, async_save=is_async, options=SAVING).result()
 

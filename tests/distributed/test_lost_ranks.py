@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from faults.lost_ranks import LATER_S, NOISE_S
 from faults.seams import EXCHANGE_PHASES as PHASES
-from faults.seams import Seen, before, loads_as, raising, seen, state_of
+from faults.seams import Seam, Seen, before, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage.backends import local_store
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerDied, WorkerPool
 
@@ -128,7 +129,7 @@ VALUES = {name: torch.arange(2 * NUM_SLOW_READS * EXTENT_BYTES // 4, dtype=torch
 def load_from_a_slow_store(rank: int, world_size: int, path: str) -> tuple[bool, float]:
     """Rank 1 reads half of `first` for itself and for rank 0 before rank 2 hears anything from it."""
     state = {name: torch.zeros_like(value) for name, value in VALUES.items() if rank < 2 or name == "second"}
-    slow = before("bytecheckpoint.storage.backends.local_store.LocalStore.read_into", lambda: time.sleep(SLOW_READ_S))
+    slow = before(Seam(local_store.LocalStore, "read_into"), lambda: time.sleep(SLOW_READ_S))
     started = time.monotonic()
     with small_pieces(extent_bytes=EXTENT_BYTES), slow if rank == 1 else nullcontext():
         one_extent = 2 * EXTENT_BYTES + 4000  # half of it is for reading

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import SAVE_PHASES, Seen, before, raising, seen
+from faults.seams import SAVE_PHASES, Seam, Seen, before, raising, seen
 from sample_tensors import LAYOUTS, SHAPE, random_bits, same_bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.saving import global_plan as global_plan_module
 from bytecheckpoint.saving import prepare
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
 from bytecheckpoint.saving.in_flight import process_state
@@ -76,9 +77,7 @@ def watched_planning() -> Iterator[Watched]:
 
     with ExitStack() as stack:
         for name in ("plan_save", "plan_files"):
-            stack.enter_context(
-                before(f"bytecheckpoint.saving.global_plan.{name}", partial(watched.planned.append, name))
-            )
+            stack.enter_context(before(Seam(global_plan_module, name), partial(watched.planned.append, name)))
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(prepare, "exchange_plans", watched_exchange)
         yield watched
 
@@ -473,7 +472,7 @@ def test_replicas_that_differ_are_told_once_after_a_warm_up_too(workers: WorkerP
     assert [len(of_rank) for of_rank in messages] == [1, 0]
 
 
-PHASES = {**SAVE_PHASES, "laying out": "bytecheckpoint.saving.global_plan.plan_files"}
+PHASES = {**SAVE_PHASES, "laying out": Seam(global_plan_module, "plan_files")}
 
 
 def fail_and_go_on(

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from bytecheckpoint.adapters.expectation import EntryContents
 from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.distributed import key_value_ranks as key_value_ranks_module
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
 from bytecheckpoint.distributed.ranks import Ranks, SoleRank, Subject, join_ranks, together
@@ -347,7 +348,7 @@ def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang(workers: WorkerP
 def test_nothing_of_a_call_stays_in_the_store_if_an_ack_is_late(
     late: tuple[int, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytecheckpoint.distributed.key_value_ranks._CLOSE_S", 0.3)
+    monkeypatch.setattr(key_value_ranks_module, "_CLOSE_S", 0.3)
     store = HashStore()
     ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
     close = GroupRanks._close

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import before
+from faults.seams import Seam, before
 
 import bytecheckpoint as bcp
+from bytecheckpoint.loading import read
 from distributed.workers import WorkerPool
 
 WORLD_SIZE = 3
-SEAMS = {"planning": "bytecheckpoint.loading.read.plan_load", "reading": "bytecheckpoint.loading.read.run_fetches"}
+SEAMS = {"planning": Seam(read, "plan_load"), "reading": Seam(read, "run_fetches")}
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:

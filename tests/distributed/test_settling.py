@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
+from faults.seams import Seam, Seen, before, holds, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import prepare
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
@@ -122,9 +123,7 @@ def save_differing(rank: int, world_size: int, path: str, kind: str) -> tuple[Se
     state["plain"]["value"] = float(rank)
     first = seen(lambda: begin(path, state, kind).result())
     # An error that only one rank meets, before anything is exchanged.
-    with before(
-        "bytecheckpoint.saving.prepare.take_snapshot", raising(RuntimeError("boom")) if rank == 1 else lambda: None
-    ):
+    with before(Seam(prepare, "take_snapshot"), raising(RuntimeError("boom")) if rank == 1 else lambda: None):
         second = seen(lambda: begin(path, state_of(rank, 6.0), kind).result())
     return first, second, saves_well(rank, path, kind)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.seams import before, loads_as, raising, state_of
+from faults.seams import Seam, before, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import commit
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from distributed.workers import WorkerPool
 
@@ -20,7 +21,7 @@ DELETION_S = 12.0
 
 
 def _deleting_slowly() -> Any:
-    return before(f"{LocalStore.__module__}.LocalStore.delete", lambda: time.sleep(DELETION_S))
+    return before(Seam(LocalStore, "delete"), lambda: time.sleep(DELETION_S))
 
 
 def _overwrite(rank: int, world_size: int, folder: str) -> tuple[str, float]:
@@ -44,7 +45,7 @@ def test_no_rank_waits_until_the_replaced_data_is_deleted(tmp_path: Path, worker
 def _fail(rank: int, world_size: int, folder: str) -> tuple[str, float, bool]:
     bcp.save(folder, state_of(rank, 1.0))
     error = bcp.CheckpointSaveError("the disk is full", kind="no_space")
-    breaking = before("bytecheckpoint.saving.commit.encode_report", raising(error)) if rank == 1 else nullcontext()
+    breaking = before(Seam(commit, "encode_report"), raising(error)) if rank == 1 else nullcontext()
     slow = _deleting_slowly() if rank == 0 else nullcontext()
     started = time.monotonic()
     with slow, breaking, pytest.raises(bcp.CheckpointSaveError) as raised:

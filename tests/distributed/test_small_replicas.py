@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import before, raising
+from faults.seams import Seam, before, raising
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.wire import decode_checked
+from bytecheckpoint.loading import exchange as exchange_module
+from bytecheckpoint.loading import receive
+from bytecheckpoint.planner import deduplicate, exchange_plan, save_plan
 from distributed.workers import WorkerPool
 
 WIDTH, NUM_LAYERS = 48, 12
@@ -63,8 +66,8 @@ def save_trained(
     model, optimizer = trained(world_size, num_replicas=num_replicas, seed=1)
     with pytest.MonkeyPatch.context() as patch:
         if is_spread:  # as earlier versions did
-            for module in ("deduplicate", "save_plan"):
-                patch.setattr(f"bytecheckpoint.planner.{module}.is_small", lambda _: False)
+            for module in (deduplicate, save_plan):
+                patch.setattr(module, "is_small", lambda _: False)
         bcp.save(path, {"model": model, "optimizer": optimizer}, options=bcp.SaveOptions(codec=codec))
 
 
@@ -147,11 +150,11 @@ def load_in_common(
     options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=verify)
     with (
         pytest.MonkeyPatch.context() as patch,
-        before("bytecheckpoint.loading.exchange.connect", raising(AssertionError())),
+        before(Seam(exchange_module, "connect"), raising(AssertionError())),
     ):
-        patch.setattr("bytecheckpoint.planner.exchange_plan.FEW_RANKS", 2)
+        patch.setattr(exchange_plan, "FEW_RANKS", 2)
         if rank == damages_on:
-            patch.setattr("bytecheckpoint.loading.receive.decode_checked", decode_damaged)
+            patch.setattr(receive, "decode_checked", decode_damaged)
         report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
     same = all(map(torch.equal, local_tensors(model, optimizer), expected))
     return same, report.num_bytes_read, report.num_bytes_received

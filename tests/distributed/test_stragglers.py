@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import Seen, before, seen
+from faults.seams import Seam, Seen, before, seen
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.polling import store_lost
@@ -20,6 +20,8 @@ from bytecheckpoint.distributed.ranks import SoleRank
 from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.planner.save_plan import plan_save
 from bytecheckpoint.planner.write_items import WriteItem, pack_items
+from bytecheckpoint.saving import local_stage as local_stage_module
+from bytecheckpoint.saving import write
 from distributed.workers import WorkerPool
 
 IMPATIENT_S = 1.0
@@ -45,9 +47,9 @@ def save_late(rank: int, world_size: int, path: str, stage: str | None, seam: st
 @pytest.mark.parametrize(
     ("is_staged", "seam"),
     [
-        (False, "bytecheckpoint.saving.write.write_image"),
-        (True, "bytecheckpoint.saving.local_stage.write_image"),
-        (True, "bytecheckpoint.saving.local_stage.copy_file"),
+        (False, Seam(write, "write_image")),
+        (True, Seam(local_stage_module, "write_image")),
+        (True, Seam(local_stage_module, "copy_file")),
     ],
 )
 def test_a_rank_that_writes_too_slowly_is_told_from_one_that_is_stuck(

@@ -17,13 +17,16 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api
+from bytecheckpoint.formats import find_checkpoint
+from bytecheckpoint.saving import handle as handle_module
+from bytecheckpoint.saving import recover, target
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.tools import gc_command
 from faults.object_world import SCHEME, Operation, WorldStore
-from faults.seams import Seen, before, seen
+from faults.seams import Seam, Seen, before, seen
 
-OPENERS = ("api", "formats.find_checkpoint", "saving.recover", "saving.target", "tools.gc_command")
+OPENERS = (api, find_checkpoint, recover, target, gc_command)
 """Where stores are opened."""
 NOTHING = -1.0
 """What a state holds before it is loaded into."""
@@ -88,7 +91,7 @@ def opened_by(open_world: Callable[[str], WorldStore]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in OPENERS:
-            patch.setattr(f"bytecheckpoint.{module}.open_store", open_store)
+            patch.setattr(module, "open_store", open_store)
         yield
 
 
@@ -121,13 +124,13 @@ def serve(address: str) -> None:
     """Takes calls until the test goes away."""
     line = _Line(address)
     durable = lambda: line.ask(Operation("durable", ""))  # noqa: E731
-    with opened_by(lambda root: WorldStore(root, line.ask)), before(f"{REACH_LOCAL}", durable):
+    with opened_by(lambda root: WorldStore(root, line.ask)), before(REACH_LOCAL, durable):
         while True:
             call = line.calls.recv()
             line.calls.send(carry_out(call))
 
 
-REACH_LOCAL = "bytecheckpoint.saving.handle.SaveProgress.reach_local"
+REACH_LOCAL = Seam(handle_module.SaveProgress, "reach_local")
 
 
 def carry_out(call: Call) -> Ended:

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import bytecheckpoint as bcp
+from bytecheckpoint.distributed import key_value_ranks
+from bytecheckpoint.saving import commit
+from bytecheckpoint.storage import stage_folder
 from distributed.workers import Outcome as OfRank
 from distributed.workers import WorkerDied, WorkerPool
 from faults.campaigns import Asked, Broken, Campaign, Outcome, side_by_side
@@ -28,6 +31,7 @@ from faults.seams import (
     LOAD_PHASES,
     SAVE_PHASES,
     STAGED_PHASES,
+    Seam,
     Seen,
     after,
     before,
@@ -48,8 +52,8 @@ NOISE_S = 15.0
 HUNG_S = 60.0
 """A rank that is not done by then hangs. The longest wait of a case is far shorter."""
 MAY_BE_COMMITTED = "whether the checkpoint was committed"
-CLOSING = "bytecheckpoint.distributed.key_value_ranks.GroupRanks.close"
-COMMIT = "bytecheckpoint.saving.commit._create_manifest"
+CLOSING = Seam(key_value_ranks.GroupRanks, "close")
+COMMIT = Seam(commit, "_create_manifest")
 NEVER = "never comes"
 
 
@@ -83,30 +87,32 @@ class Case(NamedTuple):
         return self.phase == "leaving"
 
 
-class Seam(NamedTuple):
-    """Where a phase is met."""
+class PhaseSeam(NamedTuple):
+    """Where a phase of a call begins, or ends."""
 
-    function: str
+    function: Seam
     is_before: bool = True
     """Whether the rank goes missing before the function is called, or after it."""
     is_coordinators: bool = False
 
 
-def seams(call: str) -> dict[str, Seam]:
+def seams(call: str) -> dict[str, PhaseSeam]:
     """The phases of a call."""
-    leaving = {"leaving": Seam(CLOSING)}
+    leaving = {"leaving": PhaseSeam(CLOSING)}
     if call == "load":
-        return {phase: Seam(function) for phase, function in LOAD_PHASES.items()} | leaving
+        return {phase: PhaseSeam(function) for phase, function in LOAD_PHASES.items()} | leaving
     if call == "exchanged load":
-        return {phase: Seam(function) for phase, function in EXCHANGE_PHASES.items()} | leaving
+        return {phase: PhaseSeam(function) for phase, function in EXCHANGE_PHASES.items()} | leaving
     of_all = STAGED_PHASES if call == "staged save" else SAVE_PHASES
-    of_coordinator = {phase: Seam(function, is_coordinators=True) for phase, function in COORDINATOR_PHASES.items()}
+    of_coordinator = {
+        phase: PhaseSeam(function, is_coordinators=True) for phase, function in COORDINATOR_PHASES.items()
+    }
     if call == "staged save":
-        of_coordinator["keeping the manifest"] = Seam(
-            "bytecheckpoint.storage.stage_folder.StagedFolder.keep_manifest", is_coordinators=True
+        of_coordinator["keeping the manifest"] = PhaseSeam(
+            Seam(stage_folder.StagedFolder, "keep_manifest"), is_coordinators=True
         )
-    telling = {"telling": Seam(COMMIT, is_before=False, is_coordinators=True)}
-    return {phase: Seam(function) for phase, function in of_all.items()} | of_coordinator | telling | leaving
+    telling = {"telling": PhaseSeam(COMMIT, is_before=False, is_coordinators=True)}
+    return {phase: PhaseSeam(function) for phase, function in of_all.items()} | of_coordinator | telling | leaving
 
 
 CALLS = ("save", "async save", "lazy save", "staged save", "load", "exchanged load")

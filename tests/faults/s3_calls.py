@@ -12,6 +12,8 @@ import pytest
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.staging import file_image
+from bytecheckpoint.storage.backends import s3_requests, s3_upload
 from distributed.small_pieces import small_pieces
 from faults.moto_bucket import storage_options
 from faults.seams import Seen, seen, state_of
@@ -51,11 +53,11 @@ class Ended(NamedTuple):
 def in_a_hurry() -> Iterator[None]:
     """Within the block nobody is held back for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FIRST_BACKOFF_S", 0.02)
-        patch.setattr("bytecheckpoint.storage.backends.s3_requests._MAX_BACKOFF_S", 0.2)
-        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FORGET_BACKOFF_S", 1.0)
-        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FIRST_CONTACT_S", 1.0)
-        patch.setattr("bytecheckpoint.storage.backends.s3_upload._CLEAN_UP_S", 2.0)
+        patch.setattr(s3_requests, "_FIRST_BACKOFF_S", 0.02)
+        patch.setattr(s3_requests, "_MAX_BACKOFF_S", 0.2)
+        patch.setattr(s3_requests, "_FORGET_BACKOFF_S", 1.0)
+        patch.setattr(s3_requests, "_FIRST_CONTACT_S", 1.0)
+        patch.setattr(s3_upload, "_CLEAN_UP_S", 2.0)
         yield
 
 
@@ -64,9 +66,9 @@ def in_small_parts() -> Iterator[None]:
     """Within the block a small state is uploaded and read like a large one."""
     with small_pieces(extent_bytes=PART_BYTES // 8), pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_state(), "plans", PlanCache())  # those that are kept have large blocks
-        patch.setattr("bytecheckpoint.staging.file_image.BLOCK_BYTES", PART_BYTES)
-        patch.setattr("bytecheckpoint.storage.backends.s3_upload._PART_BYTES", PART_BYTES)
-        patch.setattr("bytecheckpoint.storage.backends.s3_upload._MIN_PART_BYTES", 1)
+        patch.setattr(file_image, "BLOCK_BYTES", PART_BYTES)
+        patch.setattr(s3_upload, "_PART_BYTES", PART_BYTES)
+        patch.setattr(s3_upload, "_MIN_PART_BYTES", 1)
         yield
 
 

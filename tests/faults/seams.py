@@ -5,85 +5,110 @@ a function that every rank calls (or the coordinator alone); a fault runs in its
 from __future__ import annotations
 
 import os
-import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters import containers
+from bytecheckpoint.distributed import rendezvous
+from bytecheckpoint.loading import exchange, name_scope, open_checkpoint, read, receive
+from bytecheckpoint.saving import commit, global_plan, local_stage, prepare, report, target, upload, write
+from bytecheckpoint.storage import layout
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function where tests put a fault: an attribute of a module or of a class, which travels to other processes."""
+
+    owner: ModuleType | type
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        if isinstance(self.owner, ModuleType):
+            return _seam_of_module, (self.owner.__name__, self.name)
+        return Seam, (self.owner, self.name)
+
+
+def _seam_of_module(module: str, name: str) -> Seam:
+    return Seam(import_module(module), name)
+
 
 SAVE_PHASES = {
-    "opening": "bytecheckpoint.saving.target.open_store",
-    "planning": "bytecheckpoint.saving.prepare.exchange_plans",
-    "staging": "bytecheckpoint.saving.prepare.take_snapshot",
-    "writing": "bytecheckpoint.saving.write.write_image",
-    "reporting": "bytecheckpoint.saving.commit.encode_report",
+    "opening": Seam(target, "open_store"),
+    "planning": Seam(prepare, "exchange_plans"),
+    "staging": Seam(prepare, "take_snapshot"),
+    "writing": Seam(write, "write_image"),
+    "reporting": Seam(commit, "encode_report"),
 }
 COORDINATOR_PHASES = {
-    "looking": "bytecheckpoint.saving.target.refuse_occupied",
-    "merging": "bytecheckpoint.saving.global_plan.merge_plain",
-    "building": "bytecheckpoint.saving.report.build_manifest",
-    "committing": "bytecheckpoint.storage.layout.commit",
+    "looking": Seam(target, "refuse_occupied"),
+    "merging": Seam(global_plan, "merge_plain"),
+    "building": Seam(report, "build_manifest"),
+    "committing": Seam(layout, "commit"),
 }
 LOAD_PHASES = {
-    "opening": "bytecheckpoint.loading.open_checkpoint.open_above",
-    "matching": "bytecheckpoint.loading.name_scope.match_state",
-    "planning": "bytecheckpoint.loading.read.Source.plan",
-    "reading": "bytecheckpoint.loading.read.Source.read",
+    "opening": Seam(open_checkpoint, "open_above"),
+    "matching": Seam(name_scope, "match_state"),
+    "planning": Seam(read.Source, "plan"),
+    "reading": Seam(read.Source, "read"),
 }
 
 
 EXCHANGE_PHASES = {
-    "finding": "bytecheckpoint.loading.open_checkpoint.open_above",
-    "matching": "bytecheckpoint.loading.name_scope.match_state",
-    "planning what to exchange": "bytecheckpoint.loading.exchange.wanted_runs",
-    "dividing the work": "bytecheckpoint.loading.exchange.divide_plan",
-    "connecting": "bytecheckpoint.loading.exchange.connect",
-    "letting in": "bytecheckpoint.distributed.rendezvous.Listener.accept",
-    "reading": "bytecheckpoint.loading.read.Source.run",
-    "passing on": "bytecheckpoint.loading.exchange.seal",
-    "taking in": "bytecheckpoint.loading.receive.check_digest",
-    "finishing": "bytecheckpoint.adapters.containers.PlainEntry.finish",
+    "finding": Seam(open_checkpoint, "open_above"),
+    "matching": Seam(name_scope, "match_state"),
+    "planning what to exchange": Seam(exchange, "wanted_runs"),
+    "dividing the work": Seam(exchange, "divide_plan"),
+    "connecting": Seam(exchange, "connect"),
+    "letting in": Seam(rendezvous.Listener, "accept"),
+    "reading": Seam(read.Source, "run"),
+    "passing on": Seam(exchange, "seal"),
+    "taking in": Seam(receive, "check_digest"),
+    "finishing": Seam(containers.PlainEntry, "finish"),
 }
 """Of a load whose ranks exchange what they read."""
 STAGED_PHASES = {
-    "opening": "bytecheckpoint.saving.target.open_store",
-    "planning": "bytecheckpoint.saving.prepare.exchange_plans",
-    "staging": "bytecheckpoint.saving.prepare.take_snapshot",
-    "writing to the disk": "bytecheckpoint.saving.local_stage.write_image",
-    "reporting": "bytecheckpoint.saving.upload.encode_report",
-    "uploading": "bytecheckpoint.saving.local_stage.copy_file",
+    "opening": Seam(target, "open_store"),
+    "planning": Seam(prepare, "exchange_plans"),
+    "staging": Seam(prepare, "take_snapshot"),
+    "writing to the disk": Seam(local_stage, "write_image"),
+    "reporting": Seam(upload, "encode_report"),
+    "uploading": Seam(local_stage, "copy_file"),
 }
 """Of a save through a local stage."""
 
 
 @contextmanager
-def before(function: str, action: Callable[[], object]) -> Iterator[None]:
-    """Within the block, `action` runs before each call of the function with this dotted name."""
-    owner, _, name = function.rpartition(".")
-    original = getattr(pkgutil.resolve_name(owner), name)
+def before(seam: Seam, action: Callable[[], object]) -> Iterator[None]:
+    """Within the block, `action` runs before each call of the function."""
+    original = getattr(seam.owner, seam.name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         action()
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(function, replacement)
+        patch.setattr(seam.owner, seam.name, replacement)
         yield
 
 
 @contextmanager
-def after(function: str, action: Callable[[], object]) -> Iterator[None]:
+def after(seam: Seam, action: Callable[[], object]) -> Iterator[None]:
     """Within the block, `action` runs after each call of the function that returns."""
-    owner, _, name = function.rpartition(".")
-    original = getattr(pkgutil.resolve_name(owner), name)
+    original = getattr(seam.owner, seam.name)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -91,7 +116,7 @@ def after(function: str, action: Callable[[], object]) -> Iterator[None]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(function, replacement)
+        patch.setattr(seam.owner, seam.name, replacement)
         yield
 
 

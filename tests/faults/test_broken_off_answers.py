@@ -8,6 +8,7 @@ import pytest
 from storage.s3_server import S3Server, running_s3
 from storage.store_contract import get, put
 
+from bytecheckpoint.storage.backends import s3_requests, s3_upload
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
 from faults.fault_proxy import Fault, FaultProxy, running_proxy
@@ -29,8 +30,8 @@ def proxied() -> Iterator[tuple[S3Server, FaultProxy]]:
 def hurry() -> Iterator[None]:
     # Undone before those around it, or what they have set would stay.
     with in_a_hurry(), in_small_parts(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FIRST_PAUSE_S", 0.001)
-        patch.setattr("bytecheckpoint.storage.backends.s3_upload._PART_BYTES", 4000)
+        patch.setattr(s3_requests, "_FIRST_PAUSE_S", 0.001)
+        patch.setattr(s3_upload, "_PART_BYTES", 4000)
         yield
 
 

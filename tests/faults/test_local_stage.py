@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import local_stage as local_stage_module
+from bytecheckpoint.saving import upload
+from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.backends.file_lock import is_locked
 from faults.launcher import Launcher
-from faults.seams import files_under, loads_as, state_of
+from faults.seams import Seam, files_under, loads_as, state_of
 
 
 @pytest.fixture
@@ -44,12 +47,12 @@ with before(function, lambda: os.kill(os.getpid(), signal.SIGKILL)):
 """
 
 DEATHS = {
-    "before anything is written": ("bytecheckpoint.saving.upload.write_files", "removed"),
-    "before the manifest is kept": ("bytecheckpoint.storage.stage_folder.StagedFolder.keep_manifest", "removed"),
-    "between local durability and the upload": ("bytecheckpoint.saving.local_stage.copy_file", "committed"),
-    "between the upload and the commit": ("bytecheckpoint.saving.upload.commit_together", "committed"),
-    "in the commit": ("bytecheckpoint.storage.layout.commit", "committed"),
-    "after the commit": ("bytecheckpoint.saving.local_stage.LocalStage.remove", "removed"),
+    "before anything is written": (Seam(upload, "write_files"), "removed"),
+    "before the manifest is kept": (Seam(stage_folder.StagedFolder, "keep_manifest"), "removed"),
+    "between local durability and the upload": (Seam(local_stage_module, "copy_file"), "committed"),
+    "between the upload and the commit": (Seam(upload, "commit_together"), "committed"),
+    "in the commit": (Seam(layout, "commit"), "committed"),
+    "after the commit": (Seam(local_stage_module.LocalStage, "remove"), "removed"),
 }
 
 
@@ -73,7 +76,8 @@ def test_a_process_that_dies_loses_nothing_that_was_durable(
 ALIVE = """
 import sys
 import bytecheckpoint as bcp
-from faults.seams import before, state_of
+from bytecheckpoint.saving import local_stage
+from faults.seams import Seam, before, state_of
 
 root, stage, gate = sys.argv[1:]
 options = bcp.SaveOptions(local_stage=stage)
@@ -82,7 +86,7 @@ def wait():
     print("uploading", flush=True)
     open(gate).read()
 
-with before("bytecheckpoint.saving.local_stage.copy_file", wait):
+with before(Seam(local_stage, "copy_file"), wait):
     bcp.save(root, state_of(0, 1.0), step=1, options=options)
 """
 

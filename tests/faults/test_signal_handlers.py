@@ -16,7 +16,7 @@ HANDLER = """
 import os, signal, sys, threading
 import torch
 from bytecheckpoint.saving import write
-from faults.seams import before, state_of
+from faults.seams import Seam, before, state_of
 
 path = sys.argv[1]
 GATHER = "bytecheckpoint.staging.file_image.LiveFile.gather"
@@ -104,7 +104,7 @@ def test_a_handler_that_waits_for_a_save_which_its_thread_stages_is_refused(
 
 ALLOWED = {
     "a synchronous save": """
-with before("bytecheckpoint.saving.write.write_image", interrupt):
+with before(Seam(write, "write_image"), interrupt):
     bcp.save(f"{path}/interrupted", state_of(0, 1.0))
 """,
     "a save that waits for its turn": """
@@ -116,7 +116,7 @@ def handle_signal():
     go.set()
     bcp.save(f"{path}/handler", state_of(0, 2.0))
 
-with before("bytecheckpoint.saving.write.write_image", held):
+with before(Seam(write, "write_image"), held):
     bcp.save(f"{path}/first", state_of(0, 1.0), async_save=True)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     bcp.save(f"{path}/interrupted", state_of(0, 1.0), async_save=True).result(20)

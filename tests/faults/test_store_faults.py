@@ -15,6 +15,8 @@ from storage.faulty_store import Fault, FaultyStore
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api
+from bytecheckpoint.formats import find_checkpoint
+from bytecheckpoint.saving import target
 from distributed.workers import WorkerPool
 from faults.seams import files_under, loads_as, seen, state_of
 
@@ -36,8 +38,8 @@ def faulty(fail_at: int, fault: Fault, *, on_and_on: bool) -> Iterator[list[Faul
         return opened[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.saving.target.open_store", open_faulty)
-        patch.setattr("bytecheckpoint.formats.find_checkpoint.open_store", open_faulty)
+        patch.setattr(target, "open_store", open_faulty)
+        patch.setattr(find_checkpoint, "open_store", open_faulty)
         yield opened
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from distributed.workers import Outcome, WorkerPool
 from faults.lost_ranks import LATER_S, NEVER, Case, lose_one, what_is_wrong
-from faults.seams import Seen, before
+from faults.seams import Seam, Seen, before
 
 
 def wrong_after(seconds: float, path: Path, *, missing_seconds: float = 0.0) -> str | None:
@@ -41,7 +41,7 @@ def lose_one_late(rank: int, world_size: int, root: str, cases: list[Case]) -> A
 
     previous = signal.signal(signal.SIGCONT, lambda number, _: woken.append(number))
     try:
-        with before("signal.pthread_kill", linger):
+        with before(Seam(signal, "pthread_kill"), linger):
             return lose_one(rank, world_size, root, cases)
     finally:
         signal.signal(signal.SIGCONT, previous)

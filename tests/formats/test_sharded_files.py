@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import bytecheckpoint as bcp
-from bytecheckpoint.formats.torch_save import sharded_tensors
+from bytecheckpoint.formats.torch_save import duplicates, sharded_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of what it saves itself
 
@@ -286,7 +286,7 @@ def test_a_mesh_of_many_ranks_under_many_names_is_refused_at_once(tmp_path: Path
             yield region
 
     with (
-        mock.patch("bytecheckpoint.formats.torch_save.sharded_tensors._everywhere", counted),
+        mock.patch.object(sharded_tensors, "_everywhere", counted),
         pytest.raises(bcp.CheckpointNotFoundError, match="has no file with a part of 'n0'"),
     ):
         bcp.open(tmp_path / "c")
@@ -324,7 +324,7 @@ def test_tensors_of_ranks_are_told_apart_without_checksums(tmp_path: Path) -> No
 def test_a_large_tensor_that_cannot_be_compared_is_kept_for_each_rank(tmp_path: Path) -> None:
     large = torch.zeros(100)
     folder = write_without_checksums(tmp_path / "c", lambda _: {"large": large})
-    with mock.patch("bytecheckpoint.formats.torch_save.duplicates._MAX_TENSOR_BYTES", 100):
+    with mock.patch.object(duplicates, "_MAX_TENSOR_BYTES", 100):
         assert {"large", "rank_1.large"} < set(bcp.open(folder))
 
 

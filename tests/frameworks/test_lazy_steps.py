@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import before
+from faults.seams import Seam, before
 
 import bytecheckpoint as bcp
+from bytecheckpoint.staging import file_image
 from distributed.workers import WorkerPool
 from frameworks.real_deepspeed import SETUPS, engine_of, join_deepspeed, state_of, train, unequal, weights_of
 
@@ -32,7 +33,7 @@ def save_and_step(path: str, state: dict[str, Any], step: Callable[[], object]) 
     def wait() -> None:
         assert go.wait(60)
 
-    with before("bytecheckpoint.staging.file_image.LiveFile.gather", wait):
+    with before(Seam(file_image.LiveFile, "gather"), wait):
         handle = bcp.save(path, state, async_save=True, options=LAZY)
         timer = threading.Timer(0.3, go.set)
         timer.start()

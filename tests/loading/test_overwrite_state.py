@@ -13,6 +13,8 @@ from storage.faulty_store import Fault, FaultyStore
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api
+from bytecheckpoint.formats import find_checkpoint
+from bytecheckpoint.storage import range_reader
 
 IN_ORDER = bcp.LoadOptions(reader_threads=1)
 UNVERIFIED = bcp.LoadOptions(reader_threads=1, verify=False)
@@ -55,7 +57,7 @@ def failing_read(number: int) -> Iterator[None]:
         return FaultyStore(store, fail_at=number, fault=Fault.BEFORE, counts=is_of_data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.formats.find_checkpoint.open_store", open_faulty)
+        patch.setattr(find_checkpoint, "open_store", open_faulty)
         yield
 
 
@@ -129,9 +131,7 @@ def test_damage_in_a_frame_says_that_nothing_was_overwritten(tmp_path: Path, is_
     message = message_of(lambda: bcp.load(tmp_path, {"w": target}, options=IN_ORDER))
     assert message.endswith(UNTOUCHED)
     with pytest.MonkeyPatch.context() as patch:  # what a checksum lets pass, or nobody has checked
-        patch.setattr(
-            "bytecheckpoint.storage.range_reader.decode_frame", raising(bcp.StorageError("boom", kind="unavailable"))
-        )
+        patch.setattr(range_reader, "decode_frame", raising(bcp.StorageError("boom", kind="unavailable")))
         message = message_of(lambda: bcp.load(tmp_path, {"w": target}, options=UNVERIFIED))
     assert message.endswith(UNTOUCHED)
     assert is_all(target, 0.0)
@@ -189,7 +189,7 @@ def test_plain_data_that_was_put_back_before_an_object_failed_counts(tmp_path: P
 
 def test_the_error_keeps_its_kind_and_its_cause(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = RuntimeError("boom")
-    monkeypatch.setattr("bytecheckpoint.api.read_together", raising(cause))
+    monkeypatch.setattr(api, "read_together", raising(cause))
     with pytest.raises(bcp.CheckpointError) as error:
         bcp.load(saved, {"model": filled(0.0)})
     assert (error.value.kind, error.value.ranks, error.value.path) == ("rank_failed", (0,), str(saved))

@@ -4,6 +4,7 @@ whole, and nothing is called damaged.
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults.seams import before
+from faults.seams import Seam, before
 from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
+from bytecheckpoint.loading import read as read_module
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
 NUM_LOADS = 300
@@ -62,7 +64,7 @@ def test_a_manifest_that_is_replaced_when_it_is_opened_is_read_whole(tmp_path: P
     """The new manifest is longer, or shorter."""
     bcp.save(tmp_path, state_of(1.0, num_tensors=20))
     replace = once(lambda: bcp.save(tmp_path, state_of(2.0, num_tensors=names), options=OVERWRITING))
-    with before("os.open", replace):
+    with before(Seam(os, "open"), replace):
         found = bcp.open(tmp_path)
     assert len(found) == names
     assert values_of(found.state_dict()) == {2.0}
@@ -74,9 +76,7 @@ def test_a_load_of_what_is_replaced_meanwhile_loads_the_new_one(place: Place, mo
     url, options = place
     bcp.save(url, state_of(1.0), storage_options=options)
     replace = once(lambda: bcp.save(url, state_of(2.0), storage_options=options, options=OVERWRITING))
-    seam = {"planning": "bytecheckpoint.loading.read.plan_load", "reading": "bytecheckpoint.loading.read.run_fetches"}[
-        moment
-    ]
+    seam = {"planning": Seam(read_module, "plan_load"), "reading": Seam(read_module, "run_fetches")}[moment]
     state = state_of(-1.0)
     with before(seam, replace):
         report = bcp.load(url, state, storage_options=options)
@@ -91,7 +91,7 @@ def test_a_load_says_that_the_checkpoint_is_replaced_again_and_again(tmp_path: P
         bcp.save(tmp_path, state_of(2.0), options=OVERWRITING)
 
     with (
-        before("bytecheckpoint.loading.read.run_fetches", replace),
+        before(Seam(read_module, "run_fetches"), replace),
         pytest.raises(bcp.CheckpointNotFoundError) as raised,
     ):
         bcp.load(tmp_path, state_of(-1.0))
@@ -103,7 +103,7 @@ def test_an_error_after_another_attempt_says_what_the_first_has_left(tmp_path: P
     bcp.save(tmp_path, state_of(1.0))
     replace = once(lambda: bcp.save(tmp_path, {"other": torch.ones(3)}, options=OVERWRITING))
     with (
-        before("bytecheckpoint.loading.read.run_fetches", replace),
+        before(Seam(read_module, "run_fetches"), replace),
         pytest.raises(bcp.CheckpointMismatchError) as raised,
     ):
         bcp.load(tmp_path, state_of(-1.0))

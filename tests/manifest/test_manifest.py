@@ -30,6 +30,8 @@ from bytecheckpoint.manifest import (
     Manifest,
     decode_manifest,
     encode_manifest,
+    encoding,
+    records,
     tensor_record,
     validation,
 )
@@ -514,8 +516,8 @@ def test_chunks_whose_volumes_wrap_around_are_no_tiling() -> None:
 )
 def test_counts_have_limits_for_writer_and_reader(monkeypatch: pytest.MonkeyPatch, limit: str, least: int) -> None:
     data = encode_manifest(small_manifest())
-    for module in ("encoding", "records"):
-        monkeypatch.setattr(f"bytecheckpoint.manifest.{module}.{limit}", least, raising=False)
+    for module in (encoding, records):
+        monkeypatch.setattr(module, limit, least, raising=False)
     assert kind_of(data) == "limits_exceeded"
     with pytest.raises(UnsafeCheckpointError, match="more than"):
         encode_manifest(small_manifest())

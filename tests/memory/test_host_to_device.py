@@ -18,6 +18,7 @@ from sample_tensors import DTYPES, LAYOUTS, SHAPE, random_bits, same_bits
 
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
+from bytecheckpoint.loading import read
 from bytecheckpoint.memory.host_to_device import CopyStreams, copied_buffers, streams_to
 from bytecheckpoint.region import Region
 from bytecheckpoint.storage.backends.local_store import LocalStore
@@ -72,7 +73,7 @@ def load_with(
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
-    monkeypatch.setattr("bytecheckpoint.loading.read.has_streams", lambda _: True)  # reads are planned as for a device
+    monkeypatch.setattr(read, "has_streams", lambda _: True)  # reads are planned as for a device
     return LateLane(HOST)
 
 

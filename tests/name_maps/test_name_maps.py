@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from faults.seams import before
+from faults.seams import Seam, before
 from formats.foreign_files import assert_same
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from two_llamas import (
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.loading import read
 from bytecheckpoint.tools.main import cli
 from distributed.workers import WorkerError, WorkerPool
 
@@ -249,7 +250,7 @@ def test_a_load_through_a_map_reads_again_what_is_replaced_meanwhile(tmp_path: P
 
     megatron = Megatron(padding=padding)
     options = through(TO_MEGATRON, **SIZES, padded_vocab_size=VOCABULARY + padding)
-    with before("bytecheckpoint.loading.read.run_fetches", replace_once):
+    with before(Seam(read, "run_fetches"), replace_once):
         bcp.load(tmp_path, {"model": megatron}, options=options)
     check_same_logits(megatron, new)
 

@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from faults.seams import before, loads_as, state_of
+from faults.seams import Seam, before, loads_as, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.distributed import ranks
 from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.saving import global_plan
 
 
 def thread_that_pauses() -> tuple[threading.Thread, threading.Event, threading.Event]:
@@ -76,8 +78,8 @@ def test_training_goes_on_with_the_collector_while_a_lazy_save_waits_for_other_r
     lazy = bcp.SaveOptions(snapshot="lazy")
     bcp.save(tmp_path / "first", state_of(0, 1.0), async_save=True, options=lazy).result(20)  # its plan is known now
     with ExitStack() as faults:
-        faults.enter_context(before("bytecheckpoint.distributed.ranks.SoleRank.reduce_scatter", agreeing))
-        faults.enter_context(before("bytecheckpoint.saving.global_plan.merge_plain", planning))
+        faults.enter_context(before(Seam(ranks.SoleRank, "reduce_scatter"), agreeing))
+        faults.enter_context(before(Seam(global_plan, "merge_plain"), planning))
         handle = bcp.save(tmp_path / "second", state_of(0, 1.0), async_save=True, options=lazy)
         has_returned.set()
         handle.result(20)

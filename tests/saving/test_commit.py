@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
+from faults.seams import COORDINATOR_PHASES, Seam, before, files_under, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
@@ -19,6 +19,7 @@ from bytecheckpoint.saving import commit, report, target
 from bytecheckpoint.saving.global_plan import AgreedPlan
 from bytecheckpoint.saving.plan_cache import RankPlan
 from bytecheckpoint.saving.report import WrittenFile
+from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage.backends import fsspec_store
 from bytecheckpoint.storage.store import Block, Store
 
@@ -76,7 +77,7 @@ def test_no_reader_sees_a_checkpoint_before_its_manifest_which_is_written_last(t
 @pytest.mark.parametrize("is_async", [False, True])
 def test_what_is_committed_is_refused_before_anything_is_staged(tmp_path: Path, is_async: bool) -> None:
     bcp.save(tmp_path, state_of(0, 1.0))
-    is_staged = before("bytecheckpoint.staging.file_image.LiveFile.gather", raising(RuntimeError("it was staged")))
+    is_staged = before(Seam(file_image.LiveFile, "gather"), raising(RuntimeError("it was staged")))
     with is_staged, pytest.raises(bcp.CheckpointExistsError):
         bcp.save(tmp_path, state_of(0, 2.0), async_save=is_async)
     assert loads_as(tmp_path, 0, 1.0)

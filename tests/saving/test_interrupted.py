@@ -18,7 +18,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.saving.in_flight import wait_until_staged
-from bytecheckpoint.staging import compress, snapshots
+from bytecheckpoint.staging import compress, file_image, snapshots
 from bytecheckpoint.storage import range_reader
 
 WAIT_S = 30
@@ -70,7 +70,7 @@ def test_waves_that_cannot_be_staged_are_an_error_for_who_waits(
     def no_memory(*_: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("bytecheckpoint.staging.file_image.LiveFile.gather", no_memory)
+    monkeypatch.setattr(file_image.LiveFile, "gather", no_memory)
     handle = bcp.save(tmp_path, {"x": torch.ones(64 << 20, dtype=torch.uint8)}, async_save=True, options=WAVES)
     assert isinstance(ends(handle.staged), bcp.CheckpointSaveError)
     assert isinstance(ends(lambda: handle.result(WAIT_S)), bcp.CheckpointSaveError)
@@ -149,7 +149,7 @@ def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch:
             raise left.pop()
         return empty(*arguments)
 
-    monkeypatch.setattr("bytecheckpoint.storage.range_reader.np.empty", failing)
+    monkeypatch.setattr(range_reader.np, "empty", failing)
     file = DataFile("f", 1000)
     reads = [Fetch(0, start, 100, (), is_direct=False) for start in range(0, 1000, 100)]
 

@@ -16,15 +16,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from faults.seams import before, files_under, loads_as, raising, state_of
+from faults.seams import Seam, before, files_under, loads_as, raising, state_of
 from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import local_stage as local_stage_module
+from bytecheckpoint.saving import recover as recover_module
+from bytecheckpoint.saving import upload
+from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage import layout, stage_folder
+from bytecheckpoint.storage.backends import direct_io
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
-UPLOADING = "bytecheckpoint.saving.local_stage.copy_file"
+UPLOADING = Seam(local_stage_module, "copy_file")
 
 
 @pytest.fixture
@@ -38,10 +43,10 @@ def options(stage: Path) -> bcp.SaveOptions:
 
 
 @contextmanager
-def held_back(function: str) -> Iterator[threading.Event]:
+def held_back(seam: Seam) -> Iterator[threading.Event]:
     """Within the block, calls of the function wait for the event, which is set in the end."""
     go = threading.Event()
-    with before(function, lambda: go.wait(20)):
+    with before(seam, lambda: go.wait(20)):
         try:
             yield go
         finally:
@@ -135,7 +140,7 @@ def test_a_save_without_a_stage_has_nothing_local(tmp_path: Path) -> None:
 def test_a_stage_that_cannot_be_used_is_refused_before_anything_is_staged(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     options = bcp.SaveOptions(local_stage=tmp_path / "file" / "stage")
-    is_staged = before("bytecheckpoint.staging.file_image.LiveFile.gather", raising(RuntimeError("it was staged")))
+    is_staged = before(Seam(file_image.LiveFile, "gather"), raising(RuntimeError("it was staged")))
     with is_staged, pytest.raises(bcp.CheckpointError, match="the local stage cannot be used"):
         bcp.save(tmp_path / "run", state_of(0, 1.0), options=options)
 
@@ -155,16 +160,14 @@ def test_a_stage_is_kept_as_text(tmp_path: Path) -> None:
 
 def no_room(monkeypatch: pytest.MonkeyPatch, *, bytes_taken: int) -> None:
     """Of a disk that can hold so many bytes of data files."""
-    monkeypatch.setattr(
-        "bytecheckpoint.saving.local_stage.LocalStage._has_room", lambda _self, num_bytes: num_bytes <= bytes_taken
-    )
+    monkeypatch.setattr(local_stage_module.LocalStage, "_has_room", lambda _self, num_bytes: num_bytes <= bytes_taken)
 
 
 def no_preallocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_fd: int, _num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("bytecheckpoint.storage.backends.direct_io.preallocate", refuse)
+    monkeypatch.setattr(direct_io, "preallocate", refuse)
 
 
 def no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +227,7 @@ def test_a_disk_that_fills_up_while_it_is_written_fails_the_save(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("bytecheckpoint.storage.backends.direct_io.write_fully", refuse)
+    monkeypatch.setattr(direct_io, "write_fully", refuse)
     with pytest.raises(bcp.CheckpointSaveError) as failure:
         bcp.save(tmp_path / "run", state_of(0, 1.0), options=options)
     assert failure.value.kind == "no_space"
@@ -238,7 +241,7 @@ def test_a_save_that_fails_before_all_is_durable_leaves_nothing(
     tmp_path: Path, stage: Path, options: bcp.SaveOptions
 ) -> None:
     handle_error = RuntimeError("boom")
-    with before("bytecheckpoint.saving.upload.encode_report", raising(handle_error)):
+    with before(Seam(upload, "encode_report"), raising(handle_error)):
         handle = bcp.save(tmp_path / "run", state_of(0, 1.0), async_save=True, options=options)
         with pytest.raises(bcp.CheckpointSaveError, match="boom"):
             handle.local(20)
@@ -298,7 +301,7 @@ def test_who_waits_for_an_upload_that_fails_is_told_so(
             waiting.join(0.3)  # what does not wait is through by then
 
     failing = before(UPLOADING, raising(bcp.StorageError("the network is gone", kind="unavailable")))
-    with failing, before("bytecheckpoint.saving.local_stage.LocalStage.close", hold_up):
+    with failing, before(Seam(local_stage_module.LocalStage, "close"), hold_up):
         bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
         assert is_started.wait(20)
         waiting.join(20)
@@ -308,7 +311,7 @@ def test_who_waits_for_an_upload_that_fails_is_told_so(
 
 
 def test_a_commit_that_fails_is_finished_without_another_upload(tmp_path: Path, options: bcp.SaveOptions) -> None:
-    with before("bytecheckpoint.storage.layout.commit", raising(bcp.StorageError("gone", kind="unavailable"))):
+    with before(Seam(layout, "commit"), raising(bcp.StorageError("gone", kind="unavailable"))):
         handle = bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
         assert isinstance(handle.exception(20), bcp.StorageError)
     with before(UPLOADING, raising(RuntimeError("uploaded again"))):
@@ -326,7 +329,7 @@ def test_a_commit_whose_answer_was_lost_is_known_again(
         raise bcp.StorageError("no answer", kind="unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.layout.commit", lose_answer)
+        patch.setattr(layout, "commit", lose_answer)
         handle = bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
         assert "bcp ls" in str(handle.exception(20))
     assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "removed")]
@@ -350,7 +353,7 @@ def test_what_a_recovery_uses_is_not_taken_for_dead(tmp_path: Path, options: bcp
     def look() -> None:
         found.append([path.name for path in data.iterdir()])
 
-    with before("bytecheckpoint.saving.recover._upload_all", look):
+    with before(Seam(recover_module, "_upload_all"), look):
         (save,) = bcp.recover(tmp_path / "run", options=options)
     assert found == [[f"{save.save_id}-recovering"]]
     assert [path.suffix for path in data.iterdir()] == [".safetensors"]
@@ -552,7 +555,7 @@ def test_a_recovery_looks_again_before_it_replaces(tmp_path: Path, stage: Path) 
         bcp.save(tmp_path / "run", state_of(0, 2.0), step=1, options=elsewhere)
 
     with (
-        before("bytecheckpoint.saving.recover._upload_all", commit_another),
+        before(Seam(recover_module, "_upload_all"), commit_another),
         pytest.raises(bcp.CheckpointSaveError, match=r"nothing was replaced.*call recover again"),
     ):
         bcp.recover(tmp_path / "run", options=options)

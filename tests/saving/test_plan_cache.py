@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from faults.seams import COORDINATOR_PHASES, SAVE_PHASES, before, raising, seen
+from faults.seams import COORDINATOR_PHASES, SAVE_PHASES, Seam, before, raising, seen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sample_tensors import bits_of, random_bits, same_bits
@@ -25,6 +25,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.saving import commit
+from bytecheckpoint.saving import global_plan as global_plan_module
 from bytecheckpoint.saving.global_plan import AgreedPlan
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
@@ -44,18 +45,18 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> PlanCache:
 
 
 @contextmanager
-def counted(*functions: str) -> Iterator[list[str]]:
+def counted(*seams: Seam) -> Iterator[list[str]]:
     """Which of these functions, by their last names, were called within the block, and how often."""
     calls: list[str] = []
     with ExitStack() as stack:
-        for function in functions:
-            stack.enter_context(before(function, partial(calls.append, function.rpartition(".")[2])))
+        for seam in seams:
+            stack.enter_context(before(seam, partial(calls.append, seam.name)))
         yield calls
 
 
 def planning() -> Any:
     """Counts what is done for a new plan and never for a known one."""
-    return counted("bytecheckpoint.saving.global_plan.plan_save", "bytecheckpoint.saving.global_plan.plan_files")
+    return counted(Seam(global_plan_module, "plan_save"), Seam(global_plan_module, "plan_files"))
 
 
 MISS, HIT = ["plan_save", "plan_files"], []
@@ -298,7 +299,7 @@ def test_a_hit_describes_no_tensor_to_others(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: object) -> None:
         raise AssertionError("an offer")
 
-    monkeypatch.setattr("bytecheckpoint.saving.global_plan.WriteItem", refuse)
+    monkeypatch.setattr(global_plan_module, "WriteItem", refuse)
     bcp.save(tmp_path, state, step=1)
     with pytest.raises(bcp.CheckpointError, match="an offer"):
         bcp.save(tmp_path, state | {"c": torch.ones(1)}, step=2)

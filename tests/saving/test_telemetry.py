@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.seams import before, files_under, loads_as, raising, seen, state_of
+from faults.seams import Seam, before, files_under, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.saving import report
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.storage import layout
 from distributed.workers import WorkerPool
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -164,7 +166,7 @@ def overwrite_and_fail(rank: int, world_size: int, root: str) -> bool:
     overwriting = bcp.SaveOptions(timeout_s=30, overwrite=True)
     for value in (1.0, 2.0):
         bcp.save(f"{root}/good", state_of(rank, value), options=overwriting)
-    with before("bytecheckpoint.saving.report.build_manifest", raising(OSError("planted"))):
+    with before(Seam(report, "build_manifest"), raising(OSError("planted"))):
         error = seen(lambda: bcp.save(f"{root}/bad", state_of(rank, 1.0), options=OPTIONS))
     return error is not None and loads_as(f"{root}/good", rank, 2.0)
 
@@ -182,8 +184,8 @@ def test_telemetry_of_all_ranks_goes_with_an_overwritten_checkpoint_and_with_a_f
 @pytest.mark.parametrize("phase", ["building", "committing"])
 def test_a_failed_save_leaves_no_telemetry(tmp_path: Path, phase: str) -> None:
     function = {
-        "building": "bytecheckpoint.saving.report.build_manifest",
-        "committing": "bytecheckpoint.storage.layout.commit",
+        "building": Seam(report, "build_manifest"),
+        "committing": Seam(layout, "commit"),
     }[phase]
     error = bcp.StorageError("planted", kind="no_space")
     with before(function, raising(error)), pytest.raises(bcp.StorageError, match="planted"):

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import before, raising, state_of
+from faults.seams import Seam, before, raising, state_of
 from snapshot_cases import OPTIONS, save
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import global_plan, write
 from distributed.workers import WorkerPool
 
 NUM_BYTES = 96 << 20
@@ -48,12 +49,12 @@ def test_memory_is_taken_ahead_and_not_again(tmp_path: Path, kind: str, num_byte
 def test_the_plan_is_made_ahead(tmp_path: Path) -> None:
     state = state_of(0, 1.0) | {"another": torch.ones(17, 3)}
     bcp.warm_up(state)
-    with before("bytecheckpoint.saving.global_plan.plan_save", raising(AssertionError("planned again"))):
+    with before(Seam(global_plan, "plan_save"), raising(AssertionError("planned again"))):
         bcp.save(tmp_path, state, async_save=True).result(20)
 
 
 def test_a_warm_up_waits_for_the_save_under_way_and_tells_of_its_failure(tmp_path: Path) -> None:
-    with before("bytecheckpoint.saving.write.write_image", raising(OSError(5, "the disk fell off"))):
+    with before(Seam(write, "write_image"), raising(OSError(5, "the disk fell off"))):
         handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
         with pytest.raises(bcp.CheckpointSaveError, match="the disk fell off"):
             bcp.warm_up(state_of(0, 1.0))

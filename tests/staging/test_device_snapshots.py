@@ -16,6 +16,7 @@ from snapshot_cases import OPTIONS, bits_of_all, differing, raw_memory, save, sa
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceRanges, mark_streams
+from bytecheckpoint.saving import write
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -138,7 +139,7 @@ def test_a_failed_save_leaves_no_copy_that_is_still_to_come(tmp_path: Path, kind
     """Its memory goes to the next save, whose bytes a late copy would overwrite."""
     state = on_device()
     with on_late_streams() as streams, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.saving.write.write_image", refused)
+        patch.setattr(write, "write_image", refused)
         with pytest.raises(bcp.StorageError, match="planted"):
             bcp.save(tmp_path / "bad", state, async_save=True, options=OPTIONS[kind]).result(60)
         assert streams.num_copied == streams.num_queued

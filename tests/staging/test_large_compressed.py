@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import before, files_under
+from faults.seams import Seam, before, files_under
 from sample_tensors import DTYPES, random_bits
 from snapshot_cases import bits_of_all, differing, saved_bits
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +23,7 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.saving import write
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.staging.compress import CompressedFile
+from bytecheckpoint.storage import compression
 from distributed.workers import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -151,7 +152,7 @@ def failing_at(call: int, error: BaseException) -> Callable[[], None]:
 def test_a_file_that_fails_leaves_none_behind(tmp_path: Path, where: str, call: int) -> None:
     state = {"w": torch.arange(10 * LIMIT // 8), "raw": torch.ones(9)}
     options = bcp.SaveOptions(codec={"w": "zstd"})
-    failing = before(f"bytecheckpoint.saving.write.{where}", failing_at(call, MemoryError("no more")))
+    failing = before(Seam(write, where), failing_at(call, MemoryError("no more")))
     with failing, pytest.raises(CheckpointSaveError, match="no more"):
         bcp.save(tmp_path / "c", state, options=options)
     assert files_under(tmp_path) == []
@@ -167,9 +168,7 @@ def test_a_frame_that_fails_leaves_nobody_waiting_and_no_memory_lent(
     monkeypatch.setattr(file_image, "MAX_COMPRESSED_FILE_BYTES", 40 << 20)
     state = {"w": torch.arange(9 << 20)[: 35 << 17]}
     for _ in range(3):
-        failing = before(
-            "bytecheckpoint.storage.compression.FrameEncoder.encode", failing_at(call, MemoryError("no more"))
-        )
+        failing = before(Seam(compression.FrameEncoder, "encode"), failing_at(call, MemoryError("no more")))
         with failing, pytest.raises(CheckpointSaveError, match="no more"):
             bcp.save(tmp_path / "c", state, options=ZSTD)
     assert files_under(tmp_path) == []

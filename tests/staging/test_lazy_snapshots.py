@@ -16,14 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import before
+from faults.seams import Seam, before
 from sample_tensors import bits_of
 from snapshot_cases import OPTIONS, bits_of_all, differing, saved_bits
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import commit
+from bytecheckpoint.staging import choose, file_image
 
-GATHER = "bytecheckpoint.staging.file_image.LiveFile.gather"
+GATHER = Seam(file_image.LiveFile, "gather")
 
 
 @contextmanager
@@ -220,7 +222,7 @@ def test_an_optimizer_that_cannot_wait_is_refused_at_every_save(tmp_path: Path) 
 def test_a_step_waits_only_until_staging_is_over(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.AdamW)
     go = threading.Event()
-    with before("bytecheckpoint.saving.commit.encode_report", lambda: go.wait(20)):
+    with before(Seam(commit, "encode_report"), lambda: go.wait(20)):
         handle = lazily(tmp_path, {"model": model, "optimizer": optimizer})
         optimizer.step()
         assert not handle.done()
@@ -289,7 +291,7 @@ def test_who_waits_for_staging_takes_part_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException | None
 ) -> None:
     """The background is held in its first gather; who waits does the rest, and what failed there is done again."""
-    monkeypatch.setattr("bytecheckpoint.staging.choose._MAX_COPY_THREADS", 2)  # one in the background
+    monkeypatch.setattr(choose, "_MAX_COPY_THREADS", 2)  # one in the background
     state = {f"x{number}": torch.full((1 << 18,), float(number)) for number in range(8)}
     options = bcp.SaveOptions(snapshot="lazy", max_file_bytes=1 << 20)
     go, begun = threading.Event(), threading.Event()

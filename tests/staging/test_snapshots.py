@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import before, loads_as, raising, state_of
+from faults.seams import Seam, before, loads_as, raising, state_of
 from sample_tensors import bits_of
 from snapshot_cases import (
     KINDS,
@@ -29,7 +29,9 @@ from snapshot_cases import (
 import bytecheckpoint as bcp
 from bytecheckpoint.runtime.threads import ThreadPool
 from bytecheckpoint.saving import prepare
+from bytecheckpoint.staging import file_image
 from bytecheckpoint.staging.snapshots import Snapshot, StagedState
+from bytecheckpoint.storage.backends import direct_io
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 
@@ -206,7 +208,7 @@ def test_a_state_of_many_times_the_staging_memory_goes_through_it(tmp_path: Path
 
 def test_a_writer_that_fails_in_the_middle_of_the_waves_ends_the_save(tmp_path: Path) -> None:
     state = {"x": torch.zeros(200 << 20, dtype=torch.uint8)}
-    with before("bytecheckpoint.storage.backends.direct_io.DirectFile.write", raising(OSError(28, "full"))):
+    with before(Seam(direct_io.DirectFile, "write"), raising(OSError(28, "full"))):
         handle = save(tmp_path, state, "waves")
         with pytest.raises(bcp.CheckpointSaveError) as raised:
             handle.result(20)
@@ -217,7 +219,7 @@ def test_a_writer_that_fails_in_the_middle_of_the_waves_ends_the_save(tmp_path: 
 @pytest.mark.parametrize("kind", ["copy", "lazy", "waves"])
 def test_staging_that_fails_fails_the_save_and_nothing_else(tmp_path: Path, kind: str) -> None:
     state = {"x": torch.zeros(40 << 20, dtype=torch.uint8)}
-    with before("bytecheckpoint.staging.file_image.LiveFile.gather", raising(MemoryError("no memory for a copy"))):
+    with before(Seam(file_image.LiveFile, "gather"), raising(MemoryError("no memory for a copy"))):
         handle = bcp.save(tmp_path, state, async_save=True, options=OPTIONS[kind])
         with pytest.raises(bcp.CheckpointSaveError, match="no memory for a copy"):
             handle.result(20)

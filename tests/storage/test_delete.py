@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from faults.seams import after, before, files_under, raising
+from faults.seams import Seam, after, before, files_under, raising
 
 import bytecheckpoint as bcp
+from bytecheckpoint.loading import open_checkpoint, read
 from bytecheckpoint.storage import deletion
+from bytecheckpoint.storage.backends import local_store as local_store_module
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.garbage import find_leftovers
 from bytecheckpoint.storage.open_store import open_store
@@ -72,7 +74,7 @@ def test_a_store_that_refuses_leaves_all_of_it(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(1.0))
     found = files_under(tmp_path)
     refusing = before(
-        "bytecheckpoint.storage.backends.local_store.LocalStore.delete",
+        Seam(local_store_module.LocalStore, "delete"),
         raising(bcp.StorageError("no", kind="permission")),
     )
     with refusing, pytest.raises(bcp.StorageError):
@@ -111,7 +113,7 @@ def test_a_load_beside_a_deletion_takes_the_step_that_is_left(tmp_path: Path, mo
     for step in (1, 2):
         bcp.save(tmp_path, state_of(float(step)), step=step)
     left, state = [2], state_of(-1.0)
-    with before(f"bytecheckpoint.loading.read.{moment}", lambda: left and bcp.delete(tmp_path, left.pop())):
+    with before(Seam(read, moment), lambda: left and bcp.delete(tmp_path, left.pop())):
         assert bcp.load(tmp_path, state).step == 1
     assert state["w"].unique().tolist() == [1.0]
 
@@ -121,7 +123,7 @@ def test_a_checkpoint_that_is_deleted_after_it_was_found_is_not_found(tmp_path: 
     left = [1]
     with (
         after(
-            "bytecheckpoint.loading.open_checkpoint.find_checkpoint",
+            Seam(open_checkpoint, "find_checkpoint"),
             lambda: left and left.pop() and bcp.delete(tmp_path),
         ),
         pytest.raises(bcp.CheckpointNotFoundError) as raised,
@@ -167,9 +169,9 @@ def test_readers_beside_saves_and_deletions_never_see_damage(tmp_path: Path) -> 
 def test_a_step_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(1.0), step=1)
     (tmp_path / "step_00000001").rename(tmp_path / "step_00000007")
-    for read in (lambda: bcp.open(tmp_path), lambda: bcp.load(tmp_path, state_of(-1.0), step=7)):
+    for call in (lambda: bcp.open(tmp_path), lambda: bcp.load(tmp_path, state_of(-1.0), step=7)):
         with pytest.raises(bcp.CheckpointMismatchError, match="step 1 under the name of step 7") as raised:
-            read()
+            call()
         assert raised.value.kind == "conflict"
     assert bcp.open(tmp_path / "step_00000007", None).info.step == 1
 

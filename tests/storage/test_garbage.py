@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage import garbage as garbage_module
 from bytecheckpoint.storage.garbage import MIN_AGE_S, Garbage, GarbageObject, find_leftovers, remove, sweep
 from bytecheckpoint.storage.inventory import StoredObject, clock_of, inventory_of
 from bytecheckpoint.storage.open_store import open_store
@@ -341,7 +342,7 @@ def test_a_save_to_s3_sweeps_without_the_right_to_list_uploads(s3, s3_prefix: st
     found = place.find()
     assert "not allowed to list" in found.not_looked_for
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.garbage.MIN_AGE_S", -60.0)
+        patch.setattr(garbage_module, "MIN_AGE_S", -60.0)
         place.save(1)
     assert place.find().found == []
     assert loads_as(place.url, 0, 1.0, storage_options=place.options)

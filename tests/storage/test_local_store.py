@@ -21,6 +21,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
+from bytecheckpoint.storage.backends import local_store as local_store_module
 from bytecheckpoint.storage.backends import posix_files
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.store import Block
@@ -618,8 +619,8 @@ def test_a_file_system_without_inodes_is_told_from_one_without_space(tmp_path, m
         fields[7] = 0  # f_favail
         return os.statvfs_result(fields)
 
-    monkeypatch.setattr("bytecheckpoint.storage.backends.local_store.os.open", open_nothing)
-    monkeypatch.setattr("bytecheckpoint.storage.backends.local_store.os.statvfs", without_inodes)
+    monkeypatch.setattr(local_store_module.os, "open", open_nothing)
+    monkeypatch.setattr(local_store_module.os, "statvfs", without_inodes)
     with pytest.raises(CheckpointSaveError, match="no inodes left") as caught:
         put(store, "x", b"1")
     assert caught.value.kind == "no_space"
@@ -632,11 +633,9 @@ def test_files_and_folders_are_synced_to_the_disk_where_fsync_does_not_do_that(t
     def fcntl_call(fd, command):
         synced.append((stat.S_ISDIR(os.fstat(fd).st_mode), command))
 
-    monkeypatch.setattr("bytecheckpoint.storage.backends.posix_files.fcntl.F_FULLFSYNC", full_sync, raising=False)
-    monkeypatch.setattr("bytecheckpoint.storage.backends.posix_files.fcntl.fcntl", fcntl_call)
-    monkeypatch.setattr(
-        "bytecheckpoint.storage.backends.posix_files.os.fsync", lambda _: pytest.fail("that is not enough")
-    )
+    monkeypatch.setattr(posix_files.fcntl, "F_FULLFSYNC", full_sync, raising=False)
+    monkeypatch.setattr(posix_files.fcntl, "fcntl", fcntl_call)
+    monkeypatch.setattr(posix_files.os, "fsync", lambda _: pytest.fail("that is not enough"))
     put(LocalStore(str(tmp_path), writer_threads=1), "x", b"1")
     assert (False, full_sync) in synced
     assert (True, full_sync) in synced

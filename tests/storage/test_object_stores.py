@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage.backends import s3_requests
 from storage.s3_service import Refuse, always
 from storage.store_contract import blocks_of, get
 
@@ -113,7 +114,7 @@ def _try_to_save(rank: int, _world_size: int, argument: tuple) -> tuple:
     staged: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "take_snapshot", lambda *args, **_more: staged.append(args))
-        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FIRST_CONTACT_S", 0.5)
+        patch.setattr(s3_requests, "_FIRST_CONTACT_S", 0.5)
         try:
             bcp.save(url, {"w": torch.ones(4)}, storage_options=options, async_save=is_async)
         except bcp.CheckpointError as error:
@@ -172,7 +173,7 @@ def _knows_only(key: str):
 def _try_to_load(_rank: int, _world_size: int, argument: tuple) -> tuple:
     url, options = argument
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.backends.s3_requests._FIRST_CONTACT_S", 0.5)
+        patch.setattr(s3_requests, "_FIRST_CONTACT_S", 0.5)
         try:
             bcp.load(url, {"w": torch.ones(4)}, storage_options=options)
         except bcp.CheckpointError as error:

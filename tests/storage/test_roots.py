@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import local_stage as local_stage_module
 from bytecheckpoint.storage import object_io
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 from bytecheckpoint.tools.main import cli
@@ -142,7 +143,7 @@ def interrupted_upload(path: Path, stage: Path, monkeypatch: pytest.MonkeyPatch,
         raise bcp.StorageError("out of reach", kind="unavailable")
 
     with monkeypatch.context() as patch:
-        patch.setattr("bytecheckpoint.saving.local_stage.copy_file", fail)
+        patch.setattr(local_stage_module, "copy_file", fail)
         handle = bcp.save(path, state(3.0), async_save=True, options=bcp.SaveOptions(local_stage=stage), **arguments)
         assert handle.exception() is not None
 
@@ -181,7 +182,7 @@ def test_a_save_that_is_still_uploading_is_not_committed_beside_a_later_one(
         may_upload.wait(30)
         real(*arguments, **named)
 
-    monkeypatch.setattr("bytecheckpoint.saving.local_stage.copy_file", late)
+    monkeypatch.setattr(local_stage_module, "copy_file", late)
     first = bcp.save(root, state(1.0), async_save=True, options=options)
     first.local(30)
     second = bcp.save(root, state(2.0), step=5, async_save=True, options=options)

@@ -19,6 +19,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.region import Region
+from bytecheckpoint.storage import safetensors_header as safetensors_header_module
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.safetensors_header import (
     HEADER_ALIGNMENT,
@@ -120,7 +121,7 @@ def test_a_length_that_does_not_fit_is_refused():
 
 
 def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
-    monkeypatch.setattr("bytecheckpoint.storage.safetensors_header.MAX_HEADER_BYTES", 10_000)
+    monkeypatch.setattr(safetensors_header_module, "MAX_HEADER_BYTES", 10_000)
     with pytest.raises(UnsafeCheckpointError) as caught:
         encode_header([HeaderEntry("a" * 10_000, "uint8", (1,), 1)], {})
     assert caught.value.kind == "limits_exceeded"

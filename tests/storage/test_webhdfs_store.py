@@ -7,10 +7,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from faults.seams import before, raising
+from faults.seams import Seam, before, raising
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
+from bytecheckpoint.saving import local_stage as local_stage_module
+from bytecheckpoint.saving import recover as recover_module
+from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
 
 from .store_contract import StoreContract, blocks_of, get, put
@@ -97,7 +100,7 @@ def test_a_server_that_cannot_replace_keeps_what_stands_and_the_save_says_so(url
 def test_overwriting_is_refused_by_name_where_a_store_cannot_replace_in_one_step(url, monkeypatch, protocol):
     bcp.save(url, _state(1.0))
     monkeypatch.setattr("fsspec.implementations.webhdfs.WebHDFS.protocol", (protocol,))
-    monkeypatch.setattr("bytecheckpoint.staging.file_image.LiveFile.gather", lambda *_: pytest.fail("it was staged"))
+    monkeypatch.setattr(file_image.LiveFile, "gather", lambda *_: pytest.fail("it was staged"))
     with pytest.raises(StorageError, match=protocol) as raised:
         bcp.save(url, _state(2.0), options=OVERWRITING)
     assert raised.value.kind == "unsupported"
@@ -109,9 +112,9 @@ def test_a_recovery_that_failed_is_done_again_where_a_store_cannot_replace(url, 
     monkeypatch.setattr("fsspec.implementations.webhdfs.WebHDFS.protocol", ("hdfs",))
     options = bcp.SaveOptions(local_stage=tmp_path)
     gone = raising(StorageError("gone", kind="unavailable"))
-    with before("bytecheckpoint.saving.local_stage.upload_files", gone), pytest.raises(StorageError):
+    with before(Seam(local_stage_module, "upload_files"), gone), pytest.raises(StorageError):
         bcp.save(url, _state(1.0), options=options)
-    with before("bytecheckpoint.saving.recover.upload_files", gone), pytest.raises(StorageError, match="gone"):
+    with before(Seam(recover_module, "upload_files"), gone), pytest.raises(StorageError, match="gone"):
         bcp.recover(url, options=options)
     (save,) = bcp.recover(url, options=options)
     assert save.outcome == "committed"

@@ -11,14 +11,17 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from faults.seams import before, files_under, raising
+from faults.seams import Seam, before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
 
 from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.storage import open_store
+from bytecheckpoint.storage.backends import local_store as local_store_module
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools import doctor
 from bytecheckpoint.tools.recommend import CompressionSpeed, recommend
 
 QUICK = ("--seconds", 0, "--max-mib", 1)
@@ -72,14 +75,12 @@ def test_a_storage_that_refuses_is_an_error(call, tmp_path) -> None:
     ended = call("doctor", tmp_path / "file" / "run", *QUICK)
     assert ended.code in {3, 4}
     assert ended.err.startswith("error: ")
-    with before(
-        "bytecheckpoint.storage.backends.local_store.LocalStore.write", raising(StorageError("no", kind="permission"))
-    ):
+    with before(Seam(local_store_module.LocalStore, "write"), raising(StorageError("no", kind="permission"))):
         assert call("doctor", tmp_path / "run", *QUICK).code == 4
 
 
 def test_an_interruption_leaves_nothing(call, tmp_path) -> None:
-    with before("bytecheckpoint.tools.doctor.measure_latency", raising(KeyboardInterrupt())):
+    with before(Seam(doctor, "measure_latency"), raising(KeyboardInterrupt())):
         assert call("doctor", tmp_path / "run", *QUICK).code == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -168,7 +169,7 @@ def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
 
 def test_a_broken_promise_ends_with_1(call, tmp_path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.open_store.LocalStore", ForgetfulStore)
+        patch.setattr(open_store, "LocalStore", ForgetfulStore)
         ended = call("doctor", tmp_path, *QUICK)
     assert ended.code == 1
     assert "NOT SAFE" in ended.out

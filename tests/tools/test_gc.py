@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.seams import before, files_under, raising, state_of
+from faults.seams import Seam, before, files_under, raising, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import local_stage as local_stage_module
+from bytecheckpoint.storage import garbage
 
 DEAD, YOUNG = "00000000deadbeef", "00000000aaaaaaaa"
 DAY_S = 86400
@@ -98,7 +100,7 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(call, root) -> None:
 
 def test_what_cannot_be_removed_is_told_and_the_rest_removed(call, root) -> None:
     leave(root, 7, DEAD, age_s=2 * DAY_S)
-    with before("bytecheckpoint.storage.garbage.remove", raising(bcp.StorageError("you may not", kind="permission"))):
+    with before(Seam(garbage, "remove"), raising(bcp.StorageError("you may not", kind="permission"))):
         ended = call("gc", root, "--delete", "--json")
     assert ended.code == 4
     assert ended.json["failures"] == ["you may not"]
@@ -106,9 +108,7 @@ def test_what_cannot_be_removed_is_told_and_the_rest_removed(call, root) -> None
 
 def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root, monkeypatch) -> None:
     dead = leave(root, 7, DEAD, age_s=2 * DAY_S)
-    monkeypatch.setattr(
-        "bytecheckpoint.storage.garbage._pending_uploads", lambda _store, _folder: ([], "not allowed to list uploads")
-    )
+    monkeypatch.setattr(garbage, "_pending_uploads", lambda _store, _folder: ([], "not allowed to list uploads"))
     assert "unfinished uploads were not looked for: not allowed to list uploads" in call("gc", root).out
     ended = call("gc", root, "--delete", "--json")
     assert ended.code == 0
@@ -118,7 +118,7 @@ def test_uploads_that_may_not_be_listed_are_told_and_the_rest_is_done(call, root
 
 def failed_upload(root: Path, stage: Path, step: int) -> None:
     options = bcp.SaveOptions(local_stage=stage)
-    with before("bytecheckpoint.saving.local_stage.copy_file", raising(bcp.StorageError("gone", kind="unavailable"))):
+    with before(Seam(local_stage_module, "copy_file"), raising(bcp.StorageError("gone", kind="unavailable"))):
         assert bcp.save(root, state_of(0, 1.0), step=step, async_save=True, options=options).exception(20)
 
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from command_lines import paths_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.tools.arguments import _parse_storage_options
 from bytecheckpoint.tools.main import cli
 
@@ -167,7 +168,7 @@ def test_interrupting_is_exit_code_130(call, saved_root, monkeypatch, command) -
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytecheckpoint.storage.backends.local_store.LocalStore.list", interrupt)
+    monkeypatch.setattr(local_store.LocalStore, "list", interrupt)
     ended = call(command, *paths_of(command, saved_root))
     assert (ended.code, ended.out) == (130, "")
     assert ended.err == "error: interrupted; no committed checkpoint was changed\n"
