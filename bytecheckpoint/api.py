@@ -1,5 +1,5 @@
-"""Saving and loading, as the user calls them: each phase is one block, read from top to bottom, and says in which
-module its work is done.
+"""The public functions. Each phase of `save` and `load` is one block, read from top to bottom, whose names lead to the
+modules that do the work.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, t
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
 from bytecheckpoint.loading.match import Match, match_again
-from bytecheckpoint.loading.mismatches import MatchVerdict, warn_of_idle
-from bytecheckpoint.loading.name_scope import View, WantedState, fit_state
-from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, open_together, reading_again, wanted_step
-from bytecheckpoint.loading.overwrite_state import telling
+from bytecheckpoint.loading.mismatches import MergedFindings, warn_of_unused
+from bytecheckpoint.loading.name_scope import NameScope, WantedState, fit_state
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, open_together, retry_replaced, wanted_step
+from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -47,7 +47,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 @reentry_refused()
-@gc_paused()  # for all of it, so that what planning made is gone again when collections go on
+@gc_paused()  # for the whole call, so that the records of planning are freed before collections go on
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -67,30 +67,31 @@ def save(
         path: A directory or any fsspec URL; with `step` the checkpoint is at `path/step_00001000`.
         state: A dict of modules, optimizers, objects with state_dict(), tensors and plain data; every rank passes
             what it holds, and all call `save` together.
-        framework: `auto`, `ddp`, `fsdp`, `fsdp2`, `dtensor`, `vescale`, `megatron` or `deepspeed`. `auto` finds what
-            there is. One that nothing in the state is of, as `fsdp` of a model that is not wrapped yet, is refused:
-            docs/frameworks.md says what counts.
+        framework: `auto`, `ddp`, `fsdp`, `fsdp2`, `dtensor`, `vescale`, `megatron` or `deepspeed`. `auto` detects it.
+            A framework that the state has nothing of is refused, such as `fsdp` with a model that is not wrapped yet:
+            see docs/frameworks.md.
         step: The training step, at least 0.
         async_save: Return as soon as the state may change again, and write in the background.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.
         role: Saves to `path/<role>` instead, for jobs that train several models side by side.
-        metadata: Data of your own for the manifest, as msgpack and JSON know it; what the first rank passes counts.
-        storage_options: For the fsspec backend; never written down.
+        metadata: Your own data for the manifest, of types that msgpack and JSON have; rank 0's counts.
+        storage_options: For the fsspec backend; never stored.
         options: See SaveOptions.
 
     Returns:
-        A handle whose `result()` is the CheckpointInfo once the checkpoint is committed; finished already unless
-        `async_save`. With `options.local_stage`, its `local()` returns when all data is durable on disks of the hosts.
+        A handle whose `result()` returns the CheckpointInfo once the checkpoint is committed; it has finished already
+        unless `async_save`. With `options.local_stage`, its `local()` returns when all data is durable on disks of the
+        hosts.
 
     Raises:
-        CheckpointExistsError: A committed checkpoint stands there (`options.overwrite` replaces it), or another save
-            has replaced it meanwhile; or the path would be a checkpoint and a root of steps, whatever the options say.
-        CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; nothing in the state is of
-            `framework`; or `step` or `role` is none.
-        CheckpointSaveError: A value cannot be saved, or a rank failed or did not come. Every rank raises it, and
-            nothing was committed unless the message says so.
+        CheckpointExistsError: A committed checkpoint is there (`options.overwrite` replaces it), or another save has
+            replaced it meanwhile; or the path would be a checkpoint and a root of steps, with any options.
+        CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; the state has nothing of
+            `framework`; or `step` or `role` is not valid.
+        CheckpointSaveError: A value cannot be saved, or a rank failed or is missing. Every rank raises it, and nothing
+            was committed unless the message says so.
         StorageError: The store refused or could not be reached.
-        With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
+        With `snapshot="lazy"` and a cached plan, the handle raises the errors that ranks find together.
     """
     options, timer, process = options or SaveOptions(), PhaseTimer(), process_state()
     wait_until_numbered()
@@ -133,13 +134,13 @@ def warm_up(
     process_group: dist.ProcessGroup | None = None,
     options: SaveOptions | None = None,
 ) -> None:
-    """Does ahead what the first asynchronous save of this state would do for all that follow it.
+    """Does ahead of time what only the first asynchronous save of this state does.
 
-    Plans the save with all ranks, which must all call this, and allocates the host memory that it stages in, for the
+    Plans the save together with all ranks, which must all call this, and allocates the staging memory, at most
     `staging_bytes` of the options. Writes nothing, and holds no tensor.
 
     `state`, `framework` and `process_group` are as for `save`. Raises CheckpointMismatchError and CheckpointSaveError
-    like `save`, and what the caller's last asynchronous save failed with.
+    like `save`, and the error of an earlier asynchronous save that the caller has not seen.
     """
     options, process = options or SaveOptions(), process_state()
     wait_until_numbered()
@@ -153,7 +154,7 @@ def warm_up(
     ranks.close()
 
 
-@reading_again
+@retry_replaced
 @gc_paused()  # as for save
 def load(
     path: str | os.PathLike[str],
@@ -173,63 +174,53 @@ def load(
 ) -> LoadReport:
     """Fills the state of all ranks, in place, from a checkpoint that any layout may have saved.
 
-    Restores the top-level entries that the state names and leaves the checkpoint's others alone; the names of a foreign
-    checkpoint without such entries may stand below the only one that the state names. Nothing is changed
-    before every check that can be made up front has passed on every rank.
+    Restores the top-level entries that the state names and ignores the checkpoint's others; a foreign checkpoint
+    without such entries may have the names of the state's only entry. Nothing is changed before every check that can be
+    made up front has passed on every rank.
 
-    Args:
-        path: As for `save`; or a safetensors file or folder, a folder of torch.distributed.checkpoint or DeepSpeed, or
-            a torch.save file, which are read as they are.
-        state: As for `save`: its tensors are the memory that is filled, its plain data is replaced in its containers.
-            Modules on the meta device get memory, optimizers without state get state.
-        framework: As for `save`.
-        step: A step, `latest` for the checkpoint at `path` itself or its newest committed step, None for `path` only.
-        strict: Keys that are missing on either side, shapes and dtypes that differ, rules of `include`, `exclude` and
-            `key_map` that match nothing, and a load that would fill nothing are one error; otherwise what fits is
-            loaded and the report tells the rest, of the rules and of a load that fills nothing with a warning.
-        key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
-            order, or a function. Optimizer state follows the parameters of its modules.
-        include: Only checkpoint FQNs that match one of these globs.
-        exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
-        cast: Convert where dtypes differ. Floating-point dtypes round; a value that an integer dtype does not have is
-            an error.
-        process_group: As for `save`.
-        role: As for `save`.
-        storage_options: As for `save`.
-        options: See LoadOptions.
+    Args: path: As for `save`; or a safetensors file or folder, a folder of torch.distributed.checkpoint or DeepSpeed,
+    or a torch.save file, which are read without conversion. state: As for `save`: its tensors are the memory that is
+    filled, its plain data is replaced in its containers. Modules on the meta device get memory, optimizers without
+    state get state. framework: As for `save`. step: A step, `latest` for the checkpoint at `path` itself or its newest
+    committed step, None for `path` only. strict: Raise one error for all keys that are missing on either side, shapes
+    and dtypes that differ, rules of `include`, `exclude` and `key_map` that match nothing, and a load that would fill
+    nothing. Otherwise load what fits and report the rest, with a warning for the rules and for a load that fills
+    nothing. key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
+    order, or a function. Optimizer state follows the parameters of its modules. include: Only checkpoint FQNs that
+    match one of these globs. exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a
+    parameter goes with it. cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an
+    integer dtype is an error. process_group: As for `save`. role: As for `save`. storage_options: As for `save`.
+    options: See LoadOptions.
 
-    Raises:
-        CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
-            replaced while it is read is read again; kind `replaced` says that this happened too often.
-        CheckpointMismatchError: State and checkpoint do not fit, nothing in the state is of `framework`, or the path is
-            a checkpoint and a root of steps and `step` does not say which; the state is as it was.
-        CheckpointCorruptError: Damaged bytes.
-        UnsafeCheckpointError: The checkpoint asks for something that loading must not do.
-        CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
-        CheckpointError: A rank failed (`rank_failed`) or did not come (`rank_missing`).
-        StorageError: The store refused or could not be reached.
+    Raises: CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
+    replaced while it is read is read again; kind `replaced` means that this happened too often.
+    CheckpointMismatchError: State and checkpoint do not fit, the state has nothing of `framework`, or the path is a
+    checkpoint and a root of steps and `step` does not select one; the state is unchanged. CheckpointCorruptError:
+    Damaged bytes. UnsafeCheckpointError: The checkpoint requires something that loading must not do.
+    CheckpointSaveError: The state holds what is not supported (`unsupported_value`). CheckpointError: A rank failed
+    (`rank_failed`) or is missing (`rank_missing`). StorageError: The store refused or could not be reached.
 
-    Where reading has begun, the message ends with what has become of this rank's state: whether it was overwritten.
+    Once reading has begun, the message ends with a sentence that says if this rank's state was overwritten.
     """
     options = options or LoadOptions()
     started = time.monotonic()
     wait_until_numbered()
-    wait_until_staged()  # a lazy save still reads what this load would change
+    wait_until_staged()  # a lazy save may still read the state that this load will change
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
-        asked = LoadTarget(root_of(path, role), wanted_step(step), storage_options)
-        source = open_together(ranks, asked, options)
+        target = LoadTarget(root_of(path, role), wanted_step(step), storage_options)
+        source = open_together(ranks, target, options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
-        view = View(source.manifest, ranks.rank, key_map, included, excluded)
+        scope = NameScope(source.manifest, ranks.rank, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict)
-        fitted = fit_state(ranks, view, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
-        entries, stored, match, manifest, fetches, verdict = fitted
+        fitted = fit_state(ranks, scope, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
+        entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
 
-    with telling(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
+    with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(not shard.address and shard.tensor.is_meta for shard in match.shards):
             source.changes.make_memory()
@@ -245,16 +236,16 @@ def load(
             if source.changes.may_have_overwritten:
                 match.count_changes()
         finish_all(entries, stored, source.changes.overwriting)
-        ranks.barrier()  # nobody goes on before all have come this far
+        ranks.barrier()
     ranks.close()
-    report = _report(source, match, verdict, traffic, time.monotonic() - started)
+    report = _report(source, match, findings, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
-        warn_of_idle(verdict, report.path)
+        warn_of_unused(findings, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
 
 
-def _report(source: Source, match: Match, verdict: MatchVerdict, traffic: Traffic, seconds: float) -> LoadReport:
+def _report(source: Source, match: Match, findings: MergedFindings, traffic: Traffic, seconds: float) -> LoadReport:
     return LoadReport(
         path=source.path,
         step=source.manifest.step,
@@ -262,12 +253,12 @@ def _report(source: Source, match: Match, verdict: MatchVerdict, traffic: Traffi
         num_tensors=len({shard.fqn for shard in match.shards}),
         num_bytes_read=traffic.num_bytes_read,
         num_bytes_received=traffic.num_bytes_received,
-        missing=[problem.fqn for problem in verdict.problems if problem.kind == "missing_key"],
-        unexpected=verdict.unexpected,
-        mismatched=[problem.text for problem in verdict.problems if problem.kind != "missing_key"],
+        missing=[problem.fqn for problem in findings.problems if problem.kind == "missing_key"],
+        unexpected=findings.unexpected,
+        mismatched=[problem.text for problem in findings.problems if problem.kind != "missing_key"],
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
-        unused=list(map(str, verdict.unused)),
+        unused=list(map(str, findings.unused)),
         seconds=seconds,
     )
 
@@ -279,42 +270,42 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     storage_options: Mapping[str, Any] | None = None,
     options: LoadOptions | None = None,
 ) -> Checkpoint:
-    """A committed checkpoint to look into, in one process and without a model. Reads the manifest only; of a foreign
-    format, what describes its tensors.
+    """Opens a committed checkpoint for inspection, in one process and without a model. Reads only the manifest, or the
+    metadata of a foreign format.
 
     `path`, `step`, `storage_options` and `options` are as for `load`.
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError, and
-    CheckpointMismatchError where the path is a checkpoint and a root of steps and `step` does not say which.
+    CheckpointMismatchError if the path is a checkpoint and a root of steps and `step` does not select one.
     """
-    asked = LoadTarget(os.fspath(path), wanted_step(step), storage_options)
-    source = open_alone(asked, options or LoadOptions())
+    target = LoadTarget(os.fspath(path), wanted_step(step), storage_options)
+    source = open_alone(target, options or LoadOptions())
     return Checkpoint(source, source.path)
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:
-    """The newest committed step under a path, or None. Found by manifests, not by names or times.
+    """Returns the newest committed step under a path, or None. Looks for manifests, not at names or times.
 
-    Raises CheckpointMismatchError where the path is a checkpoint and a root of steps.
+    Raises CheckpointMismatchError if the path is a checkpoint and a root of steps.
     """
     return layout.latest_step(open_store(path, storage_options=storage_options, writer_threads=1))
 
 
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:
-    """All committed steps under a path, rising; [] where there is none. Raises as `latest` does."""
+    """Returns all committed steps under a path, ascending. Raises as `latest` does."""
     return layout.steps_of_root(open_store(path, storage_options=storage_options, writer_threads=1))
 
 
 def delete(
     path: str | os.PathLike[str], step: int | None = None, *, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Deletes one committed checkpoint: the one at `path`, or with `step` that one under it. To be called by one rank.
+    """Deletes one committed checkpoint: the one at `path`, or with `step` that one under it. One rank calls it.
 
-    The manifest goes first, then what its save has written: no reader finds a part of a checkpoint, and what a killed
-    deletion leaves is found by `bcp gc`. Other files stay: those of the user, of other steps, and those that a link
-    leads to. Links to this checkpoint no longer load.
+    Deletes the manifest first, then the files of its save: no reader finds a part of a checkpoint, and `bcp gc` finds
+    the files that a killed deletion leaves. Other files stay: those of the user, of other steps, and those that a link
+    points to. Links to this checkpoint no longer load.
 
-    Raises CheckpointNotFoundError where no checkpoint is committed there, CheckpointCorruptError where its manifest
-    cannot be read, and StorageError; then nothing is deleted.
+    Raises CheckpointNotFoundError if no checkpoint is committed there, CheckpointCorruptError if its manifest cannot be
+    read, and StorageError; then nothing is deleted.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=1)
     deletion.delete_checkpoint(store, layout.find_checkpoint(store, check_step(step), location=str(store)))

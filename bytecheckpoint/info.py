@@ -1,4 +1,4 @@
-"""What users are told about a checkpoint, a save and a load."""
+"""Facts of a checkpoint, a save and a load, as the public functions return them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ class CheckpointInfo:
     """A committed checkpoint."""
 
     path: str
-    """Where it stands: the path or URL of its folder."""
+    """Path or URL of its folder."""
     step: int | None
     save_id: str
-    """New for every save; part of the names of its data files. Empty where another program wrote the checkpoint."""
+    """New for every save; part of the names of its data files. Empty if another program wrote the checkpoint."""
     format: str
     """`bytecheckpoint`, or what another program wrote: `safetensors`, `torch.save`, `torch.distributed.checkpoint`,
     `deepspeed`."""
     num_bytes: int
-    """Of all its data files, headers included."""
+    """Bytes of all its data files, headers included."""
     num_tensors: int
     world_size: int | None
-    """How many ranks saved it, where it says so."""
+    """Number of ranks that saved it; None if it does not say."""
     created_at: datetime | None
-    """When it was committed, by the clock of the committing rank."""
+    """Time of the commit, by the clock of the committing rank."""
     metadata: Mapping[str, Any]
-    """What the user gave to `save`."""
+    """The `metadata` of the save."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """From `save` only, in seconds on this rank, from the call on: `wait` for an earlier save, `plan`, `stage`, `write`
-    (with it `checksum` and `compress`, summed over its threads), `upload` after it where there is a local stage,
-    `commit`, `stall`, for which the call held its thread, and `total`."""
+    """From `save` only: seconds of each phase on this rank. `wait` for an earlier save, `plan`, `stage`, `write` (with
+    it `checksum` and `compress`, summed over its threads), `upload` if there is a local stage, `commit`, `stall`, for
+    which the call blocked its thread, and `total`."""
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bytes of the whole checkpoint by the seconds from the call to the commit. From `save` only."""
+        """Bytes of the whole checkpoint per second from the call to the commit. From `save` only."""
         total = self.seconds.get("total")
         return self.num_bytes / total if total else None
 
@@ -51,34 +51,34 @@ class LocalInfo:
     """A save whose data is durable on every rank, in the local stage, and which is not committed yet."""
 
     path: str
-    """Where it is going to stand."""
+    """Path or URL at which it will be committed."""
     step: int | None
     save_id: str
     folder: str | None
-    """This rank's part, on the disk of its host; None where that had no room at all."""
+    """Folder of this rank on the disk of its host; None if that had no room at all."""
     num_bytes: int
-    """Of the data files of all ranks."""
+    """Bytes of the data files of all ranks."""
     direct_ranks: Sequence[int]
-    """Ranks whose disk had no room for all that they write: the rest of it is at the path already."""
+    """Ranks whose disk had no room for all of their files: the others are at the path already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredSave:
-    """A save that an earlier process has left in the local stage, and what has become of it."""
+    """A save that an earlier process left in the local stage, and its outcome."""
 
     path: str
     step: int | None
     save_id: str
     outcome: Outcome
     """`committed` now; `removed`, because there is nothing to finish; `kept`, because parts of it are missing here;
-    `under_way`, because a living process has it."""
+    `under_way`, because it is of a living process."""
     what: str
-    """Why, in words."""
+    """The reason, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What a load did, and with strict=False what it did not."""
+    """Result of a load, with the keys that it did not load if strict=False."""
 
     path: str
     step: int | None
@@ -86,26 +86,26 @@ class LoadReport:
     num_tensors: int
     """Tensors of which this rank loaded all or a part."""
     num_bytes_read: int
-    """From storage, by this rank."""
+    """Bytes that this rank read from storage."""
     num_bytes_received: int
-    """From other ranks, which had read them."""
+    """Bytes that this rank received from reader ranks."""
     missing: Sequence[str] = ()
     """State FQNs that the checkpoint lacks; left as they were."""
     unexpected: Sequence[str] = ()
-    """Checkpoint FQNs, renamed by key_map, that the state has no place for."""
+    """Checkpoint FQNs, renamed by key_map, that the state lacks."""
     mismatched: Sequence[str] = ()
     """State FQNs whose shape or dtype differs, or whose values conflict, each with the reason; left as they were."""
     cast: Sequence[str] = ()
     """State FQNs that were loaded into another dtype."""
     skipped: Sequence[str] = ()
-    """State FQNs that include or exclude kept from being loaded."""
+    """State FQNs that were not loaded because of include or exclude."""
     unused: Sequence[str] = ()
     """Rules of include, exclude and key_map that matched nothing, on any rank."""
     seconds: float = 0.0
 
 
 def describe_checkpoint(manifest: Manifest, *, path: str, seconds: Mapping[str, float]) -> CheckpointInfo:
-    """The facts of a manifest, as users see them."""
+    """Returns the facts of a manifest as the public functions return them."""
     provenance = manifest.provenance
     created = provenance.get("created_at")
     world_size = provenance.get("world_size")

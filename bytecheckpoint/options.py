@@ -1,4 +1,4 @@
-"""Everything that can be tuned about a save or a load. Every default stands here, once."""
+"""All options of a save or a load, with their defaults."""
 
 from __future__ import annotations
 
@@ -16,61 +16,60 @@ EXCHANGES = ("auto", "on", "off")
 MIN_SCRATCH_BYTES = 8 * _MiB
 MIN_STAGING_BYTES = 32 * _MiB
 """Two blocks: one is written while the next is staged. Tensors may be larger: they are staged block by block."""
-
-
 _MAX_S = 1e8
-"""Three years: what sockets and locks can wait for, with what is added to it."""
+"""Three years: sockets and locks can wait that long, and a little longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
-    """How to save. Checked on creation: a ValueError names the field, what it got and what it takes."""
+    """Options of a save. Checked on creation: a ValueError names the field, its value and the values that it takes."""
 
     overwrite: bool = False
-    """Replace a committed checkpoint at the same place, in one atomic step, instead of refusing. Stores that cannot do
-    that refuse it (docs/object-stores.md).
+    """Replace a committed checkpoint at the same place, in one atomic step, instead of refusing. Stores without such a
+    step refuse this option (docs/object-stores.md).
     """
     snapshot: Literal["auto", "copy", "lazy"] = "auto"
-    """How an asynchronous save keeps the state as it was at the call; a synchronous one holds the caller instead.
+    """Snapshot with which an asynchronous save keeps the state as it was at the call.
 
-    `copy` into staging memory before `save` returns: always safe. `lazy` copies in the background: the state must not
-    change before `handle.staged()` returns; each step of a torch optimizer of the process waits for that by itself,
-    and buffers are copied before `save` returns. An optimizer of the state that does not run torch's step hooks is
-    refused (`unsupported_value`). Where this rank has saved the same before, that is before the ranks have agreed,
-    and the handle tells what they do not agree about. `auto` is `copy`.
+    `copy` copies into staging memory before `save` returns: always safe. `lazy` copies in the background: the state
+    must not change before `handle.staged()` returns. Each step of a torch optimizer of the process waits for that by
+    itself, and buffers are copied before `save` returns. An optimizer of the state that does not run torch's step hooks
+    is refused (`unsupported_value`). If this rank has saved the same before, `save` returns before the ranks have
+    agreed, and the handle raises their disagreement. `auto` is `copy`.
     """
     staging_bytes: int | None = None
-    """Host memory that an asynchronous save may stage in; a larger state goes through it in waves, and `save` returns
-    when the last has been staged. None for as much as this rank writes. In bytes."""
+    """Host memory, in bytes, that an asynchronous save may stage in. A larger state goes through it in waves, and
+    `save` returns when the last has been staged. None for as much as this rank writes."""
     max_file_bytes: int = 8 << 30
-    """Start another data file when one would grow beyond this; a larger chunk gets a file of its own, or is cut where
-    it is to be compressed. In bytes."""
+    """Greatest length of a data file, in bytes. A larger chunk gets a file of its own, or is cut if it is
+    compressed."""
     writer_threads: int = 3
-    """Writes in flight per rank, to a local folder, each from a block of 16 MiB. To S3 as many parts of a file are in
-    flight, at least 8, or what `max_concurrency` in `storage_options` says; but a synchronous save has only as many
-    blocks as this, at least 3. To any other URL a file is one stream."""
+    """Writes in flight per rank to a local folder, each from a block of 16 MiB. To S3, as many parts of a file are in
+    flight, at least 8, or `max_concurrency` of `storage_options`; but a synchronous save has only as many blocks as
+    this, at least 3. To any other URL, a file is one stream."""
     codec: str | Mapping[str, str] | tuple[tuple[str, str], ...] = "none"
-    """How tensors are compressed: `none`, or `zstd`, which makes bfloat16 weights about a third smaller.
+    """Compression of tensors: `none`, or `zstd`, which makes bfloat16 weights about a third smaller.
 
-    Or a mapping from globs of FQNs to one of them: the first glob that matches counts, what none matches is not
-    compressed. It is kept as a tuple of pairs. Whatever does not get smaller is stored as it is. A file of compressed
-    tensors holds at most 64 MiB of them, and larger ones are cut. It is put together in host memory, beyond
-    `staging_bytes`, while the one before it is written: 128 MiB in all.
+    Or a mapping from globs of FQNs to one of them: the first glob that matches counts, and a tensor that none matches
+    is not compressed. It is stored as a tuple of pairs. A chunk that does not get smaller is stored raw. A file of
+    compressed tensors holds at most 64 MiB of them, and larger ones are cut. Each file is put together in host memory,
+    beyond `staging_bytes`, while the one before it is written: 128 MiB in all.
     """
     local_stage: str | os.PathLike[str] | None = None
     """A folder on a disk of this host (`/nvme/stage`), which may differ from rank to rank, or None.
 
-    Data is made durable there first, which `handle.local()` tells, and gives the staging memory back to the next save;
-    then it is uploaded to the path and the checkpoint committed, which `handle.result()` tells. One save is uploaded at
-    a time, while the next one may be written to the disk. The copies are removed after the commit. What a crash leaves
-    there, `bcp.recover` finishes. What the disk has no room for is written to the path directly. It is kept as a str.
+    Data is made durable there first, and the staging memory is free for the next save: then `handle.local()` returns.
+    The data is uploaded to the path and the checkpoint committed: then `handle.result()` returns. One save is uploaded
+    at a time, while the next one may be written to the disk. The copies are deleted after the commit. `bcp.recover`
+    finishes saves after a crash. Files for which the disk has no room are written to the path directly. Stored as a
+    str.
     """
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds; it waits
-    up to 5 s more for rank 0, which finds out who is missing. A rank that has no answer by then names rank 0: also
-    where another rank is missing, and rank 0 began to wait for it more than those 5 s later than this rank did.
+    """Seconds that a rank waits for the others, after its own part, before it raises `rank_missing`. It waits up to 5 s
+    more for rank 0, which finds out which rank is missing. A rank without an answer by then names rank 0, even if
+    another rank is missing for which rank 0 began to wait more than 5 s later than this rank.
 
-    For half of it a request to S3 is tried again before the save fails.
+    A failed request to S3 is retried for half of this time.
     """
 
     def __post_init__(self) -> None:
@@ -87,17 +86,17 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Which tensors of a checkpoint are which of another framework, and what is needed to tell: see docs/name_maps.md.
-    Checked on creation, but for the map itself: a ValueError names the field, what it got and what it takes.
+    """Names of one framework for the tensors of another, see docs/name_maps.md. Checked on creation, except the map
+    itself: a ValueError names the field, its value and the values that it takes.
     """
 
     name: str | os.PathLike[str]
-    """`megatron-gpt-to-hf-llama`, or another of those that this library has; or the path of a map of your own, which is
-    applied in the direction that the names of the checkpoint ask for. It is kept as a str."""
+    """Name of a map of this library, such as `megatron-gpt-to-hf-llama`, or path of a map of your own. It is applied in
+    the direction that fits the checkpoint's names. Stored as a str."""
     options: Mapping[str, int | str] | tuple[tuple[str, int | str], ...] = ()
-    """Numbers that the checkpoint does not say, by name: `{"heads": 32}`. It is kept as a tuple of pairs."""
+    """Numbers that the checkpoint does not have, by name: `{"heads": 32}`. Stored as a tuple of pairs."""
     keep_unmapped: bool = False
-    """Tensors of the model that the map does not know keep their names, instead of being an error."""
+    """Keep the names of tensors of the model that the map does not know, instead of raising an error."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", _checked_map_name(self.name))
@@ -107,44 +106,44 @@ class NameMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How to load. Checked on creation: a ValueError names the field, what it got and what it takes."""
+    """Options of a load. Checked on creation: a ValueError names the field, its value and the values that it takes."""
 
     verify: bool = True
     """Compare the checksum of every byte that is used; a difference raises CheckpointCorruptError.
 
-    A checksum covers up to 1 MiB, or 256 KiB in a chunk of 16 MiB or more of a checkpoint of up to 256 GiB: each
-    contiguous run of what is wanted may cost as much at each end beyond itself.
+    A checksum covers up to 1 MiB, or 256 KiB in a chunk of 16 MiB or more of a checkpoint of up to 256 GiB. Each
+    contiguous range may cost as much more at each end.
     """
     exchange: Literal["auto", "on", "off"] = "auto"
-    """Whether what several ranks want is read by one of them, who passes it on to the others over the network.
+    """Exchange of bytes that several ranks need: one reader rank reads them and sends them to the others.
 
-    `auto` does that where the checkpoint is at a URL; a local folder is in the page cache, which every rank of a host
-    reads faster than it hears from another. Rank 0's option counts for all; with one rank it changes nothing.
+    `auto` exchanges if the checkpoint is at a URL. A local folder is in the page cache, from which every rank of a host
+    reads faster than over the network. Rank 0's option counts for all.
     """
     reader_threads: int = 4
     """Reads in flight per rank."""
     max_gap_bytes: int | None = None
-    """Two wanted ranges of a file this close are read as one, the bytes between them thrown away. In bytes; None takes
-    what the storage reads in the time that another request costs: 125 kB of a local file, 2 MB of a URL."""
+    """Greatest gap, in bytes, across which two ranges of a file are read as one; the bytes between them are dropped.
+    None for as much as the storage reads in the time of another request: 125 kB of a local file, 2 MB of a URL."""
     scratch_bytes: int = 64 * _MiB
-    """Host memory for what cannot be read straight into its target, and for what is passed on to other ranks, per
-    rank. At a URL that is not of S3 also for what is on its way to its target, because fsspec gives bytes in memory of
-    its own. In bytes."""
+    """Host memory per rank, in bytes, for reads that cannot go straight into their target, and for bytes sent to other
+    ranks. At a URL other than S3 also for all bytes on the way to their target, because fsspec allocates its own
+    memory."""
     follow_links: bool = False
-    """Read the files of a checkpoint that `bcp convert --link` has made elsewhere than below its own folder: its
-    manifest says where they are. Whoever wrote the manifest chose that place: ask for it only where you trust them.
-    Where the link is on a local path, `storage_options` are for that place."""
+    """Read files outside the checkpoint's folder, to which a manifest made by `bcp convert --link` points. The author
+    of the manifest chose these files: use this only if you trust the author. If the link is on a local path,
+    `storage_options` are for the place that it points to."""
     timeout_s: float = 600.0
-    """How long a rank that has done its part waits for the others before it raises `rank_missing`. In seconds; it waits
-    up to 5 s more for rank 0, which finds out who is missing. A rank that has no answer by then names rank 0: also
-    where another rank is missing, and rank 0 began to wait for it more than those 5 s later than this rank did.
+    """Seconds that a rank waits for the others, after its own part, before it raises `rank_missing`. It waits up to 5 s
+    more for rank 0, which finds out which rank is missing. A rank without an answer by then names rank 0, even if
+    another rank is missing for which rank 0 began to wait more than 5 s later than this rank.
 
-    For what another rank passes on it waits longer, as long as that one goes on reading and no read takes this time.
-    A request to S3 is tried again for half of it.
+    It waits longer for bytes from a reader rank, as long as that goes on reading and no read takes this time. A failed
+    request to S3 is retried for half of this time.
     """
     name_map: NameMap | str | os.PathLike[str] | None = None
-    """See the checkpoint as another framework would have saved it, in place: the name or path of a map, or a NameMap.
-    `key_map`, `include` and `exclude` get the names that come of it. All ranks give the same. It is kept as a NameMap.
+    """Read the checkpoint as another framework would have saved it: the name or path of a map, or a NameMap. `key_map`,
+    `include` and `exclude` get the mapped names. The same on all ranks. Stored as a NameMap.
     """
 
     def __post_init__(self) -> None:
@@ -173,7 +172,7 @@ def _check_snapshot(value: object) -> None:
 
 
 def _checked_codec(name: str, value: object) -> str | tuple[tuple[str, str], ...]:
-    """The option in a form that nobody can change later."""
+    """Returns the option in an immutable form."""
     if isinstance(value, str) and value in CODECS:
         return value
     choices = " or ".join(map(repr, CODECS))
@@ -196,7 +195,7 @@ def _checked_map_name(value: object) -> str:
 
 
 def _checked_map_options(value: object) -> tuple[tuple[str, int | str], ...]:
-    """The options in a form that nobody can change later."""
+    """Returns the options in an immutable form."""
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
     if isinstance(pairs, tuple) and all(map(_is_map_option, pairs)):
         return pairs

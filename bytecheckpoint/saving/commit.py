@@ -50,7 +50,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     ranks, about, timer = call
     prepared.snapshot.wait()
     files = SaveFiles(target, agreed.save_id, ranks.rank, agreed.rank_plan.files)
-    # Other ranks are told of a failure first: files are deleted after `together` has ended.
+    # Other ranks get the error first: files are deleted after `together` has ended.
     with ExitStack() as undo, together(ranks, f"writing {target.path}", about=about):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot) as snapshot:
@@ -91,7 +91,7 @@ def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: byte
     ranks.close()
     timer.end_stall()
     if is_coordinator:
-        # After the other ranks are told: this rank alone deletes what may be thousands of files.
+        # After the other ranks have the outcome, because this rank alone deletes what may be thousands of files.
         deletion.discard(target.store, target.folder, replaced)
         sweep(target.store, target.folder, files.save_id)
         logger.info("committed %s in %.2f s", target.path, timer.total)

@@ -80,7 +80,7 @@ class _LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
     """Empty where a plan is cached."""
     plain: dict[str, tuple[Scope, bytes]]
     stages: dict[str, int] = {}
-    """Where a plan is cached, only those of the FQNs in `stage_digests`."""
+    """Pipeline stages by FQN; if a plan is cached, only of the FQNs in `stage_digests`."""
     stage_digests: PartDigests = {}
     """Digests of the tensors that the coordinator asked for, now or when the plan was made."""
     is_empty: bool = False

@@ -72,7 +72,7 @@ class SavesInFlight:
         self._lock = threading.Lock()
         """Guards `_step_hook`."""
         self._watched: dict[int, SaveProgress] = {}
-        """By id, in their order: saves that are under way, or have failed with an error that the caller has not seen.
+        """Saves by id, in their order, that are under way or have failed with an error that the caller has not seen.
         No others, because a kept error that was raised holds the caller's frames, and the state in them. Each is added
         and removed in one step, because signal handlers and background threads change this too.
         """

@@ -22,7 +22,7 @@ class RankPlan:
     """One rank's part of a global plan."""
 
     plan_id: str
-    """The same on all ranks that made the plan together."""
+    """Id shared by all ranks that made the plan together."""
     files: Sequence[PlannedFile]
     """Data files of this rank."""
     compared: Sequence[Sequence[int]]
@@ -46,7 +46,7 @@ class WrittenTensors:
 
     tensors: Mapping[str, TensorRecord]
     file_lengths: Sequence[Sequence[int]]
-    """In bytes, by rank and file."""
+    """Lengths in bytes, by rank and file."""
 
 
 @dataclass(slots=True)

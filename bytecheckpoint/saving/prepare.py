@@ -97,7 +97,7 @@ class PreparedSave:
             agreed = exchange_plans(ranks, self._local_plan)
         with self.call.phase("stage"):
             if isinstance(self._snapshot, ProposedState):
-                self._snapshot.settle(self._snapshot_of(agreed.rank_plan) if agreed.is_new else None)
+                self._snapshot.agree(self._snapshot_of(agreed.rank_plan) if agreed.is_new else None)
             elif self._snapshot is None or agreed.is_new:
                 self._snapshot = None  # its memory is freed before new memory is allocated
                 self._snapshot = self._snapshot_of(agreed.rank_plan)

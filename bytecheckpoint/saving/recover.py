@@ -101,7 +101,7 @@ def recover(
         for _, folder in whole:
             folder.remove()
     ranks.close()
-    # After the other ranks are told: there may be thousands of files.
+    # After the other ranks have the outcome, because there may be thousands of files.
     for task, file_names in replaced:
         deletion.discard(store, task.folder, file_names)
     saves = [_describe(store, verdict) for verdict in verdicts]

@@ -38,7 +38,7 @@ _IS_RECOVERABLE = (
 
 
 class _StagedSave(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator sends to all ranks once the data of all is durable."""
+    """Message of the coordinator to all ranks once the data of all is durable."""
 
     is_recoverable: bool
     """True if the manifest is durable as well."""

@@ -1,5 +1,5 @@
-"""Data files whose chunks are compressed before they are written: frames made of a snapshot's bytes by several threads,
-then the header, which says how long they are. What is compressed is decided in the plan, how in compression.py.
+"""Data files with compressed chunks: several threads make frames of a snapshot's bytes, then comes the header with
+their lengths. The plan decides what is compressed, storage/compression.py how.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage
 _Content = Callable[[int, int], AbstractContextManager[memoryview]]
 
 _ROOM_BYTES = MAX_ENCODED_BYTES - FRAME_BYTES
-"""How much longer than its raw bytes a frame may be."""
+"""Bytes by which a frame may be longer than its raw bytes."""
 
 
 class ChunkLocation(NamedTuple):
-    """Where a chunk lies in its file, and as what."""
+    """Place and codec of a chunk in its file."""
 
     byte_offset: int
     byte_length: int
@@ -49,17 +49,17 @@ class ChunkLocation(NamedTuple):
 
 
 class CompressedFile(NamedTuple):
-    """The bytes of a data file, all of them in memory."""
+    """All bytes of a data file, in memory."""
 
     pieces: Sequence[memoryview]
-    """The header, then the frames of each chunk, or its raw bytes where it did not get smaller."""
+    """The header, then the frames of each chunk, or its raw bytes if it did not get smaller."""
     extent_lengths: Sequence[int]
     extent_digests: Sequence[int]
     locations: Sequence[ChunkLocation]
-    """Of the chunks, in their order."""
+    """Locations of the chunks, in their order."""
 
     def image(self, name: str, scratch: BufferPool) -> FileImage:
-        """The image of it; its blocks are put together in scratch memory."""
+        """Returns the image of the file; its blocks are put together in scratch memory."""
         starts = [0, *accumulate(map(len, self.pieces))]
         blocks = [(start, min(BLOCK_BYTES, starts[-1] - start)) for start in range(0, starts[-1], BLOCK_BYTES)]
 
@@ -73,10 +73,10 @@ class CompressedFile(NamedTuple):
 
 
 def allocate_for(files: Iterable[PlannedFile]) -> memoryview:
-    """Memory in which any one of these files can be compressed.
+    """Returns memory in which any one of these files can be compressed.
 
-    Only pages that were filled once exist, and none once nobody holds it. Frames from malloc would stay with the
-    process for the threads that asked for them, and those of one file would add to those of the next.
+    Pages exist from their first use until the memory is dropped. Frames from malloc would stay in the arenas of their
+    threads, and those of one file would add to those of the next.
     """
     num_bytes = max(sum(map(_room_for, planned.chunks)) for planned in files)
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -98,8 +98,8 @@ def compress_file(
     on_compressed: Callable[[float], None],
     on_checksum: Callable[[float], None],
 ) -> CompressedFile:
-    """Compresses a file that was planned with codecs into this memory, which must stay as it is until the file is
-    written. `on_compressed` and `on_checksum` are told, from any thread, how many seconds it worked at which.
+    """Compresses a file that was planned with codecs into this memory, which must not change until the file is written.
+    Calls `on_compressed` and `on_checksum`, on any thread, with the seconds that each took.
 
     Raises what `content` raises.
     """
@@ -109,7 +109,7 @@ def compress_file(
     for _ in range(threads):
         encoders.put(FrameEncoder())
 
-    def encode(chunk: _Chunk, number: int, raw: memoryview) -> None:
+    def encode(chunk: _CompressedChunk, number: int, raw: memoryview) -> None:
         encoder = encoders.get()
         try:
             started = time.perf_counter()
@@ -122,18 +122,18 @@ def compress_file(
     with closing(_Blocks(planned.blocks, content)) as blocks:
         while (raw := blocks.take()) is not None:
             jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
-            # The next block is gathered while the last frames of this one are made.
+            # Prefetches the next block while the last frames of this one are made.
             run_jobs(lambda job: job(), [*jobs, blocks.enter_ahead], num_threads=threads)
-    return _put_together(chunks)
+    return _assemble(chunks)
 
 
 _WAITING_AHEAD = threading.Lock()
-"""Several saves share the memory that blocks are gathered into. If more than one waited for a block while it holds
-another, all could wait for ever."""
+"""Saves share the memory that blocks are gathered into. If several waited for a block while they hold another, they
+might wait for ever."""
 
 
 class _Blocks:
-    """The blocks of a file, one of them in use and maybe another one entered ahead."""
+    """The blocks of a file: one in use, and perhaps the next one prefetched."""
 
     def __init__(self, blocks: Iterable[tuple[int, int]], content: _Content) -> None:
         self._left = iter(blocks)
@@ -143,7 +143,7 @@ class _Blocks:
         self._is_entered = False
 
     def enter_ahead(self) -> None:
-        """Waits until there is memory for the next block, unless another save does so; on any thread."""
+        """Prefetches the next block, which may wait for memory, unless another save does so; on any thread."""
         if _WAITING_AHEAD.acquire(blocking=False):
             try:
                 self._enter()
@@ -156,7 +156,7 @@ class _Blocks:
         self._is_entered = True
 
     def take(self) -> memoryview | None:
-        """The next block; the one in use before is given back. None after the last."""
+        """Returns the next block, or None after the last; the one in use before is returned to the pool."""
         self._in_use.close()
         if not self._is_entered:
             self._enter()
@@ -169,19 +169,19 @@ class _Blocks:
             self._next = None
 
 
-def _chunks_of(planned: PlannedFile, memory: memoryview) -> list[_Chunk]:
+def _chunks_of(planned: PlannedFile, memory: memoryview) -> list[_CompressedChunk]:
     bounds = pairwise(accumulate(map(_room_for, planned.chunks), initial=0))
     return [
-        _Chunk(chunk, codec, memory[start:end])
+        _CompressedChunk(chunk, codec, memory[start:end])
         for chunk, codec, (start, end) in zip(planned.chunks, planned.codecs, bounds, strict=True)
     ]
 
 
-class _Chunk:
-    """A chunk and what is to be stored of it."""
+class _CompressedChunk:
+    """A chunk, and its frames as they will be stored."""
 
     def __init__(self, placed: PlacedChunk, codec: str, memory: memoryview) -> None:
-        """`memory` takes the raw bytes of the chunk and `_ROOM_BYTES` more for each frame."""
+        """`memory` has room for the raw bytes of the chunk and `_ROOM_BYTES` more for each frame."""
         self.placed = placed
         self._item_bytes = itemsize(placed.dtype)
         self._memory = memory
@@ -199,8 +199,8 @@ class _Chunk:
         return frame_bytes(self.placed.byte_length, number)
 
     def add(self, number: int, raw: memoryview, encoder: FrameEncoder) -> float:
-        """Takes one frame, on any thread. Where the first one gets no smaller, those that come later are left raw.
-        Returns how many seconds its checksum took.
+        """Adds one frame, on any thread. If the first one gets no smaller, later ones stay raw. Returns the seconds of
+        its checksum.
         """
         codec = self.codec
         frame = raw if codec == "none" else encoder.encode(codec, raw, self._item_bytes)
@@ -209,8 +209,8 @@ class _Chunk:
         self._frame_codecs[number] = codec
         return self._keep(number, frame)
 
-    def settle(self) -> None:
-        """Goes back to raw bytes where the first frame did not get smaller, or all of them together did not."""
+    def restore_raw_if_larger(self) -> None:
+        """Restores the raw bytes if the first frame did not get smaller, or all of them together did not."""
         if self.codec != "none" and is_worth_it(self.placed.byte_length, self.num_stored_bytes):
             return
         for number, codec in enumerate(self._frame_codecs):
@@ -229,8 +229,10 @@ class _Chunk:
         return time.perf_counter() - started
 
 
-def _jobs(frames: Iterator[tuple[_Chunk, int]], memory: memoryview) -> Iterator[tuple[_Chunk, int, memoryview]]:
-    """The frames that a block is made of, with their raw bytes."""
+def _jobs(
+    frames: Iterator[tuple[_CompressedChunk, int]], memory: memoryview
+) -> Iterator[tuple[_CompressedChunk, int, memoryview]]:
+    """Yields the frames of a block, with their raw bytes."""
     start = 0
     while start < memory.nbytes:
         chunk, number = next(frames)
@@ -239,10 +241,10 @@ def _jobs(frames: Iterator[tuple[_Chunk, int]], memory: memoryview) -> Iterator[
         start = end
 
 
-def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
+def _assemble(chunks: Sequence[_CompressedChunk]) -> CompressedFile:
     for chunk in chunks:
-        chunk.settle()
-    # What is stored raw comes first: in planned order, so that each chunk is still aligned to its item size.
+        chunk.restore_raw_if_larger()
+    # Raw chunks come first, in planned order, so that each is still aligned to its item size.
     in_file = sorted(chunks, key=lambda chunk: chunk.codec != "none")
     header = encode_file_header([(chunk.placed, chunk.num_stored_bytes, chunk.codec) for chunk in in_file])
     ends = accumulate((chunk.num_stored_bytes for chunk in in_file), initial=len(header))
@@ -262,7 +264,7 @@ def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
 
 
 def _extents(header: memoryview) -> Iterator[memoryview]:
-    """One, or where it is longer than a frame as in other files."""
+    """Yields the header as one extent, or cut as in other files if it is longer than a frame."""
     start = 0
     is_long = len(header) > MAX_ENCODED_BYTES
     for length in cut_extents(len(header), [], block_bytes=BLOCK_BYTES, state_bytes=0) if is_long else [len(header)]:
@@ -282,5 +284,5 @@ def _gather(pieces: Sequence[memoryview], starts: Sequence[int], byte_offset: in
 
 
 def _copy(content: bytes | bytearray | memoryview, into: memoryview) -> None:
-    """While other threads run: assigning to a slice of a memoryview would hold them up."""
+    """Copies without the GIL, which assigning to a slice of a memoryview would hold."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(content, np.uint8))

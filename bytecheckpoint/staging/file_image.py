@@ -1,5 +1,5 @@
-"""Shards into the bytes of data files: what each file is to hold, and any range of it gathered from live tensors into
-host memory. When that happens, and where the memory comes from, is decided in snapshots.py.
+"""Images of data files: the plan of each file, and any range of its bytes gathered from live tensors into host memory.
+snapshots.py decides when, and into which memory.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES
 from bytecheckpoint.storage.safetensors_header import chunk_entry, encode_header
 
 COPY_BYTES = 4 << 20
-"""How much of a tensor that is not flat on the host is copied at a time."""
+"""Bytes copied at a time of a tensor that is not flat on the host."""
 
 MAX_COMPRESSED_FILE_BYTES = 64 << 20
-"""Of tensors, not yet compressed. A file of compressed tensors is put together in memory, and two of them exist at a
-time: with the scratch memory, less than 256 MB."""
+"""Bytes of tensors in a compressed file, before compression. Such files are put together in memory, two at a time:
+with the scratch memory, less than 256 MB."""
 
 _HEADER_METADATA = {"format": "pt"}
-"""Some readers of safetensors files refuse those that do not say which framework's tensors they hold."""
+"""Some readers refuse safetensors files that do not name a framework."""
 
 
 class PlannedFile(NamedTuple):
-    """A data file before any byte of it is gathered. Holds no tensor, and serves every save of the same plan."""
+    """A data file before its bytes are gathered. Holds no tensor, and serves every save with the same plan."""
 
     chunks: Sequence[PlacedChunk]
     parts: Sequence[Region | None]
-    """The region of each chunk; None where it is all of its shard."""
+    """Region of each chunk; None if it is all of its shard."""
     codecs: Sequence[str]
-    """Of each chunk; empty where none is to be compressed."""
+    """Codec of each chunk; empty if none is compressed."""
     header: bytes
-    """Empty where chunks are to be compressed: it says how long they are."""
+    """Empty if chunks are compressed, because it has their compressed lengths."""
     extent_lengths: Sequence[int]
-    """In bytes, adding up to `byte_length`; empty where chunks are to be compressed."""
+    """Lengths in bytes that add up to `byte_length`; empty if chunks are compressed."""
     blocks: Sequence[tuple[int, int]]
-    """Byte offset and length of the ranges in which it is gathered, from byte 0 on."""
+    """Byte offset and length of the ranges in which the file is gathered, from byte 0 on."""
     byte_length: int
-    """As it is gathered: the header, then the chunks, not yet compressed."""
+    """Length of header and chunks before compression."""
 
 
 def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
-    """The shard, by rows in parts that each fit into a file where it is to be compressed and is too large for one."""
+    """Returns the shard, cut by rows into parts that fit into a file each if it is compressed and too large for one."""
     max_bytes = min(options.max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
     if shard.tensor.nbytes <= max_bytes or codec_of(shard.fqn, options.codec) == "none":
         return [shard]
@@ -71,8 +71,8 @@ def plan_files(
     codec: CodecOption,
     num_ranks: int,
 ) -> list[PlannedFile]:
-    """The data files that hold these writes of one rank, of so many that write about as much: those of compressed
-    tensors last, and none of them large. `together` is as in `lay_out_files`.
+    """Returns the data files of these writes of one rank, one of `num_ranks` that write about as much each. Files of
+    compressed tensors come last. `together` is as in `lay_out_files`.
     """
     codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
     raw = [write for write in writes if codecs[write.item] == "none"]
@@ -111,7 +111,7 @@ def _plan_file(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], state_
 def _plan_compressed_file(
     chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], codecs: Sequence[str]
 ) -> PlannedFile:
-    """Gathered in whole frames, as many as a block takes."""
+    """Returns a file whose blocks are whole frames."""
     frames = [
         frame_bytes(chunk.byte_length, number) for chunk in chunks for number in range(count_frames(chunk.byte_length))
     ]
@@ -132,7 +132,7 @@ def _parts(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem]) -> list[Re
 
 
 def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
-    """The header of a file with these chunks, each with the bytes that it takes and its codec."""
+    """Returns the header of a file with these chunks, each with its stored length in bytes and its codec."""
     return encode_header(
         [
             chunk_entry(chunk.fqn, chunk.dtype, chunk.shape, region=chunk.region, byte_length=num_bytes, codec=codec)
@@ -143,22 +143,21 @@ def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
 
 
 class LiveFile:
-    """The bytes of one data file as the tensors hold them at the moment.
+    """One data file whose bytes are those of live tensors.
 
-    Flat host tensors are known by their addresses, so that a thousand small ones are gathered by one call; everything
-    else goes through a copy.
+    Flat host tensors are kept as addresses, so that one call gathers a thousand small ones; all others are copied.
     """
 
     def __init__(self, planned: PlannedFile, shards: Sequence[LocalShard]) -> None:
         self.planned = planned
-        self._shards = shards  # keeps the memory alive that is known by address only
+        self._shards = shards  # keeps alive the memory behind the addresses
         self._others: dict[int, torch.Tensor] = {}
-        """By index: what is not flat, or not on the host. Its address is 0."""
+        """Tensors that are not flat, or not on the host, by index. Their address is 0."""
         lengths, addresses = [len(planned.header)], [_address_of(planned.header)]
         for chunk, part in zip(planned.chunks, planned.parts, strict=True):
             shard = shards[chunk.item]
             tensor = shard.tensor if part is None else view_region(shard, part)
-            # `is_flat`, written out: a file may have 100,000 small tensors, and this is done on every save.
+            # `is_flat` inlined: a file may have 100,000 small tensors, and every save does this.
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
                 address = tensor.data_ptr()
                 if not address and chunk.byte_length:
@@ -167,7 +166,7 @@ class LiveFile:
                 lengths.append(chunk.byte_length)
                 addresses.append(address)
             else:
-                for copied in filter(torch.Tensor.numel, _in_copies(tensor)):  # nothing is no copy for a device
+                for copied in filter(torch.Tensor.numel, _in_copies(tensor)):  # a device copies no empty tensor
                     self._others[len(lengths)] = copied
                     lengths.append(copied.nbytes)
                     addresses.append(0)
@@ -175,8 +174,8 @@ class LiveFile:
         self._starts = np.cumsum(self._lengths) - self._lengths
 
     def leave_out_devices(self) -> dict[int, torch.Tensor]:
-        """What lies on devices with streams, by its byte offset in the file. From here on `gather` leaves it to the
-        caller.
+        """Returns the tensors on devices with streams, by byte offset in the file. From now on `gather` skips them, and
+        the caller copies them.
         """
         on_devices = {index: tensor for index, tensor in self._others.items() if has_streams(tensor.device)}
         for index in on_devices:
@@ -184,12 +183,13 @@ class LiveFile:
         return {int(self._starts[index]): tensor for index, tensor in on_devices.items()}
 
     def gather(self, byte_offset: int, into: memoryview) -> None:
-        """Copies the file's bytes from `byte_offset` on into this writable memory, as many as it takes."""
+        """Fills this writable memory with the file's bytes from `byte_offset` on."""
         if not into.nbytes:
             return
         end = byte_offset + into.nbytes
         target = ctypes.addressof(ctypes.c_char.from_buffer(into)) - byte_offset
-        pieces = self._pieces(byte_offset, end)
+        first, last = np.searchsorted(self._starts, [byte_offset, end - 1], side="right").tolist()
+        pieces = slice(first - 1, last)
         starts, lengths, addresses = self._starts[pieces], self._lengths[pieces], self._addresses[pieces]
         is_whole = (addresses != 0) & (starts >= byte_offset) & (starts + lengths <= end)
         gather_pieces(addresses[is_whole], target + starts[is_whole], lengths[is_whole])
@@ -198,23 +198,13 @@ class LiveFile:
             skipped = max(byte_offset - start, 0)
             num_bytes = min(start + int(self._lengths[index]), end) - start - skipped
             if num_bytes > 0:
-                self._gather_part(index, skipped, target + start + skipped, num_bytes)
-
-    def _pieces(self, start: int, end: int) -> slice:
-        """Those that have bytes of this range of the file."""
-        first, last = np.searchsorted(self._starts, [start, end - 1], side="right").tolist()
-        return slice(first - 1, last)
-
-    def _gather_part(self, index: int, skipped: int, target: int, num_bytes: int) -> None:
-        if self._addresses[index]:
-            ctypes.memmove(target, int(self._addresses[index]) + skipped, num_bytes)
-            return
-        copy = to_host(self._others[index])
-        ctypes.memmove(target, copy.data_ptr() + skipped, num_bytes)
+                copy = None if self._addresses[index] else to_host(self._others[index])
+                address = int(self._addresses[index]) if copy is None else copy.data_ptr()
+                ctypes.memmove(target + start + skipped, address + skipped, num_bytes)
 
 
 def _in_copies(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What only torch can copy, in parts of which each is copied at once."""
+    """Yields a tensor in parts of COPY_BYTES, because torch copies a whole part at once."""
     for region in split_rows(whole(tensor.shape), max(1, COPY_BYTES // tensor.element_size())):
         yield narrowed(tensor, region)
 

@@ -1,5 +1,5 @@
-"""The host memory that asynchronous saves stage into: paged in once and kept, because the first touch of a page costs
-more than the copy into it.
+"""Host memory of the saves of a process, paged in once and used again: the first touch of a page costs more than the
+copy into it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 _SCRATCH_BLOCKS = 3
-"""Two are being written while a third is filled. Every process keeps them."""
+"""Two are written while a third is filled."""
 
 
 class HostBuffers:
-    """The host memory of a process's saves, allocated by the first save that needs it."""
+    """Buffers of all saves of a process, allocated by the first save that needs them."""
 
     def __init__(self) -> None:
         self.staging = StagingMemory()
-        """Holds the snapshot of one asynchronous save at a time."""
+        """Memory for the snapshot of one asynchronous save at a time."""
         self.scratch = BufferPool(BLOCK_BYTES, _SCRATCH_BLOCKS)
-        """Blocks for what is written without a snapshot."""
+        """Blocks for writing without a snapshot, and for putting compressed files together."""
 
 
 class StagingMemory:
@@ -33,9 +33,9 @@ class StagingMemory:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, num_bytes: int) -> memoryview:
-        """Memory of this length that starts at a page and is paged in; what was taken before is overwritten."""
+        """Returns paged-in memory of this length that starts at a page. Memory taken earlier is overwritten."""
         if num_bytes > self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old memory goes before the new comes
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
             self._buffer = _allocate(num_bytes)
         return self._buffer[:num_bytes].numpy().data
 
@@ -44,7 +44,7 @@ def _allocate(num_bytes: int) -> torch.Tensor:
     if torch.cuda.is_available():
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # No large pages: the kernel may take seconds to find them for so much, and the first save would stall for that.
-    with suppress(OSError, AttributeError):  # a forked data loader has no use for it, and would slow down every copy
+    # No large pages: the kernel may take seconds to find so many, and the first save would stall.
+    with suppress(OSError, AttributeError):  # a forked data loader does not need it, and would slow down every copy
         memory.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -1,7 +1,5 @@
-"""How the state is kept as it was at the call while its bytes are written: not at all where the caller waits, in
-staging memory, or in staging memory that is smaller than the state.
-
-Each kind gives the bytes of the data files, range by range, to whatever writes them; it knows nothing of stores.
+"""Snapshots of the state, from which its data files are written: the live state itself if the caller waits, a copy in
+staging memory, or a copy in waves through staging memory that is smaller than the state. Stores are unknown here.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 _PAGE_BYTES = 4096
 _Range = tuple[int, int, int]
-"""Number of the file, byte offset and byte length in it."""
+"""File number, byte offset and byte length in the file."""
 _GATHERED = object()
 
 
@@ -31,22 +29,20 @@ class Snapshot(Protocol):
         """Returns when the state may change. Called once, while others may wait in `content` already."""
 
     def fail(self, error: BaseException) -> None:
-        """Staging has failed: `content` raises this from now on, or what it failed with before."""
+        """Ends staging with an error: `content` raises the first one from now on."""
 
     def wait(self) -> None:
-        """Returns when writing may begin without taking time from staging, for which training may be waiting."""
+        """Returns when writing may begin without slowing down staging, for which training may be waiting."""
 
     def content(self, file: int, byte_offset: int, byte_length: int) -> AbstractContextManager[memoryview]:
-        """A range of a file, as the state was, for as long as the context lasts. Entered in file order, from any
-        thread, one at a time.
-        """
+        """Yields a range of a file, as the state was. Entered in file order, from any thread, one range at a time."""
 
     def close(self) -> None:
-        """The bytes are needed no longer, written or not."""
+        """Drops the bytes, written or not."""
 
 
 class LiveState:
-    """The state itself, which does not change while the caller waits: gathered block by block through scratch."""
+    """The state itself, which cannot change while the caller waits, gathered block by block."""
 
     def __init__(self, files: Sequence[LiveFile], scratch: BufferPool) -> None:
         self._files = files
@@ -54,13 +50,13 @@ class LiveState:
         self._on_device = DeviceRanges(file.leave_out_devices() for file in files)
 
     def stage(self) -> None:
-        """Nothing is staged."""
+        """Does nothing."""
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can fail."""
+        """Does nothing."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Does nothing."""
 
     @contextmanager
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
@@ -70,12 +66,12 @@ class LiveState:
             yield block[:byte_length]
 
     def close(self) -> None:
-        self._files = ()  # an error that is kept must not keep the state
+        self._files = ()  # a kept error must not keep the state
         self._on_device.close()
 
 
 def staged_bytes(planned: Sequence[PlannedFile]) -> int:
-    """How much staging memory takes all of these files."""
+    """Returns the staging memory for all of these files."""
     return sum(_whole_pages(file.byte_length) for file in planned)
 
 
@@ -83,7 +79,7 @@ class StagedState:
     """A copy of all of the state in staging memory, made by several threads."""
 
     def __init__(self, files: Sequence[LiveFile], memory: memoryview, *, threads: int) -> None:
-        """`threads` is how many there are for each call of `stage`."""
+        """Each call of `stage` uses `threads` threads."""
         self._files = files
         self._threads = threads
         self._places: list[memoryview] = []
@@ -94,15 +90,13 @@ class StagedState:
         self._on_device = DeviceCopies(zip((file.leave_out_devices() for file in files), self._places, strict=True))
         self._ranges = list(_ranges_of(files))
         self._held_by: list[object] = [None] * len(self._ranges)
-        """Of each range who gathers it, `_GATHERED`, or None."""
+        """Thread that gathers each range, `_GATHERED`, or None."""
         self._is_staged = False
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
     def stage(self) -> None:
-        """Other than the protocol says, several threads may call it: they share the work. Raises what staging has
-        failed with.
-        """
+        """Unlike in the protocol, several threads may call it and share the work. Raises the error of `fail`."""
         with self._changed:
             self._raise_error()
             self._on_device.start()
@@ -118,8 +112,8 @@ class StagedState:
             raise self._error
 
     def _gather_all(self) -> None:
-        """Gathers what no other thread has begun; returns when everything is gathered or staging has failed. Where it
-        is interrupted, it leaves what it had begun to the others.
+        """Gathers ranges that no other thread has begun, until all are gathered or staging has failed. If interrupted,
+        it leaves its range to others.
         """
         holder = object()
         try:
@@ -148,7 +142,7 @@ class StagedState:
         return self._held_by.count(_GATHERED) == len(self._held_by)
 
     def fail(self, error: BaseException) -> None:
-        """Returns when nobody writes to the memory any more, nor will: another save may then have it."""
+        """Returns when no thread writes to the memory, nor will, so that another save may use it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -169,36 +163,36 @@ class StagedState:
         yield self._places[file][byte_offset : byte_offset + byte_length]
 
     def close(self) -> None:
-        self._files, self._places = (), []  # an error that is kept must not keep the state
+        self._files, self._places = (), []  # a kept error must not keep the state
 
 
 class ProposedState:
-    """A copy that is begun before it is certain that it is the right one: until it is settled which one is, the state
-    may not change.
+    """A copy that is begun by a cached plan, before the ranks have agreed on it. Until they have, the state may not
+    change.
     """
 
     def __init__(self, proposed: StagedState) -> None:
         self.proposed = proposed
-        """Others may help to stage this one."""
+        """Other threads may help to stage this one."""
         self._right: Snapshot = proposed
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """On these two: a failure reaches the right one, whichever comes first."""
-        self._is_settled = threading.Event()
+        """Guards both, so that a failure reaches the right one, whichever comes first."""
+        self._is_agreed = threading.Event()
 
-    def settle(self, other: Snapshot | None) -> None:
-        """The proposed one is right, or this other one is, which may use the same memory."""
+    def agree(self, other: Snapshot | None) -> None:
+        """Ends the wait for the plan: the proposed snapshot is right, or this other one, which may use its memory."""
         with self._lock:
             self._right = other or self.proposed
             error = self._error
         if error is not None:
             self._right.fail(error)
-        self._is_settled.set()
+        self._is_agreed.set()
 
     def stage(self) -> None:
-        # What is wrong is completed as well: nobody may still write to its memory when the right one comes.
+        # Completes a wrong one as well: no thread may still write to its memory when the right one is staged.
         self.proposed.stage()
-        self._is_settled.wait()
+        self._is_agreed.wait()
         if self._error is not None:
             raise self._error
         if self._right is not self.proposed:
@@ -210,7 +204,7 @@ class ProposedState:
             right = self._right
         self.proposed.fail(error)
         right.fail(error)
-        self._is_settled.set()
+        self._is_agreed.set()
 
     def wait(self) -> None:
         self._right.wait()
@@ -219,13 +213,13 @@ class ProposedState:
         return self._right.content(file, byte_offset, byte_length)
 
     def close(self) -> None:
-        self._is_settled.set()
+        self._is_agreed.set()
         self.proposed.close()
         self._right.close()
 
 
-class WavesState:
-    """The state on its way through staging memory that is smaller than it: what is written makes room for more."""
+class StateInWaves:
+    """A copy in waves, through staging memory smaller than the state: each written block makes room for another."""
 
     def __init__(self, files: Sequence[LiveFile], memory: memoryview) -> None:
         self._files = files
@@ -233,7 +227,7 @@ class WavesState:
         starts = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
         self._free = deque(memory[start : start + BLOCK_BYTES] for start in starts)
         self._staged: dict[tuple[int, int], memoryview] = {}
-        """By number of the file and byte offset."""
+        """Staged blocks by file number and byte offset."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._is_gathering = False
@@ -243,7 +237,7 @@ class WavesState:
         for file, byte_offset, byte_length in _ranges_of(self._files):
             with self._changed:
                 self._changed.wait_for(lambda: self._free or self._is_closed)
-                if self._is_closed:  # writing has failed, and says so elsewhere
+                if self._is_closed:  # writing has failed, with an error of its own
                     return
                 block = self._free.popleft()
                 self._is_gathering = True
@@ -264,7 +258,7 @@ class WavesState:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Staging waits for what is written."""
+        """Does nothing, because staging waits for the writer."""
 
     @contextmanager
     def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
@@ -281,7 +275,7 @@ class WavesState:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Returns when nobody writes to the memory any more: another save may then have it."""
+        """Returns when no thread writes to the memory, so that another save may use it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -289,7 +283,7 @@ class WavesState:
 
 
 def _ranges_of(files: Sequence[LiveFile]) -> Iterator[_Range]:
-    """The ranges in which the files are asked for."""
+    """Yields the ranges in which the files are read."""
     for number, file in enumerate(files):
         for byte_offset, byte_length in file.planned.blocks:
             yield number, byte_offset, byte_length

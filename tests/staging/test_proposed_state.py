@@ -48,7 +48,7 @@ def held(is_held: bool) -> threading.Event:
 def test_what_is_right_is_staged_once_and_given() -> None:
     file = File(1, held(False))
     state = ProposedState(staged([file], bytearray(NUM_BLOCKS * BLOCK_BYTES)))
-    state.settle(None)
+    state.agree(None)
     state.stage()
     state.wait()
     with state.content(0, 0, BLOCK_BYTES) as content:
@@ -61,7 +61,7 @@ def test_another_one_in_the_same_memory_is_not_overwritten_by_the_wrong_one() ->
     state = ProposedState(staged([File(1, go)], memory))
     with ThreadPoolExecutor(2) as pool:
         staging, helping = pool.submit(state.stage), pool.submit(state.proposed.stage)
-        state.settle(staged([File(2, held(False))], memory))
+        state.agree(staged([File(2, held(False))], memory))
         time.sleep(0.05)  # threads that would be too early have begun
         assert not any(memory)
         go.set()
@@ -73,13 +73,13 @@ def test_another_one_in_the_same_memory_is_not_overwritten_by_the_wrong_one() ->
     assert bytes(memory) == b"\2" * len(memory)
 
 
-def test_staging_ends_only_when_it_is_settled() -> None:
+def test_staging_ends_only_when_the_plan_is_agreed() -> None:
     state = ProposedState(staged([File(1, held(False))], bytearray(NUM_BLOCKS * BLOCK_BYTES)))
     with ThreadPoolExecutor(1) as pool:
         staging = pool.submit(state.stage)
         time.sleep(0.05)
         assert not staging.done()
-        state.settle(None)
+        state.agree(None)
         staging.result(20)
 
 
@@ -108,7 +108,7 @@ def test_what_the_ranks_agree_on_after_a_failure_fails_as_well(is_right: bool) -
     memory = bytearray(NUM_BLOCKS * BLOCK_BYTES)
     state = ProposedState(staged([File(1, held(False))], memory))
     state.fail(ValueError("no"))
-    state.settle(None if is_right else staged([File(2, held(False))], memory))
+    state.agree(None if is_right else staged([File(2, held(False))], memory))
     waiting = threading.Thread(target=state.wait, daemon=True)
     waiting.start()
     waiting.join(20)
