@@ -17,7 +17,7 @@ from bytecheckpoint.tools.main import cli
 
 
 class Ended(NamedTuple):
-    """What a call of the program left."""
+    """Result of a call of the program."""
 
     code: int
     out: str
@@ -76,5 +76,5 @@ def saved_root(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(saved_root, tmp_path) -> Path:
-    """A copy of the same, to be damaged."""
+    """Copy of the same, to be damaged."""
     return Path(shutil.copytree(saved_root, tmp_path / "run"))
