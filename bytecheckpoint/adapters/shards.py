@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
-from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, whole
 
@@ -141,7 +140,10 @@ class LocalShards:
         try:
             layout = self._layouts.get(key)
         except (RuntimeError, TypeError) as error:
-            raise _uncomparable(fqn, tensor) from error
+            kinds = ", ".join(type(placement).__name__ for placement in tensor.placements)
+            what = f"a DTensor with placements ({kinds}) of which one has no equality and hash of its own"
+            advice = "make its class a frozen dataclass, or give it __eq__ and __hash__"
+            raise unsupported(fqn, what, advice) from error
         if layout is None:
             layout = self._layouts[key] = _layout_of(fqn, tensor)
         self._check(fqn, local)
@@ -263,12 +265,6 @@ def _layout_of(fqn: str, tensor: DTensor) -> _Layout:
             raise unsupported(fqn, f"a DTensor with a {kind} placement, {placement}", advice)
     mesh_axes = (*map(MeshAxis, tensor.placements, tensor.device_mesh.shape, coordinate),)
     return _Layout(dtype, shape, held_parts(fqn, shape, tensor._local_tensor, mesh_axes))
-
-
-def _uncomparable(fqn: str, tensor: DTensor) -> CheckpointSaveError:
-    kinds = ", ".join(type(placement).__name__ for placement in tensor.placements)
-    what = f"a DTensor with placements ({kinds}) of which one has no equality and hash of its own"
-    return unsupported(fqn, what, "make its class a frozen dataclass, or give it __eq__ and __hash__")
 
 
 def _of_sharded_tensor(fqn: str, tensor: ShardedTensor) -> list[LocalShard]:

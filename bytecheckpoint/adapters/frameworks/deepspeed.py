@@ -38,6 +38,22 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 _PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
 """Attributes of parameters: their part in ZeRO 3; where their master is, which those with several precisions have; and
 their optimizer."""
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes that change in a loss scaler; the rest is configuration, which is chosen anew for each run."""
+
+_UNREADABLE = (
+    ("swap_optimizer", "with optimizer state on NVMe", "offload to the CPU"),
+    ("params_in_nvme_and_cpu", "with parameters on NVMe", "offload to the CPU"),
+    ("offloaded_states", "whose states are offloaded", "call engine.reload_states() first"),
+    ("zenflow", "with ZenFlow", "turn zenflow off"),
+)
+"""Attributes that are true where state lies in other places, what that is called, and what to do about it."""
+_UNREADABLE_IF_SET = (
+    ("superoffload_cpu_optimizer", "with SuperOffload", "turn super_offload off"),
+    ("backup_optimizer", "offloaded in part", "set the ratio of the offload to 1.0"),
+)
+"""The same for attributes that are there only then."""
 
 
 def is_engine(value: Any) -> bool:
@@ -216,20 +232,6 @@ def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
         low.detach().view(-1)[start : start + numel].copy_(_flat(held.master)[position : position + numel])
 
 
-_UNREADABLE = (
-    ("swap_optimizer", "with optimizer state on NVMe", "offload to the CPU"),
-    ("params_in_nvme_and_cpu", "with parameters on NVMe", "offload to the CPU"),
-    ("offloaded_states", "whose states are offloaded", "call engine.reload_states() first"),
-    ("zenflow", "with ZenFlow", "turn zenflow off"),
-)
-"""Attributes that are true where state lies in other places, what that is called, and what to do about it."""
-_UNREADABLE_IF_SET = (
-    ("superoffload_cpu_optimizer", "with SuperOffload", "turn super_offload off"),
-    ("backup_optimizer", "offloaded in part", "set the ratio of the offload to 1.0"),
-)
-"""The same for attributes that are there only then."""
-
-
 def _refuse_unreadable(fqn: str, wrapper: Any) -> None:
     reasons = [row for row in _UNREADABLE if getattr(wrapper, row[0], False)]
     reasons += [row for row in _UNREADABLE_IF_SET if hasattr(wrapper, row[0])]
@@ -249,11 +251,6 @@ def _refuse_swapped(fqn: str, parameter: Any) -> None:
         raise unsupported(fqn, "a module with parameters on NVMe", "offload to the CPU")
     if hasattr(parameter.ds_tensor, "ds_quant_scale"):
         raise unsupported(fqn, "a module with quantised partitions", "turn zero_quantized_nontrainable_weights off")
-
-
-COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes that change in a loss scaler; the rest is configuration, which is chosen anew for each run."""
 
 
 def facts_of(wrapper: Any, engine: Any | None) -> dict[str, Any]:

@@ -66,17 +66,17 @@ class FlatParamState:
             plain: dict[str, Any] = {}
             for key, value in state.items():
                 fqn = self._state_fqn(names, key)
+                if not isinstance(value, torch.Tensor) and _holds(torch.Tensor, value, fqn):
+                    what = f"a {type(value).__name__} of tensors in the optimizer state of flat parameters"
+                    raise unsupported(fqn, what, _ADVICE)
                 if not isinstance(value, torch.Tensor):
-                    if _holds(torch.Tensor, value, fqn):
-                        what = f"a {type(value).__name__} of tensors in the optimizer state of flat parameters"
-                        raise unsupported(fqn, what, _ADVICE)
                     self._check_same(fqn, value)
                     plain[key] = value
                 elif value.shape == shape:
                     shards.found += part.shards(fqn, value)
                 elif value.numel() == 1:
-                    if fqn not in self._scalars:  # several parts of one parameter may lie on this rank
-                        shards.add(fqn, value)
+                    # Once, where several parts of one parameter lie on this rank.
+                    shards.add_all([] if fqn in self._scalars else [(fqn, value)])
                     self._check_same(fqn, value)
                 else:
                     what = f"optimizer state of shape {list(value.shape)} for flat parameters"
@@ -117,9 +117,9 @@ class FlatParamState:
                     are_scalars.setdefault(key, set()).add(False)
                     new = torch.empty(self._memory.shape, dtype=torch_dtype(tensor.dtype), device="meta")
                     targets = part.shards(fqn, own if isinstance(own, torch.Tensor) else new)
-                    for of_stored, beyond in (split_padding(each, part.padded_axis, tensor.shape) for each in targets):
-                        shards.found.append(of_stored)
-                        padding += beyond
+                    split = [split_padding(each, part.padded_axis, tensor.shape) for each in targets]
+                    shards.found += [of_stored for of_stored, _ in split]
+                    padding += chain.from_iterable(beyond for _, beyond in split)
             plain = found.plain(names)
             for key, value in self._state.items():
                 is_number_there = key in plain and is_number(plain[key][1]) and is_scalar(value)

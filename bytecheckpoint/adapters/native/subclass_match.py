@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
 from bytecheckpoint.adapters.native.subclass_flatten import (
+    dtensor_like,
     enclosing,
     flat_parts,
     is_facts,
     is_subclass,
-    names_table,
+    is_table_fqn,
     outer_fqn,
-    spread_like,
     tied_subclasses,
     why_not_built,
 )
@@ -261,4 +261,4 @@ class SubclassState:
         if not isinstance(parameter, DTensor):
             return None
         dtype = torch_dtype(stored.dtype)
-        return spread_like(parameter, stored.shape, dtype, device, is_table=names_table(key))
+        return dtensor_like(parameter, stored.shape, dtype, device, is_table=is_table_fqn(key))
