@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from bytecheckpoint.diagnostics.filesystem_features import FolderFacts, probe_folder
-from bytecheckpoint.diagnostics.store_guarantees import GuaranteeCheck, ProbeStore, check_promises
+from bytecheckpoint.diagnostics.filesystem_features import FilesystemFeatures, probe_filesystem
+from bytecheckpoint.diagnostics.store_guarantees import GuaranteeCheck, ProbeStore, check_guarantees
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed, measure_latency, measure_reads, measure_writes
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
@@ -41,7 +41,7 @@ class Diagnosis:
 
     url: str
     checks: Sequence[GuaranteeCheck]
-    folder: FolderFacts | None
+    folder: FilesystemFeatures | None
     """None for a URL."""
     latency: Latency
     writes: Sequence[Speed]
@@ -52,7 +52,7 @@ class Diagnosis:
 
     @property
     def is_fine(self) -> bool:
-        return all(check.is_kept is not False for check in self.checks if check.is_needed)
+        return all(check.is_met is not False for check in self.checks if check.is_needed)
 
 
 @click.command(short_help="What a storage can do, and which options suit it.", epilog=_EXAMPLE)
@@ -111,8 +111,8 @@ def _examine(
     folder = f"{TEMPORARY_PREFIX}doctor-{secrets.token_hex(8)}"
     with _probing(url, folder, storage_options) as store:
         store.store.list("")  # raises where the root is a file
-        checks = list(check_promises(store))
-        facts = probe_folder(str(store)) if isinstance(store.store, LocalStore) else None
+        checks = list(check_guarantees(store))
+        facts = probe_filesystem(str(store)) if isinstance(store.store, LocalStore) else None
         latency = measure_latency(store)
         writes = _measure_writes(url, folder, storage_options, seconds=seconds, max_bytes=max_bytes)
         reads = list(measure_reads(store, seconds=seconds, max_bytes=max_bytes))
@@ -178,7 +178,7 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "url": diagnosis.url,
         "ok": diagnosis.is_fine,
         "checks": [
-            {"name": check.name, "needed": check.is_needed, "kept": check.is_kept, "what": check.what}
+            {"name": check.name, "needed": check.is_needed, "kept": check.is_met, "what": check.what}
             for check in diagnosis.checks
         ],
         "folder": None if diagnosis.folder is None else asdict(diagnosis.folder),
@@ -203,7 +203,7 @@ def _speed_json(speed: Speed) -> dict[str, Any]:
 
 def _print(diagnosis: Diagnosis) -> None:
     screen = Screen()
-    broken = [check for check in diagnosis.checks if check.is_kept is False]
+    broken = [check for check in diagnosis.checks if check.is_met is False]
     if not diagnosis.is_fine:
         screen.line(f"{diagnosis.url}: NOT SAFE for checkpoints", style="bold red")
     elif broken:
@@ -231,12 +231,12 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _kept_text(check: GuaranteeCheck) -> str:
-    if check.is_kept is None:
+    if check.is_met is None:
         return "not known"
-    return "yes" if check.is_kept else "NO" if check.is_needed else "no"
+    return "yes" if check.is_met else "NO" if check.is_needed else "no"
 
 
-def _folder_rows(facts: FolderFacts) -> list[tuple[str, str]]:
+def _folder_rows(facts: FilesystemFeatures) -> list[tuple[str, str]]:
     yes = {True: "yes", False: "no"}
     return [
         ("file system", facts.file_system or "not known"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.expectation import RankMissing
-from bytecheckpoint.adapters.key_map import Globs, KeyMap, renamed_alike, renamer
+from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, renamed_alike
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
@@ -87,7 +87,7 @@ class CheckpointView:
         self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
         self._is_as_saved = self.takes_all and not self._is_renamed
-        self.rename = renamer(key_map, below, beside, plain_names)
+        self.rename = Renamer(key_map, below, beside, plain_names)
         """Checkpoint FQN -> state FQN."""
         self.saved = self._saved_tensors()
         """Tensors by checkpoint FQN, whatever include and exclude say."""

@@ -15,27 +15,27 @@ KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 """From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
 
 
-def renamer(
-    key_map: KeyMap | None, below: str, beside: Collection[str] = (), plain: Mapping[str, str] | None = None
-) -> Renamer:
-    """From checkpoint FQN to state FQN: a key_map in any of its forms, and the name below which all others stand, but
-    for those at and below the names beside it. `plain` are the state's names of what it shows under others, by these.
-
-    Raises CheckpointMismatchError (conflict) for what is no key_map.
-    """
-    return Renamer(key_map, f"{below}." if below else "", beside, plain or {})
-
-
 class Renamer:
-    """From checkpoint FQN to state FQN, and which rules of the key_map have matched nothing so far."""
+    """Renames checkpoint FQNs to state FQNs, and knows which rules of the key_map have matched nothing so far."""
 
-    def __init__(self, key_map: KeyMap | None, prefix: str, beside: Collection[str], plain: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        key_map: KeyMap | None,
+        below: str,
+        beside: Collection[str] = (),
+        plain: Mapping[str, str] | None = None,
+    ) -> None:
+        """`below` is the name below which all others stand, but for those at and below the names `beside` it. `plain`
+        are the state's names of what it shows under others, by these.
+
+        Raises CheckpointMismatchError (conflict) for what is no key_map.
+        """
         self.unused: dict[str | tuple[str, str], None] = {}
         """Keys of a dict, or pairs of a list."""
-        self._prefix = prefix
+        self._prefix = f"{below}." if below else ""
         self._beside = frozenset(beside)
         self._beside_prefixes = tuple(f"{name}." for name in beside)
-        self._plain = plain
+        self._plain = plain or {}
         self._rename = self._renaming(key_map)
 
     def __call__(self, fqn: str) -> str:

@@ -2,9 +2,6 @@
 
 Takes Replicate, Shard and _StridedShard on meshes of any shape, veScale's RaggedShard and _StridedRaggedShard (told by
 their `dims` and `local_units`), and any placement with a method `checkpoint_regions`: see docs/placements.md.
-
-Which indices along each dimension of a tensor torch's own placements give a rank: Shard and _StridedShard on meshes
-of any shape.
 """
 
 from __future__ import annotations
@@ -29,6 +26,20 @@ region that this rank holds, in the order in which they lie in its memory."""
 
 
 _OF_TORCH = frozenset({Replicate, Shard, _StridedShard})
+
+
+Interval = tuple[int, int]
+"""First index and number of indices, along one tensor dimension."""
+
+
+class MeshAxis(NamedTuple):
+    """One axis of a mesh, as one rank sees it."""
+
+    placement: Any
+    num_parts: int
+    """Number of ranks along the axis."""
+    coordinate: int
+    """Index of this rank among them."""
 
 
 class LocalPart(NamedTuple):
@@ -189,20 +200,6 @@ def _misfit(
         f"its local tensor is {list(local_shape)}; build the DTensor from shards that follow torch.chunk",
         kind="conflict",
     )
-
-
-Interval = tuple[int, int]
-"""First index and number of indices, along one tensor dimension."""
-
-
-class MeshAxis(NamedTuple):
-    """One axis of a mesh, as one rank sees it."""
-
-    placement: Any
-    num_parts: int
-    """Number of ranks along the axis."""
-    coordinate: int
-    """Index of this rank among them."""
 
 
 def fitting_intervals(

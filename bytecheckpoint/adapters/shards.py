@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
-from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, whole
 
@@ -32,7 +31,7 @@ _Looks = tuple[torch.dtype, torch.layout, torch.Size]
 _Kind = tuple[str, tuple[int, ...], Region, int]
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-"""The types whose tensors are nothing but their elements: told by one look, because a state holds many of them."""
+"""The types whose tensors are nothing but their elements: one look tells, because a state holds many of them."""
 
 _DTYPE_NAMES: Mapping[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPE_ITEMSIZES if hasattr(torch, name)
@@ -72,7 +71,7 @@ class LocalShards:
     """The shards of this rank, collected in one walk over a state.
 
     Equal shapes share their regions, and how a DTensor lies is found once for all that lie alike. None of that is
-    kept beyond the walk, so nothing can be out of date.
+    retained beyond the walk, so nothing can be out of date.
     """
 
     def __init__(self, *, with_addresses: bool = False) -> None:
@@ -141,7 +140,10 @@ class LocalShards:
         try:
             layout = self._layouts.get(key)
         except (RuntimeError, TypeError) as error:
-            raise _uncomparable(fqn, tensor) from error
+            kinds = ", ".join(type(placement).__name__ for placement in tensor.placements)
+            what = f"a DTensor with placements ({kinds}) of which one has no equality and hash of its own"
+            advice = "make its class a frozen dataclass, or give it __eq__ and __hash__"
+            raise unsupported(fqn, what, advice) from error
         if layout is None:
             layout = self._layouts[key] = _layout_of(fqn, tensor)
         self._check(fqn, local)
@@ -217,10 +219,14 @@ def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
     return name or dtype_name(tensor.dtype)
 
 
-def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
+def refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         what = "a parameter of a lazy module that has not been initialised"
         raise unsupported(fqn, what, "call forward once, so that its shape is known")
+
+
+def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
+    refuse_lazy(fqn, tensor)
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise unsupported(fqn, f"a {kind} tensor", "convert it to a dense tensor, or save its components")
@@ -259,12 +265,6 @@ def _layout_of(fqn: str, tensor: DTensor) -> _Layout:
             raise unsupported(fqn, f"a DTensor with a {kind} placement, {placement}", advice)
     mesh_axes = (*map(MeshAxis, tensor.placements, tensor.device_mesh.shape, coordinate),)
     return _Layout(dtype, shape, held_parts(fqn, shape, tensor._local_tensor, mesh_axes))
-
-
-def _uncomparable(fqn: str, tensor: DTensor) -> CheckpointSaveError:
-    kinds = ", ".join(type(placement).__name__ for placement in tensor.placements)
-    what = f"a DTensor with placements ({kinds}) of which one has no equality and hash of its own"
-    return unsupported(fqn, what, "make its class a frozen dataclass, or give it __eq__ and __hash__")
 
 
 def _of_sharded_tensor(fqn: str, tensor: ShardedTensor) -> list[LocalShard]:

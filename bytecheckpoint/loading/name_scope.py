@@ -12,7 +12,7 @@ import msgspec
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
 from bytecheckpoint.adapters.collect import Entry, entries_of, plain_names_of
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry
-from bytecheckpoint.adapters.key_map import KeyMap, renamer
+from bytecheckpoint.adapters.key_map import KeyMap, Renamer
 from bytecheckpoint.adapters.native.module_parts import EXTRA_STATE
 from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizers.forms import Reshaping, forms_of
@@ -62,7 +62,7 @@ class View(NamedTuple):
         """
         if len(names) < 2:
             return names[0] if names else ""
-        rename = renamer(self.key_map, "")
+        rename = Renamer(self.key_map, "")
         stored = set(map(rename, [*self.manifest.objects, *self.manifest.rank_objects]))
         others = [name for name in names if name not in stored]
         if len(others) > 1:

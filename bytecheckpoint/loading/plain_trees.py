@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.key_map import renamer
+from bytecheckpoint.adapters.key_map import Renamer
 from bytecheckpoint.adapters.optimizers.forms import flat_optimizer_state
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
@@ -40,7 +40,7 @@ class PlainData:
         self._manifest = manifest
         self._selection = selection
         self._wish = wish
-        self._rename = renamer(list(wish.rename), "")
+        self._rename = Renamer(list(wish.rename), "")
         self.left_out: list[LeftOut] = []
         """What `nested` has left out."""
         self._numbers = {tensor.fqn: number for number, tensor in enumerate(selection.wanted)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
-from bytecheckpoint.adapters.key_map import renamer
+from bytecheckpoint.adapters.key_map import Renamer
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, is_content_fqn, without_content
 from bytecheckpoint.dtypes import itemsize
@@ -126,7 +126,7 @@ def select(manifest: Manifest, wish: SelectionRequest, names_of_map: ModelNames 
     prefix = ""
     if wish.to == "hf" and not (wish.keep_names or wish.rename):
         prefix = names_of_map.entry(taken) if names_of_map else _common_entry(manifest, taken, trees)
-    rename = renamer(list(wish.rename), "")
+    rename = Renamer(list(wish.rename), "")
     names = {fqn: rename(fqn).removeprefix(prefix) for fqn in taken}
     _refuse_equal(names)
     stored = {fqn: manifest.aliases.get(fqn, fqn) for fqn in taken}

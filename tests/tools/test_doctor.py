@@ -14,7 +14,7 @@ import pytest
 from faults.seams import before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
 
-from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_promises
+from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -158,8 +158,8 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
     store = ProbeStore(kind(str(tmp_path), writer_threads=2), "probe")
-    checks = list(check_promises(store))
-    broken = {check.name for check in checks if not check.is_kept}
+    checks = list(check_guarantees(store))
+    broken = {check.name for check in checks if not check.is_met}
     assert broken >= BROKEN[kind]
     assert bool(broken) == bool(BROKEN[kind])
     store.clear()

@@ -7,10 +7,10 @@ Takes, by the attributes that they have and without DeepSpeed:
   which is the torch optimizer in it: its parameters are the flat masters. With stage 0 it may be a torch optimizer;
 - `engine.module` beside `engine.optimizer`, and modules of ZeRO 3 without any.
 
-A parameter that is kept in two precisions is stored once, by its master. A load fills the masters; low precision comes
+A parameter that exists in two precisions is stored once, by its master. A load fills the masters; low precision comes
 from them for what lies on this rank, and from the checkpoint for the rest. Parameters that are not optimised are the
 module's own, or in ZeRO 3 the partition `ds_tensor`; what is gathered at the moment is not read, but filled by a load.
-What else a resumed training needs is kept with the optimizer: counters of the engine, its scheduler, the loss scaler.
+What else a resumed training needs is saved with the optimizer: counters of the engine, its scheduler, the loss scaler.
 """
 
 from __future__ import annotations
@@ -38,6 +38,22 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 _PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
 """Attributes of parameters: their part in ZeRO 3; where their master is, which those with several precisions have; and
 their optimizer."""
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes that change in a loss scaler; the rest is configuration, which is chosen anew for each run."""
+
+_UNREADABLE = (
+    ("swap_optimizer", "with optimizer state on NVMe", "offload to the CPU"),
+    ("params_in_nvme_and_cpu", "with parameters on NVMe", "offload to the CPU"),
+    ("offloaded_states", "whose states are offloaded", "call engine.reload_states() first"),
+    ("zenflow", "with ZenFlow", "turn zenflow off"),
+)
+"""Attributes that are true where state lies in other places, what that is called, and what to do about it."""
+_UNREADABLE_IF_SET = (
+    ("superoffload_cpu_optimizer", "with SuperOffload", "turn super_offload off"),
+    ("backup_optimizer", "offloaded in part", "set the ratio of the offload to 1.0"),
+)
+"""The same for attributes that are there only then."""
 
 
 def is_engine(value: Any) -> bool:
@@ -159,7 +175,7 @@ def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameter
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """True if DeepSpeed has wrapped the module: told by any parameter, because it marks those that it optimises."""
+    """True if DeepSpeed has wrapped the module, which marks the parameters that it optimises."""
     found = (each for _, module in tree.submodules for each in module._parameters.values())
     return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 
@@ -216,20 +232,6 @@ def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
         low.detach().view(-1)[start : start + numel].copy_(_flat(held.master)[position : position + numel])
 
 
-_UNREADABLE = (
-    ("swap_optimizer", "with optimizer state on NVMe", "offload to the CPU"),
-    ("params_in_nvme_and_cpu", "with parameters on NVMe", "offload to the CPU"),
-    ("offloaded_states", "whose states are offloaded", "call engine.reload_states() first"),
-    ("zenflow", "with ZenFlow", "turn zenflow off"),
-)
-"""Attributes that are true where state lies in other places, what that is called, and what to do about it."""
-_UNREADABLE_IF_SET = (
-    ("superoffload_cpu_optimizer", "with SuperOffload", "turn super_offload off"),
-    ("backup_optimizer", "offloaded in part", "set the ratio of the offload to 1.0"),
-)
-"""The same for attributes that are there only then."""
-
-
 def _refuse_unreadable(fqn: str, wrapper: Any) -> None:
     reasons = [row for row in _UNREADABLE if getattr(wrapper, row[0], False)]
     reasons += [row for row in _UNREADABLE_IF_SET if hasattr(wrapper, row[0])]
@@ -249,11 +251,6 @@ def _refuse_swapped(fqn: str, parameter: Any) -> None:
         raise unsupported(fqn, "a module with parameters on NVMe", "offload to the CPU")
     if hasattr(parameter.ds_tensor, "ds_quant_scale"):
         raise unsupported(fqn, "a module with quantised partitions", "turn zero_quantized_nontrainable_weights off")
-
-
-COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes that change in a loss scaler; the rest is configuration, which is chosen anew for each run."""
 
 
 def facts_of(wrapper: Any, engine: Any | None) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _is_there(framework: str, state: Mapping[str, Any]) -> bool:
     values = list(_values(state))
     if _is_among(framework, values):
         return True
-    # Their state_dict may cost memory: they are asked where nothing else has told.
+    # Their state_dict may cost memory: it is read only where nothing else matches.
     wrappers = (value for value in values if is_stateful(value) and not stages_of(value))
     return any(_is_among(framework, list(_values(value.state_dict()))) for value in wrappers)
 
@@ -71,27 +71,23 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _is_among(framework: str, values: Iterable[Any]) -> bool:
-    modules: list[torch.nn.Module] = []
-    tensors: list[Iterable[Any]] = []
-    others: list[Any] = []
+    held: list[Any] = []
     for value in values:
-        roots = [stage.module for stage in stages_of(value)]
-        modules += (module for root in roots for module in torch.nn.Module.modules(root))
-        tensors += ([*root.parameters(), *root.buffers()] for root in roots)
+        held.append(value)
+        for root in (stage.module for stage in stages_of(value)):
+            held += (*torch.nn.Module.modules(root), *root.parameters(), *root.buffers())
         if isinstance(value, torch.optim.Optimizer):
-            tensors += (group["params"] for group in value.param_groups)
-        tensors.append([value] if isinstance(value, torch.Tensor | ShardedTensor) else [])
-        others.append(value)
-    held = list(chain.from_iterable(tensors))
+            held += chain.from_iterable(group["params"] for group in value.param_groups)
     if framework == "ddp":
-        return any(map(_is_ddp, modules))
+        return any(_is_ddp(each) for each in held if isinstance(each, torch.nn.Module))
     if framework == "vescale":
-        return any(map(_is_of_vescale, chain(modules, held, others)))
-    if framework == "fsdp":
-        kinds: tuple[type, ...] = (FullyShardedDataParallel, FSDPModule, FlatParameter, DTensor, ShardedTensor)
-    else:
-        kinds = (DTensor,) if framework == "dtensor" else (FSDPModule, DTensor)
-    return any(isinstance(each, kinds) for each in chain(modules, held))
+        return any(map(_is_of_vescale, held))
+    kinds: dict[str, tuple[type, ...]] = {
+        "fsdp": (FullyShardedDataParallel, FSDPModule, FlatParameter, DTensor, ShardedTensor),
+        "fsdp2": (FSDPModule, DTensor),
+        "dtensor": (DTensor,),
+    }
+    return any(isinstance(each, kinds[framework]) for each in held)
 
 
 def _is_ddp(module: torch.nn.Module) -> bool:

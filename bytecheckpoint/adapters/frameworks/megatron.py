@@ -31,6 +31,8 @@ from bytecheckpoint.region import Region
 
 _EXTRA_STATE = "_extra_state"
 _BYTES_IO = "io.BytesIO"
+_BASE_CLASS = "MegatronModule"
+"""Megatron's DistributedDataParallel is derived of it, whatever module it wraps."""
 
 
 class OptimizedElements(NamedTuple):
@@ -255,10 +257,6 @@ def _whole_masters(pieces: Iterable[ShardedPiece]) -> Iterator[OptimizedElements
         is_sharded = getattr(source, "main_param_sharded", False)
         if isinstance(main, torch.Tensor) and not is_sharded and main.shape == source.shape:
             yield OptimizedElements(source, main, 0, "copy")
-
-
-_BASE_CLASS = "MegatronModule"
-"""Megatron's DistributedDataParallel is derived of it, whatever module it wraps."""
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

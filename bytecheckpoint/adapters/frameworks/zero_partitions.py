@@ -17,6 +17,7 @@ Optimizers without master weights of their own, and parameters that no optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -80,26 +81,12 @@ def part_of_partitioned(fqn: str, parameter: Any, position: int) -> FlatParamPar
     return part_of_rank(tuple(parameter.ds_shape), partition, rank, position)
 
 
-def _zero_1_or_2(fqn: str, wrapper: Any) -> Iterator[MasterPart]:
-    masters, groups = wrapper.single_partition_of_fp32_groups, wrapper.round_robin_bit16_groups
-    starts = getattr(wrapper, "round_robin_bit16_offsets", None) or list(map(_one_after_the_other, groups))
-    yield from _in_partitions(fqn, wrapper, masters, groups, starts)
-
-
-def _bf16(fqn: str, wrapper: Any) -> Iterator[MasterPart]:
-    groups, starts = wrapper.bf16_groups, list(map(_one_after_the_other, wrapper.bf16_groups))
-    yield from _in_partitions(fqn, wrapper, wrapper.fp32_groups_flat_partition, groups, starts)
-
-
-def _in_partitions(
-    fqn: str,
-    wrapper: Any,
-    masters: Sequence[torch.Tensor],
-    groups: Sequence[Sequence[torch.nn.Parameter]],
-    starts_of_groups: Sequence[Sequence[int]],
-) -> Iterator[MasterPart]:
-    processes = wrapper.real_dp_process_group
-    for master, group, starts, process_group in zip(masters, groups, starts_of_groups, processes, strict=True):
+def _in_partitions(fqn: str, wrapper: Any, *, masters: str, groups: str) -> Iterator[MasterPart]:
+    """Reads ZeRO 1 and 2 and BF16_Optimizer, by the names of their attributes with masters and groups."""
+    of_groups: Sequence[Sequence[torch.nn.Parameter]] = getattr(wrapper, groups)
+    starts_of_groups = getattr(wrapper, "round_robin_bit16_offsets", None) or map(_one_after_the_other, of_groups)
+    rows = zip(getattr(wrapper, masters), of_groups, starts_of_groups, wrapper.real_dp_process_group, strict=True)
+    for master, group, starts, process_group in rows:
         _refuse_experts(fqn, process_group, wrapper.dp_process_group)
         size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         needed = max((start + parameter.numel() for start, parameter in zip(starts, group, strict=True)), default=0)
@@ -147,8 +134,10 @@ def _refuse_experts(fqn: str, process_group: Any, dp_process_group: Any) -> None
 
 
 _READERS: Mapping[str, Callable[[str, Any], Iterator[MasterPart]]] = {
-    "single_partition_of_fp32_groups": _zero_1_or_2,
-    "fp32_groups_flat_partition": _bf16,
+    "single_partition_of_fp32_groups": partial(
+        _in_partitions, masters="single_partition_of_fp32_groups", groups="round_robin_bit16_groups"
+    ),
+    "fp32_groups_flat_partition": partial(_in_partitions, masters="fp32_groups_flat_partition", groups="bf16_groups"),
     "fp32_partitioned_groups_flat": _zero_3,
     "fp32_groups_flat": _fp16,
     "fp32_groups": _fp16_unfused,

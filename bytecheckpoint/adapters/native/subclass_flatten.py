@@ -3,8 +3,6 @@ low-bit weights and optimizer states: containers of their inner tensors, by attr
 
 Also takes a DTensor whose local tensor is such a subclass: what each inner tensor is a part of follows from the lengths
 of the outer tensor's part, dimension by dimension. Knows neither checkpoints nor entries.
-
-Inner tensors of a subclass inside a DTensor: each is cut as the outer one is, in its own lengths.
 """
 
 from __future__ import annotations
@@ -33,6 +31,9 @@ from bytecheckpoint.adapters.native.subclass_metadata import (
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.manifest.plain_wire import unsupported
 
+_TABLES = frozenset({"qmap"})
+"""Inner tensors that hold one table for all elements, as torchao's low-bit optimizer states do: no part of anything."""
+
 
 def is_subclass(value: object) -> bool:
     """True if a value is a tensor that names the tensors that it is made of, or a DTensor of such tensors."""
@@ -59,7 +60,7 @@ def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
             what = f"a tensor subclass, {type(local).__qualname__}, whose part {name!r} is no tensor"
             raise unsupported(fqn, what, "save the plain tensors that it is made of")
     if isinstance(tensor, DTensor):
-        spread = {name: spread_as(f"{fqn}.{name}", inner, tensor) for name, inner in parts.items()}
+        spread = {name: dtensor_of_part(f"{fqn}.{name}", inner, tensor) for name, inner in parts.items()}
         parts = {name: inner for name, inner in spread.items() if inner is not None}
     return {**parts, FACTS: facts_of(fqn, local, context, tensor)}
 
@@ -212,7 +213,7 @@ def _built(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor:
     device = next((part.device for part in inner.values()), torch.device("cpu"))
     outer = None
     if isinstance(like, DTensor) and all(isinstance(part, DTensor) for part in inner.values()):
-        outer = spread_like(like, shape, dtype_of(facts), device)
+        outer = dtensor_like(like, shape, dtype_of(facts), device)
     if outer is None:
         return _unflattened(inner, facts, shape, stride, device)
     if outer.device_mesh.get_coordinate() is None:
@@ -235,11 +236,7 @@ def _unflattened(
     return built
 
 
-_TABLES = frozenset({"qmap"})
-"""Inner tensors that hold one table for all elements, as torchao's low-bit optimizer states do: no part of anything."""
-
-
-def spread_like(
+def dtensor_like(
     outer: DTensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_table: bool = False
 ) -> DTensor | None:
     """A DTensor of this global shape whose parts are to those of `outer` as its lengths are to those of `outer`.
@@ -260,16 +257,16 @@ def spread_like(
     return _as_dtensor(local, torch.Size(shape), outer, is_table=is_table)
 
 
-def names_table(fqn: str) -> bool:
+def is_table_fqn(fqn: str) -> bool:
     """True if the inner tensor of this FQN is the same for all parts of the tensor around it."""
     return fqn.rpartition(".")[2] in _TABLES
 
 
-def spread_as(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
+def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
     """The inner tensor of one part of a DTensor as a part of its own global tensor; None where this rank, which holds
     nothing, cannot tell.
     """
-    if names_table(fqn):
+    if is_table_fqn(fqn):
         return _as_dtensor(inner, inner.shape, outer, is_table=True)
     sharded, local = _sharded_dims(outer), outer._local_tensor
     shape: list[int] | None = None
