@@ -4,8 +4,8 @@ beside preadv of that very file, and of a plain copy of it, in an order that is 
     python benchmarks/run.py cold                            # 805 MB, some minutes
     python benchmarks/run.py cold --size 0.1 --rounds 3
 
-The limits of the load benchmark read files of their own instead, which lie elsewhere on the disk and may be kept by the
-host of a virtual one.
+The limits of the load benchmark read files of their own instead, which lie elsewhere on the disk and may be cached by
+the host of a virtual one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a process pool: imports the module that it is told, which says how it begins, and obeys commands."""
+"""One rank of a process pool: imports the module that is named, begins, and obeys commands."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, t
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
 from bytecheckpoint.loading.match import Match, match_again
-from bytecheckpoint.loading.mismatches import MatchVerdict, warn_of_idle
-from bytecheckpoint.loading.name_scope import View, WantedState, fit_state
-from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, open_together, reading_again, wanted_step
-from bytecheckpoint.loading.overwrite_state import telling
+from bytecheckpoint.loading.mismatches import MergedFindings, warn_of_unused
+from bytecheckpoint.loading.name_scope import NameScope, WantedState, fit_state
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, open_together, retry_replaced, wanted_step
+from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -154,7 +154,7 @@ def warm_up(
     ranks.close()
 
 
-@reading_again
+@retry_replaced
 @gc_paused()  # as for save
 def load(
     path: str | os.PathLike[str],
@@ -209,19 +209,19 @@ def load(
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
-        asked = LoadTarget(root_of(path, role), wanted_step(step), storage_options)
-        source = open_together(ranks, asked, options)
+        target = LoadTarget(root_of(path, role), wanted_step(step), storage_options)
+        source = open_together(ranks, target, options)
 
     with together(ranks, f"matching the state with {about.path}", about=about):
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
-        view = View(source.manifest, ranks.rank, key_map, included, excluded)
+        scope = NameScope(source.manifest, ranks.rank, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict)
-        fitted = fit_state(ranks, view, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
-        entries, stored, match, manifest, fetches, verdict = fitted
+        fitted = fit_state(ranks, scope, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
+        entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
 
-    with telling(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
-        # Memory that does not exist yet is allocated only now that the load can no longer be refused.
+    with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
+        # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(not shard.address and shard.tensor.is_meta for shard in match.shards):
             source.changes.make_memory()
             refused = {problem.fqn for problem in match.problems}
@@ -238,14 +238,14 @@ def load(
         finish_all(entries, stored, source.changes.overwriting)
         ranks.barrier()
     ranks.close()
-    report = _report(source, match, verdict, traffic, time.monotonic() - started)
+    report = _report(source, match, findings, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
-        warn_of_idle(verdict, report.path)
+        warn_of_unused(findings, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
 
 
-def _report(source: Source, match: Match, verdict: MatchVerdict, traffic: Traffic, seconds: float) -> LoadReport:
+def _report(source: Source, match: Match, findings: MergedFindings, traffic: Traffic, seconds: float) -> LoadReport:
     return LoadReport(
         path=source.path,
         step=source.manifest.step,
@@ -253,12 +253,12 @@ def _report(source: Source, match: Match, verdict: MatchVerdict, traffic: Traffi
         num_tensors=len({shard.fqn for shard in match.shards}),
         num_bytes_read=traffic.num_bytes_read,
         num_bytes_received=traffic.num_bytes_received,
-        missing=[problem.fqn for problem in verdict.problems if problem.kind == "missing_key"],
-        unexpected=verdict.unexpected,
-        mismatched=[problem.text for problem in verdict.problems if problem.kind != "missing_key"],
+        missing=[problem.fqn for problem in findings.problems if problem.kind == "missing_key"],
+        unexpected=findings.unexpected,
+        mismatched=[problem.text for problem in findings.problems if problem.kind != "missing_key"],
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
-        unused=list(map(str, verdict.unused)),
+        unused=list(map(str, findings.unused)),
         seconds=seconds,
     )
 
@@ -277,8 +277,8 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
     Raises CheckpointNotFoundError, CheckpointCorruptError, UnsafeCheckpointError or StorageError, and
     CheckpointMismatchError if the path is a checkpoint and a root of steps and `step` does not select one.
     """
-    asked = LoadTarget(os.fspath(path), wanted_step(step), storage_options)
-    source = open_alone(asked, options or LoadOptions())
+    target = LoadTarget(os.fspath(path), wanted_step(step), storage_options)
+    source = open_alone(target, options or LoadOptions())
     return Checkpoint(source, source.path)
 
 

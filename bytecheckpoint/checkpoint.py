@@ -1,4 +1,4 @@
-"""A committed checkpoint read without a model: what is in it, and any part of any tensor."""
+"""Reads a committed checkpoint without a model: its contents, and any part of any tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.region import Region, whole
 
 _MAX_ROWS = 50
-"""Of the table of a notebook."""
+"""Rows of the table in a notebook."""
 _NUM_NEAR = 3
 _IN_NUMPY = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
@@ -34,7 +34,7 @@ _IN_NUMPY = {
 
 
 class Checkpoint(Mapping[str, "StoredTensorView"]):
-    """What `bcp.open` gives: the tensors of a checkpoint by FQN, not yet read, tied ones under each of their names.
+    """The tensors of a checkpoint by FQN, not yet read, tied ones under each of their names: what `bcp.open` returns.
 
     Only the manifest has been read; data is read when it is asked for. Large tensors of extra_state and RankLocal have
     the FQN that they are stored under, `<fqn>@<digest>`, and also their own where all ranks saved the same.
@@ -67,7 +67,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         self.close()
 
     def close(self) -> None:
-        """Lets go of the manifest. Nothing can be read afterwards, here or through a view: that is a ValueError."""
+        """Frees the manifest. Nothing can be read afterwards, here or through a view: that is a ValueError."""
         self._opened = None
         for name in ("info", "objects", "_other_names"):
             self.__dict__.pop(name, None)
@@ -107,10 +107,10 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         """Plain data as it was saved, nested, without the tensors in its dicts, which are keys of the checkpoint; one
         in a list is there as a view. An optimizer has its `param_groups`. `rank_values` has what differs between ranks.
         """
-        wish = SelectionRequest(to="torch", is_in_memory=True)
-        selection = select(self.manifest, wish, None)
+        request = SelectionRequest(to="torch", is_in_memory=True)
+        selection = select(self.manifest, request, None)
         views = [self[tensor.pieces[0].fqn or ""] for tensor in selection.wanted]
-        return plain_part(PlainData(self.manifest, selection, wish).shared(), views) or {}
+        return plain_part(PlainData(self.manifest, selection, request).shared(), views) or {}
 
     def rank_values(self, fqn: str) -> dict[int, Any]:
         """What each rank saved under this FQN, by rank: RankLocal values, and extra_state that differed.
@@ -135,7 +135,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return {rank: with_leaves(tree, fqn, tensors[rank]) for rank, tree in trees.items()}
 
     def _refuse_missing(self, fqn: str, names: Iterable[str]) -> None:
-        """Raises CheckpointCorruptError (bad_manifest) where the value of an FQN needs tensors that are not there."""
+        """Raises CheckpointCorruptError (bad_manifest) if the value of an FQN needs tensors that are not listed."""
         missing = sorted(name for name in names if name not in self)
         if missing:
             raise CheckpointCorruptError(
@@ -147,7 +147,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
 
     @cached_property
     def _other_names(self) -> dict[str, str]:
-        """Of tied tensors, and of tensors that are stored under a name made of their content."""
+        """Stored FQN by name, of tied tensors and of tensors stored under a name made of their content."""
         trees = {fqn: decode_plain(data) for fqn, data in self.manifest.objects.items()}
         refs = {leaf: name for fqn, tree in trees.items() for leaf, name in _refs(tree, fqn).items()}
         return {**{leaf: name for leaf, name in refs.items() if leaf != name}, **self.manifest.aliases}
@@ -170,7 +170,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return StoredTensorView(self, stored_fqn)
 
     def _hint(self, fqn: object) -> str:
-        """Names like this one, or what it is instead of a tensor."""
+        """Returns similar names, or what the name is instead of a tensor."""
         name = str(fqn)
         trees = [*self.manifest.objects, *self.manifest.rank_objects]
         if any(name == tree or name.startswith(f"{tree}.") for tree in trees):
@@ -182,7 +182,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return f"; near are {', '.join(map(repr, near))}" if near else ""
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """All tensors whose FQN starts with `prefix`, whole, on the host, under their FQN without it.
+        """Reads all tensors whose FQN starts with `prefix`, whole, on the host, under their FQN without it.
 
         `module.load_state_dict(bcp.open(path).state_dict("model."))` is what it is for. Raises what a load raises.
         """
@@ -251,14 +251,14 @@ class StoredTensorView:
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: FBT001 - numpy's signature
-        """For `np.array(view)` and `np.asarray(view)`, which cannot do without a copy."""
+        """Serves `np.array(view)` and `np.asarray(view)`, which need a copy."""
         if copy is False:
             raise ValueError(f"{self.fqn} lies in a file, and can only be had as a copy")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **arguments: Any) -> Any:
-        """For `torch.from_dlpack(view)`, and what else takes arrays so: all of it, read now."""
+        """Serves `torch.from_dlpack(view)` and its like: all of it, read now."""
         return self[...].__dlpack__(**arguments)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
@@ -268,13 +268,13 @@ class StoredTensorView:
 def read_whole(
     source: Source, fqns: Sequence[str], device: torch.device | str | int = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """These tensors, under the names that they are stored under. Raises what a load raises."""
+    """Reads whole tensors, by the names that they are stored under. Raises what a load raises."""
     return _read_regions(source, dict.fromkeys(fqns), device)
 
 
 def plain_part(value: Any, views: Sequence[Any]) -> Any:
-    """A nested state without the tensors in its dicts, and without dicts of nothing else; None where that is all. In
-    lists a view stands for each.
+    """Returns a nested state without the tensors in its dicts, and without dicts of nothing else; None if nothing is
+    left. In lists a view stands for each tensor.
     """
     if isinstance(value, TensorStub):
         return views[value.number]
@@ -288,14 +288,14 @@ def plain_part(value: Any, views: Sequence[Any]) -> Any:
 
 
 def _refs(tree: Any, fqn: str) -> dict[str, str]:
-    """The leaves of a tree that are tensors in data files, and the FQNs of those tensors."""
+    """Returns the leaves of a tree that are tensors in data files, with the FQNs of those tensors."""
     return {leaf: value.fqn for leaf, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
 
 
 def _read_regions(
     source: Source, wanted: Mapping[str, Region | None], device: torch.device | str | int = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """The elements of these regions, each by the FQN that it is stored under; all of them for None."""
+    """Reads these regions, by stored FQN; None is a whole tensor."""
     shards = []
     for fqn, region in wanted.items():
         dtype, shape = source.manifest.describe(fqn)
@@ -308,7 +308,7 @@ def _read_regions(
 
 
 def _covering_region(shape: tuple[int, ...], index: Any) -> tuple[Region, tuple[Any, ...]]:
-    """The smallest region that an index touches, and the index that picks from it what was asked for."""
+    """Returns the smallest region that an index touches, and the index to apply to it."""
     items = list(index) if isinstance(index, tuple) else [index]
     if items.count(Ellipsis) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")

@@ -1,4 +1,4 @@
-"""`load_tree`: a checkpoint as the nested state that was given to `save`, without a model."""
+"""Reads a checkpoint as the nested state that was given to `save`, without a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.key_map import listed_globs
 from bytecheckpoint.checkpoint import read_whole
 from bytecheckpoint.loading.mismatches import refuse_unused
-from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, reading_again, wanted_step
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, retry_replaced, wanted_step
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.select import SelectionRequest, select
 from bytecheckpoint.options import LoadOptions
 
 
-@reading_again
+@retry_replaced
 def load_tree(
     path: str | os.PathLike[str],
     step: int | Literal["latest"] | None = "latest",
@@ -53,9 +53,9 @@ def load_tree(
     source = open_alone(LoadTarget(os.fspath(path), wanted_step(step), storage_options), options or LoadOptions())
     manifest = source.manifest
     refuse_unused(CheckpointView(manifest, rank=0, key_map=None, include=included, exclude=excluded), source.path)
-    wish = SelectionRequest(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
-    selection = select(manifest, wish, None)
-    nested = PlainData(manifest, selection, wish).nested()
+    request = SelectionRequest(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
+    selection = select(manifest, request, None)
+    nested = PlainData(manifest, selection, request).nested()
     fqns = [tensor.pieces[0].fqn or "" for tensor in selection.wanted]
     tensors = read_whole(source, fqns, device)
     filled: dict[Any, Any] = _filled(nested, [tensors[fqn] for fqn in fqns], device)
@@ -63,10 +63,10 @@ def load_tree(
 
 
 def _filled(value: Any, tensors: Sequence[torch.Tensor], device: torch.device | str | int) -> Any:
-    """The nested state with tensors in place of stubs."""
+    """Returns the nested state with tensors in place of stubs."""
     if isinstance(value, TensorStub):
         return tensors[value.number]
-    if isinstance(value, torch.Tensor):  # a small one, which is in the manifest
+    if isinstance(value, torch.Tensor):  # small ones are in the manifest
         return value.to(device)
     if isinstance(value, dict):
         return type(value)({key: _filled(item, tensors, device) for key, item in value.items()})

@@ -143,6 +143,6 @@ def test_as_many_reads_are_under_way_at_once_as_there_are_reader_threads(tmp_pat
     state = {f"x{number}": torch.ones(1 << 20, dtype=torch.uint8) for number in range(6)}
     bcp.save(tmp_path, state)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    with before("bytecheckpoint.storage.range_reader._run", Barrier(6, timeout=60).wait):
+    with before("bytecheckpoint.storage.range_reader._read", Barrier(6, timeout=60).wait):
         bcp.load(tmp_path, target, options=bcp.LoadOptions(reader_threads=6))
     assert all(tensor.all() for tensor in target.values())

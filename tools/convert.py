@@ -99,8 +99,8 @@ def convert(
 ) -> int:
     """Writes the checkpoint SRC, of any format that can be read, as DST, in the format --to.
 
-    Tensors are streamed: memory stays bounded, whatever their size. DST is there whole or not at all. What the target
-    has no place for is told. Under torchrun the ranks share the work.
+    Tensors are streamed: memory stays bounded, whatever their size. DST is there whole or not at all. Parts that
+    have no place in the target are listed. Under torchrun the ranks share the work.
     """
     to: Any = names.to
     _refuse_idle(to, link=link, max_shard_size=max_shard_size)

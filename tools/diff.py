@@ -89,7 +89,7 @@ def diff(
 
     Without --atol and --rtol every bit counts: 0.0 and -0.0 differ, and a NaN is the same as one with the same bits.
     With one of them numbers are compared: NaN is the same as NaN, an infinity as one of its sign. Steps and metadata
-    are not compared. Exit code 1 where something differs.
+    are not compared. Exit code 1 if something differs.
 
     With --to, --rename or --map, A is taken as `bcp convert` would write it: so an export is compared with its source.
     """

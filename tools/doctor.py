@@ -91,11 +91,11 @@ def doctor(
     access: Access,
     as_json: bool,
 ) -> int:
-    """Writes, reads and deletes objects of its own below URL, and tells what that shows: which promises the storage
-    keeps, how fast it is by the length of a part and by how many are in flight, and which options suit it.
+    """Writes, reads and deletes objects of its own below URL, and reports which promises the storage keeps, how fast
+    it is by the length of a part and by the number in flight, and which options suit it.
 
-    Everything it writes is under one name, .tmp-doctor-..., and removed in the end. Exit code 1 where a promise that
-    checkpoints need is broken, 4 where the storage cannot be written to.
+    All that it writes is under one name, .tmp-doctor-..., and removed in the end. Exit code 1 if a promise that
+    checkpoints need is broken, 4 if the storage cannot be written to.
     """
     diagnosis = _examine(url, stage, access.storage_options, seconds=seconds, max_bytes=max_mib * _MiB)
     if as_json:

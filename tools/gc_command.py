@@ -232,7 +232,7 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
     else:
         screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")
     if any(not item.is_dead for item in rows):
-        screen.paragraph("What is not dead is left alone: --older-than AGE or --save-id ID says what is.")
+        screen.paragraph("All others are left alone: --older-than AGE or --save-id ID decides which are dead.")
     if found.unreadable:
         screen.line()
         shown = some_of([folder or "." for folder in found.unreadable], 10)

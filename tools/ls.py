@@ -46,18 +46,18 @@ Example:
 @click.argument("root")
 @with_output_options
 def ls(*, root: str, access: Access, as_json: bool) -> int:
-    """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
+    """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks.
 
-    ROOT may also be a folder of runs: folders that are no checkpoints are looked into, and no deeper. Folders of saves
-    that did not finish, or are still being written, are listed as not committed. Only manifests are read. Exit code 1
-    where one of them is damaged.
+    ROOT may also be a folder of runs: folders that are no checkpoints are listed, and no deeper. Folders of saves that
+    did not finish, or are still being written, are listed as not committed. Only manifests are read. Exit code 1 if one
+    of them is damaged.
     """
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listing = CheckpointList([], [])
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
         listing = list_checkpoints(store)
     if not listing.checkpoints:
-        alone = find_checkpoint(root, "latest", Opening(access.storage_options))  # or it says what is there instead
+        alone = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
         listing = CheckpointList([read_checkpoint(alone, None) or _gone(alone)], listing.not_listed)
     found = listing.checkpoints
     if as_json:

@@ -102,8 +102,8 @@ def show(
 ) -> int:
     """Shows the contents of the checkpoint CKPT: a summary, then its tensors.
 
-    Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for how
-    the save went.
+    Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for the
+    telemetry of the save.
     """
     opened = access.open_manifest(ckpt)
     if with_stats or with_objects:

@@ -63,8 +63,8 @@ def timeline(
 ) -> int:
     """Shows the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
 
-    It is told by small files beside the data, which a checkpoint may lack: exit code 3 where there are none, 1 where
-    one cannot be understood. Starts of ranks on several machines are as good as their clocks.
+    The source is small files beside the data, which a checkpoint may lack: exit code 3 if there are none, 1 if one
+    cannot be decoded. Starts of ranks on several machines are as exact as their clocks.
     """
     opened = access.open_manifest(ckpt)
     records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)

@@ -68,9 +68,9 @@ def verify(
 ) -> int:
     """Checks the checkpoint CKPT and lists all damage.
 
-    The manifest must be valid, every data file there with its size, every byte as its checksum says, every file's
-    header as the manifest says, and the chunks of every tensor must cover it exactly once. Exit code 1 where something
-    is damaged, 4 where the storage could not be read.
+    The manifest must be valid, every data file must have its size, every byte match its checksum, every file's header
+    match the manifest, and the chunks of every tensor cover it exactly once. Exit code 1 if something is damaged, 4 if
+    the storage could not be read.
     """
     opened = access.find_files(access.open_manifest(ckpt))
     started = time.monotonic()

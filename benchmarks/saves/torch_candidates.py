@@ -29,7 +29,7 @@ def candidates() -> dict[str, Save]:
         "dcp-2": dcp_save(threads=2),
         "dcp-async": dcp_async(None),
         "dcp-cached": dcp_async(caching_stager(is_shared=False)),
-        # Memory that the process shares is kept as well: without it each save sends the state through a pipe.
+        # Memory that the process shares is cached as well: without it each save sends the state through a pipe.
         "dcp-process": dcp_async(caching_stager(is_shared=True), AsyncCheckpointerType.PROCESS),
         "torch.save": synced(write_torch),
         "safetensors": synced(write_safetensors),

@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bytecheckpoint.adapters.collect import collect_all, entries_of
 from bytecheckpoint.distributed.key_value_ranks import COORDINATOR
 from bytecheckpoint.distributed.ranks import SoleRank, Subject
-from bytecheckpoint.loading.mismatches import share_findings
-from bytecheckpoint.loading.name_scope import View, WantedState, match_named
+from bytecheckpoint.loading.mismatches import merge_findings
+from bytecheckpoint.loading.name_scope import NameScope, WantedState, match_named
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
@@ -95,10 +95,10 @@ def load(connection: Connection, setting: Setting) -> None:
         started = time.process_time()
         manifest = layout.parse_manifest(content, path=str(setting.folder), whole=False)
         source = Source(store, setting.folder.name, manifest, LoadOptions(), is_exchanged=False)
-        view = View(manifest, rank, None, None, None)
-        # Alone: ranks exchange their mismatches in one small message.
-        _, stored, match, _ = match_named(view, WantedState(state, "auto", cast=False, strict=True))
-        share_findings(SoleRank(), match, stored, state.keys(), strict=True)
+        scope = NameScope(manifest, rank, None, None, None)
+        # Alone: what each rank found the others get in one small message.
+        _, stored, match, _ = match_named(scope, WantedState(state, "auto", cast=False, strict=True))
+        merge_findings(SoleRank(), match, stored, state.keys(), strict=True)
         fetches = source.plan(match.shards, match.stored_fqns)
         seconds = time.process_time() - started
         wanted_bytes = sum(shard.tensor.nbytes for shard in match.shards)

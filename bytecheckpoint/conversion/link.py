@@ -11,7 +11,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import FileReader
 from bytecheckpoint.formats.torch_save.archive import directory_offset
 from bytecheckpoint.info import OWN_FORMAT
-from bytecheckpoint.loading.link_samples import sample_ranges, take_sample
+from bytecheckpoint.loading.links import sample_ranges, take_sample
 from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.select import Selection, SelectionRequest, select
 from bytecheckpoint.manifest import Manifest, TensorRecord, decode_manifest, encode_manifest, tensor_record

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.link_samples import sample_faults
-from bytecheckpoint.loading.replaced import refuse_replaced
+from bytecheckpoint.loading.links import sample_faults
+from bytecheckpoint.loading.replacement import refuse_replaced
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults

@@ -38,13 +38,12 @@ from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import CommonBytes, Receiver
 from bytecheckpoint.manifest.frames import FRAME_BYTES
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.coalesce import Fetch
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, assign_readers, max_common_bytes
 from bytecheckpoint.planner.exchange_split import DividedPlan, can_share, divide_plan, wanted_runs
 from bytecheckpoint.runtime.buffers import ByteBudget
-from bytecheckpoint.storage.range_reader import Read
 
 _HEARTBEATS_IN_TIMEOUT = 4
 _MAX_HEARTBEAT_S = 30.0
@@ -235,14 +234,14 @@ class _Exchange:
                     self._requests.setdefault(unit, {}).setdefault(pieces, []).append(sender)
                 yield sender
 
-    def _reads(self, plan: DividedPlan) -> Iterator[Read]:
-        shared = self._source.reads(plan.shared, self.targets, self._stored_fqns)
+    def _reads(self, plan: DividedPlan) -> Iterator[Fetch]:
+        shared = self._source.with_targets(plan.shared, self.targets, self._stored_fqns)
         for fetch, read in zip(plan.shared, shared, strict=True):
             yield self._passing_on(read, fetch.file, self._requests.get((fetch.file, fetch.byte_offset), {}))
-        for read in self._source.reads(plan.alone, self.targets, self._stored_fqns):
+        for read in self._source.with_targets(plan.alone, self.targets, self._stored_fqns):
             yield self._passing_on(read, 0, {})
 
-    def _passing_on(self, read: Read, file: int, requests: Mapping[tuple[ByteRange, ...], list[PeerSender]]) -> Read:
+    def _passing_on(self, read: Fetch, file: int, requests: Mapping[tuple[ByteRange, ...], list[PeerSender]]) -> Fetch:
         """Returns the read of a unit, after which the peers get the pieces that they asked for."""
 
         def place(content: memoryview) -> None:
@@ -263,7 +262,7 @@ class _Exchange:
 
         return read._replace(place=place, wanted_by=wanted_by)
 
-    def _outgoing_unit(self, read: Read, file: int, views: Sequence[np.ndarray], num_peers: int) -> OutgoingUnit:
+    def _outgoing_unit(self, read: Fetch, file: int, views: Sequence[np.ndarray], num_peers: int) -> OutgoingUnit:
         """Returns the pieces where they are, if the content stays there and they are single rows, else as a copy."""
         num_bytes = sum(view.size for view in views)
         is_copied = read.target is None or any(view.ndim > 1 for view in views)

@@ -1,30 +1,46 @@
-"""Manifests that point to files elsewhere than below their own folder, as `bcp convert --link` makes them. They are
-followed only where that is asked for: whoever wrote a manifest would choose else what a load reads.
+"""Links: manifests that point to files elsewhere than below their own folder, as `bcp convert --link` makes them. They
+are followed only where that is asked for: else the writer of a manifest would choose what a load reads.
+
+A link keeps checksums of a few bytes of each file that another program wrote, by which a file is recognised that was
+written again with the same length. A change of a few bytes between the samples can escape that; not in a file of
+torch.save, whose directory has a checksum of each tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.errors import UnsafeCheckpointError
+import xxhash
+
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError, and_more
 from bytecheckpoint.formats.find_checkpoint import Opening, open_folder
-from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest import DataFile, Manifest, Sample
+from bytecheckpoint.manifest.validation import MAX_SAMPLE_BYTES
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_local
+from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
+
+_END_BYTES = 1 << 16
+"""Length of the first and the last sample: headers of safetensors, directories of archives."""
+_INNER_BYTES = 1 << 12
+_NUM_INNER = 6
+_NUM_NAMED = 5
 
 
 class Files(NamedTuple):
-    """Where the data files of a checkpoint are."""
+    """The folder with the data files of a checkpoint."""
 
     store: Store
     folder: str
 
 
 def files_of(here: Files, manifest: Manifest, opening: Opening, *, follow_links: bool, path: str) -> Files:
-    """Its own folder, or the one that its manifest leads to. `path` is the checkpoint, for the error.
+    """Returns the checkpoint's own folder, or the one that its manifest links to. `path` is for the error.
 
-    Raises UnsafeCheckpointError (path_escape) where that is not to be followed, and what opening a store raises.
+    Raises UnsafeCheckpointError (path_escape) if links are not to be followed, and what opening a store raises.
     """
     if not manifest.linked_to:
         return here
@@ -40,5 +56,68 @@ def files_of(here: Files, manifest: Manifest, opening: Opening, *, follow_links:
 
 
 def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
-    """How this path is opened. Where links are followed, a local one may lead to where the storage options are for."""
+    """Returns how to open this path. If it is local, the storage options are for the target of a link."""
     return opening._replace(storage_options=None) if follow_links and is_local(path) else opening
+
+
+class SampleFault(NamedTuple):
+    """A sample that differs from when the link was made."""
+
+    file: int
+    """Index into the files that were given."""
+    sample: Sample
+    found: int
+    """The checksum now."""
+
+
+def sample_ranges(byte_length: int, directory_offset: int | None) -> list[tuple[int, int]]:
+    """Returns offset and length of the samples of a file, in bytes. The directory of an archive is sampled whole, up to
+    MAX_SAMPLE_BYTES.
+    """
+    if byte_length <= 2 * _END_BYTES:
+        return [(0, byte_length)] if byte_length else []
+    last = byte_length - _END_BYTES
+    if directory_offset is not None:
+        last = max(min(last, directory_offset), byte_length - MAX_SAMPLE_BYTES)
+    steps = range(1, _NUM_INNER + 1)
+    inner = [_END_BYTES + step * (last - _END_BYTES) // (_NUM_INNER + 1) for step in steps]
+    found = [(offset, _INNER_BYTES) for offset in inner if offset + _INNER_BYTES <= last]
+    return [(0, min(_END_BYTES, last)), *found, (last, byte_length - last)]
+
+
+def take_sample(store: Store, name: str, byte_offset: int, byte_length: int) -> Sample:
+    """Reads a sample. Raises what `Store.read_into` raises."""
+    content = bytearray(byte_length)
+    store.read_into(name, byte_offset, memoryview(content))
+    return Sample(byte_offset, byte_length, xxhash.xxh3_64_intdigest(content))
+
+
+def sample_faults(store: Store, names: Sequence[str], files: Sequence[DataFile], *, threads: int) -> list[SampleFault]:
+    """Returns the samples of these files, with these names in the store, that differ. Raises what `Store.read_into`
+    raises.
+    """
+
+    def compare(job: tuple[int, Sample]) -> SampleFault | None:
+        number, sample = job
+        found = take_sample(store, names[number], sample.byte_offset, sample.byte_length)
+        return None if found == sample else SampleFault(number, sample, found.digest)
+
+    jobs = [(number, sample) for number, file in enumerate(files) for sample in file.samples]
+    return [fault for fault in map_jobs(compare, jobs, num_threads=threads) if fault is not None]
+
+
+def check_samples(store: Store, folder: str, files: Iterable[DataFile], *, threads: int) -> None:
+    """Raises CheckpointCorruptError (checksum) if one of these files was written again after the link was made."""
+    sampled = [file for file in files if file.samples]
+    names = [join_name(folder, file.name) for file in sampled]
+    changed = sorted({fault.file for fault in sample_faults(store, names, sampled, threads=threads)})
+    if not changed:
+        return
+    path = join_name(str(store), folder)
+    named = and_more([sampled[number].name for number in changed], _NUM_NAMED)
+    raise CheckpointCorruptError(
+        f"{path} has {len(changed)} of {len(sampled)} files that were written again after a link to them was made: "
+        f"{named}; nothing was loaded: load from {path} itself, or make the link anew with `bcp convert --link`",
+        kind="checksum",
+        path=path,
+    )

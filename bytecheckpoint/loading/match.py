@@ -1,6 +1,4 @@
-"""A state compared with a checkpoint on one rank, before anything is changed: the shards that are loaded, and the
-problems.
-"""
+"""Compares a state with a checkpoint on one rank, before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ _NUM_SHOWN = 10
 
 
 class Match(NamedTuple):
-    """What this rank loads."""
+    """The shards that this rank loads, and the problems."""
 
     shards: list[LocalShard]
     stored_fqns: list[str]
-    """Of each shard: the stored tensor that fills it."""
+    """The stored tensor that fills each shard."""
     problems: list[Problem]
     claims: set[str]
     """Every state FQN that this rank has a place for."""
@@ -36,7 +34,7 @@ class Match(NamedTuple):
     skipped: set[str]
     """State FQNs that include or exclude keep from being loaded."""
     padding: list[torch.Tensor]
-    """Memory of what is loaded that lies beyond what the checkpoint has of it."""
+    """Memory of loaded tensors beyond the elements that the checkpoint has."""
 
     def zero_padding(self) -> None:
         with torch.no_grad():
@@ -44,8 +42,8 @@ class Match(NamedTuple):
                 memory.zero_()
 
     def count_changes(self) -> None:
-        """Raises the version counters of the tensors that are filled: bytes are put there behind torch's back, and a
-        backward pass over values of before is to fail as after any other change in place.
+        """Raises the version counters of the filled tensors, so that a backward pass over the old values fails as after
+        any other change in place: bytes are put there behind torch's back.
         """
         changed = [shard.tensor for shard in self.shards]
         changed += [shard.owner for shard in self.shards if shard.owner is not None]
@@ -55,7 +53,7 @@ class Match(NamedTuple):
 
 
 def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: bool) -> Match:
-    """Compares a state with a checkpoint. What does not fit is among the problems and not among the shards."""
+    """Compares a state with a checkpoint. A shard that does not fit is among the problems and not among the shards."""
     match = Match([], [], [], set(), set(), set(), [])
     names = {entry.fqn for entry in entries}
     match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
@@ -76,7 +74,7 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
 
 
 def _match_shards(match: Match, shards: Iterable[LocalShard], stored: CheckpointView, *, cast: bool) -> None:
-    """Adds what these shards are filled from, or why they are not."""
+    """Adds the stored tensors that fill these shards, or the problems."""
     tensors = stored.tensors
     for shard in shards:
         fqn = shard.fqn
@@ -86,7 +84,9 @@ def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Checkpoint
             match.skipped.add(fqn)
             continue
         if found is None:
-            match.problems.append(_not_found(fqn, stored))
+            is_plain = fqn in stored.plain
+            text = f"{fqn}: plain data in the checkpoint, a tensor in the state"
+            match.problems.append(Problem("missing_key", fqn, text) if is_plain else not_stored(fqn))
             continue
         problem = _problem(shard, found, cast=cast)
         if problem is not None:
@@ -99,14 +99,14 @@ def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Checkpoint
 
 
 def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Those of tensors that have no problem so far."""
+    """Returns the shards of tensors that have no problem so far."""
     refused = {problem.fqn for problem in match.problems} if shards else set()
     return [shard for shard in shards if shard.fqn not in refused]
 
 
 def _leave_out_shared(match: Match) -> None:
-    """Memory is filled once: what is tied, or a view of a part, takes the value of the tensor that it is a part of.
-    What only overlaps with another one would hold a mixture, and could not be verified.
+    """Fills memory once: tied tensors, and views of a part, take the value of the tensor that contains them. One that
+    only overlaps with another would hold a mixture, and could not be verified.
     """
     shared = find_shared(match.shards)
     for first, second in shared.clashing:
@@ -121,9 +121,7 @@ def _leave_out_shared(match: Match) -> None:
 
 
 def _leave_out_read_only(match: Match) -> None:
-    """Memory that nothing can be written to from its start on, such as that of a mapped file: trying would kill the
-    process.
-    """
+    """Leaves out tensors whose memory is read only, as that of a mapped file: a write would kill the process."""
     addresses = [shard.address or (shard.tensor.data_ptr() if shard.tensor.is_cpu else 0) for shard in match.shards]
     for number in np.flatnonzero(are_read_only(np.array(addresses, np.uint64))).tolist()[::-1]:
         fqn = match.shards[number].fqn
@@ -134,41 +132,38 @@ def _leave_out_read_only(match: Match) -> None:
         del match.shards[number], match.stored_fqns[number]
 
 
-def _not_found(fqn: str, stored: CheckpointView) -> Problem:
-    if fqn in stored.plain:
-        return Problem("missing_key", fqn, f"{fqn}: plain data in the checkpoint, a tensor in the state")
-    return not_stored(fqn)
-
-
 def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem | None:
-    """Why the shard cannot be filled from the stored tensor."""
+    """Returns why the shard cannot be filled from the stored tensor, if so."""
     fqn, dtype, shape, _, tensor, address, _ = shard
     if address and found.shape == shape and found.dtype == dtype:  # most of a state
         return None
+    kind = text = ""
     if found.shape != shape:
-        text = f"{fqn}: shape {list(found.shape)} in the checkpoint, {list(shape)} in the state"
-        return Problem("shape", fqn, text)
-    if found.dtype != dtype and not cast:
-        text = f"{fqn}: dtype {found.dtype} in the checkpoint, {dtype} in the state (cast=True converts)"
-        return Problem("dtype", fqn, text)
-    if found.dtype != dtype and not _can_convert(found.dtype, dtype):
-        text = f"{fqn}: torch cannot convert {found.dtype} in the checkpoint to {dtype} in the state"
-        return Problem("dtype", fqn, text)
-    if shares_elements(tensor):
-        text = (
-            f"{fqn}: elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
-        )
-        return Problem("conflict", fqn, text)
-    if not has_all_memory(tensor):
-        text = f"{fqn}: the memory of the state's tensor has been freed; load where it has memory again"
-        return Problem("conflict", fqn, text)
-    return None
+        kind, text = "shape", f"shape {list(found.shape)} in the checkpoint, {list(shape)} in the state"
+    elif found.dtype != dtype and not cast:
+        kind, text = "dtype", f"dtype {found.dtype} in the checkpoint, {dtype} in the state (cast=True converts)"
+    elif found.dtype != dtype and not _can_convert(found.dtype, dtype):
+        kind, text = "dtype", f"torch cannot convert {found.dtype} in the checkpoint to {dtype} in the state"
+    elif shares_elements(tensor):
+        text = "elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
+    elif not has_all_memory(tensor):
+        text = "the memory of the state's tensor has been freed; load where it has memory again"
+    return Problem(kind or "conflict", fqn, f"{fqn}: {text}") if text else None
+
+
+def _can_convert(stored: str, wanted: str) -> bool:
+    try:
+        source = torch.empty(1, dtype=torch_dtype(stored), device="cpu")
+        torch.empty(1, dtype=torch_dtype(wanted), device="cpu").copy_(source)
+    except (RuntimeError, NotImplementedError):  # there is no other way to ask
+        return False
+    return True
 
 
 def match_again(entries: Collection[Entry], stored: CheckpointView, before: Match, *, cast: bool) -> Match:
-    """The match of a state that was given the memory that it lacked.
+    """Matches a state again that was given the memory that it lacked.
 
-    Raises CheckpointMismatchError (conflict) where a target still has none to be filled, or cannot be filled now.
+    Raises CheckpointMismatchError (conflict) if a tensor still has none, or cannot be filled now.
     """
     match = match_state(entries, stored, cast=cast)
     fqns = sorted({shard.fqn for shard in match.shards if shard.tensor.is_meta})
@@ -187,12 +182,3 @@ def match_again(entries: Collection[Entry], stored: CheckpointView, before: Matc
             kind="conflict",
         )
     return match
-
-
-def _can_convert(stored: str, wanted: str) -> bool:
-    try:
-        source = torch.empty(1, dtype=torch_dtype(stored), device="cpu")
-        torch.empty(1, dtype=torch_dtype(wanted), device="cpu").copy_(source)
-    except (RuntimeError, NotImplementedError):  # there is no other way to ask
-        return False
-    return True

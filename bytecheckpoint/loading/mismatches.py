@@ -1,6 +1,4 @@
-"""All that ranks find about a state and a checkpoint, merged into one verdict that every rank gets: a key that one rank
-lacks another one may have.
-"""
+"""Merges what the ranks find about a state and a checkpoint, for all: one rank may have the key that another lacks."""
 
 from __future__ import annotations
 
@@ -23,20 +21,20 @@ _NUM_MATCHED = 200
 _KINDS = ("missing_key", "unexpected_key", "shape", "dtype", "coverage", "conflict")
 
 
-class _Findings(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank found."""
+class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
+    """The findings of one rank."""
 
     problems: list[Problem]
     top_level: list[str]
-    """The names that are the keys of its state."""
+    """The keys of its state."""
     wanted: bytes
-    """A bit for each name that all ranks see, in order: this rank has a place for it."""
+    """A bit for each FQN that all ranks see, in order: this rank has a place for it."""
     unexpected: list[str]
-    """Of the names that only this rank sees, those under a name of its state that it has no place for."""
-    names_digest: int
-    """Of the names that all ranks see, as this one does."""
+    """FQNs that only this rank sees, under a key of its state, and that it has no place for."""
+    fqns_digest: int
+    """Digest of the FQNs that all ranks see, as this one does."""
     unused: list[UnusedRule]
-    """What matches nothing in the checkpoint, nor in its state."""
+    """Rules that match nothing in the checkpoint, nor in its state."""
     fills: bool
     """Something of its state is filled."""
     has_places: bool
@@ -44,18 +42,18 @@ class _Findings(msgspec.Struct, frozen=True, array_like=True):
     is_all_skipped: bool
     """Include and exclude leave nothing of what the state wants."""
     other_name: str
-    """The name of the state below which the checkpoint can stand instead; "" where there is none."""
+    """The name of the state below which the checkpoint can stand instead; "" if there is none."""
     has_experts: bool
     """The checkpoint has experts in separate tensors, which can be stacks instead."""
 
 
-class MatchVerdict(msgspec.Struct, frozen=True, array_like=True):
-    """What all ranks found, without repetitions."""
+class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
+    """The findings of all ranks, without repetitions."""
 
     problems: list[Problem]
     unexpected: list[str]
     unused: list[UnusedRule]
-    """What matches nothing on any rank."""
+    """Rules that match nothing on any rank."""
     fills: bool
     """Something is filled, on whichever rank, or there is nothing to fill."""
     is_open: bool = False
@@ -64,7 +62,7 @@ class MatchVerdict(msgspec.Struct, frozen=True, array_like=True):
     """The one that all ranks gave, if so; else ""."""
 
 
-def share_findings(
+def merge_findings(
     ranks: Ranks,
     match: Match,
     stored: CheckpointView,
@@ -73,22 +71,18 @@ def share_findings(
     strict: bool,
     other_name: str = "",
     has_experts: bool = False,
-) -> MatchVerdict:
-    """What does not fit on any rank; with `strict` one error about all of it, raised on every rank.
+) -> MergedFindings:
+    """Returns what does not fit on any rank; with `strict` all of it is one error, raised on every rank.
 
-    Keys are unexpected where the checkpoint has them under a top-level name of the state and no rank takes them.
+    Keys are unexpected if the checkpoint has them under a top-level name of the state and no rank takes them.
     """
-    names, own_names = stored.common_names, stored.own_names
-    top_level = set(map(str, state_names))
-    wanted = np.fromiter((name in match.claims for name in names), bool, len(names))
-    unexpected = [name for name in own_names if name not in match.claims and is_at_or_below(name, top_level)]
-    digest = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(names))
-    findings = _Findings(
+    fqns, top_level = stored.common_names, set(map(str, state_names))
+    own = _RankFindings(
         problems=match.problems,
         top_level=sorted(top_level),
-        wanted=np.packbits(wanted).tobytes(),
-        unexpected=unexpected,
-        names_digest=digest,
+        wanted=np.packbits(np.fromiter((fqn in match.claims for fqn in fqns), bool, len(fqns))).tobytes(),
+        unexpected=[fqn for fqn in stored.own_names if fqn not in match.claims and is_at_or_below(fqn, top_level)],
+        fqns_digest=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fqns)),
         unused=stored.unused_rules,
         fills=bool(match.shards) or not match.claims.isdisjoint(stored.plain),
         has_places=bool(match.claims or match.skipped or match.problems or not top_level),
@@ -97,41 +91,34 @@ def share_findings(
         has_experts=has_experts,
     )
 
-    def judge(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        all_findings = [msgspec.msgpack.decode(payload, type=_Findings) for payload in payloads]
-        _check_same_names(ranks, all_findings)
-        verdict = _merge(all_findings, names)
-        other = _common_name(all_findings)
-        if _is_lacking(all_findings) and (other or all_findings[COORDINATOR].has_experts):
-            verdict = MatchVerdict([], [], [], fills=True, is_open=True, other_name=other)
-        elif strict and (verdict.problems or verdict.unexpected or verdict.unused or not verdict.fills):
-            raise _mismatch(verdict, stored, {name for of_rank in all_findings for name in of_rank.top_level})
-        return [msgspec.msgpack.encode(verdict)] * ranks.num_ranks
+    def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        findings = [msgspec.msgpack.decode(payload, type=_RankFindings) for payload in payloads]
+        _check_same_fqns(ranks, findings)
+        merged = _merge(findings, fqns)
+        other_names = {of_rank.other_name for of_rank in findings}
+        common_name = other_names.pop() if len(other_names) == 1 else ""
+        is_lacking = any(problem.kind == "missing_key" for of_rank in findings for problem in of_rank.problems)
+        is_lacking = is_lacking or all(of_rank.is_all_skipped for of_rank in findings)
+        if is_lacking and (common_name or findings[COORDINATOR].has_experts):
+            merged = MergedFindings([], [], [], fills=True, is_open=True, other_name=common_name)
+        elif strict and (merged.problems or merged.unexpected or merged.unused or not merged.fills):
+            raise _mismatch(merged, stored, {name for of_rank in findings for name in of_rank.top_level})
+        return [msgspec.msgpack.encode(merged)] * ranks.num_ranks
 
-    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(findings), judge), type=MatchVerdict)
-
-
-def _is_lacking(findings: Sequence[_Findings]) -> bool:
-    is_missing = any(problem.kind == "missing_key" for of_rank in findings for problem in of_rank.problems)
-    return is_missing or all(of_rank.is_all_skipped for of_rank in findings)
+    return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), merge), type=MergedFindings)
 
 
-def _common_name(findings: Sequence[_Findings]) -> str:
-    names = {of_rank.other_name for of_rank in findings}
-    return names.pop() if len(names) == 1 else ""
+def warn_of_unused(merged: MergedFindings, path: str) -> None:
+    """Warns once of rules that match nothing, and of a load that filled nothing: mostly names are misspelt."""
+    texts = [f"{rule} matches nothing in the checkpoint" for rule in merged.unused]
+    if not merged.fills:
+        texts.append("nothing of the state was filled")
+    if texts:
+        warnings.warn(f"loading {path}: {'; '.join(texts)}. Check the names", stacklevel=3)
 
 
-def warn_of_idle(verdict: MatchVerdict, path: str) -> None:
-    """Says in one warning which rules match nothing, and where nothing was filled: both are mostly misspelt names."""
-    told = [f"{rule} matches nothing in the checkpoint" for rule in verdict.unused]
-    if not verdict.fills:
-        told.append("nothing of the state was filled")
-    if told:
-        warnings.warn(f"loading {path}: {'; '.join(told)}. Check the names", stacklevel=3)
-
-
-def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
-    odd = [rank for rank, of_rank in enumerate(findings) if of_rank.names_digest != findings[COORDINATOR].names_digest]
+def _check_same_fqns(ranks: Ranks, findings: Sequence[_RankFindings]) -> None:
+    odd = [rank for rank, of_rank in enumerate(findings) if of_rank.fqns_digest != findings[COORDINATOR].fqns_digest]
     if odd:
         raise CheckpointMismatchError(
             f"ranks pass different key_map, include or exclude: rank {ranks.global_ranks[odd[0]]} sees other names in "
@@ -142,33 +129,34 @@ def _check_same_names(ranks: Ranks, findings: Sequence[_Findings]) -> None:
         )
 
 
-def _merge(findings: Sequence[_Findings], names: Sequence[str]) -> MatchVerdict:
-    wanted = np.zeros(len(names), bool)
+def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str]) -> MergedFindings:
+    wanted = np.zeros(len(fqns), bool)
     for of_rank in findings:
-        wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(names)).astype(bool)
+        wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(fqns)).astype(bool)
     top_level = {name for of_rank in findings for name in of_rank.top_level}
-    unexpected = [name for name, is_wanted in zip(names, wanted, strict=True) if not is_wanted]
-    unexpected = [name for name in unexpected if is_at_or_below(name, top_level)]
-    unexpected += sorted({name for of_rank in findings for name in of_rank.unexpected})
+    unexpected = [
+        fqns[number] for number in np.flatnonzero(~wanted).tolist() if is_at_or_below(fqns[number], top_level)
+    ]
+    unexpected += sorted({fqn for of_rank in findings for fqn in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
     # A state of nothing but modules without tensors has nothing that a load could fill.
     fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.has_places for of_rank in findings)
-    return MatchVerdict(list(problems.values()), unexpected, unused, fills)
+    return MergedFindings(list(problems.values()), unexpected, unused, fills)
 
 
-def _mismatch(verdict: MatchVerdict, stored: CheckpointView, top_level: set[str]) -> CheckpointMismatchError:
-    missing = [fqn for kind, fqn, _ in verdict.problems if kind == "missing_key"]
+def _mismatch(merged: MergedFindings, stored: CheckpointView, top_level: set[str]) -> CheckpointMismatchError:
+    missing = [fqn for kind, fqn, _ in merged.problems if kind == "missing_key"]
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
-    for kind, fqn, text in verdict.problems:
-        near = _near(fqn, verdict.unexpected) if kind == "missing_key" and len(lines[kind]) < _NUM_SHOWN else ""
+    for kind, fqn, text in merged.problems:
+        near = _near(fqn, merged.unexpected) if kind == "missing_key" and len(lines[kind]) < _NUM_SHOWN else ""
         lines[kind].append(text + near)
-    for fqn in verdict.unexpected:
+    for fqn in merged.unexpected:
         near = _near(fqn, missing) if len(lines["unexpected_key"]) < _NUM_SHOWN else ""
         lines["unexpected_key"].append(f"{fqn}: in the checkpoint, not in the state{near}")
-    for rule in verdict.unused:
+    for rule in merged.unused:
         lines["conflict"].append(_unused_text(rule, stored))
-    if not verdict.fills and not any(lines.values()):
+    if not merged.fills and not any(lines.values()):
         lines["conflict"].append(_nothing_text(stored, top_level))
     found = {kind: of_kind for kind, of_kind in lines.items() if of_kind}
     counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
@@ -210,7 +198,7 @@ def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
 
 
 def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
-    """What the names of the checkpoint begin with, where none begins as a name of the state does."""
+    """Names the entries of the checkpoint if it has none of those that the missing names are in."""
     entries = {name.partition(".")[0] for name in stored.common_names}
     lost = sorted({name.partition(".")[0] for name in missing} - entries)
     if not lost:

@@ -1,10 +1,10 @@
-"""Names under which a state finds what a checkpoint holds. A checkpoint has the names of the state that was saved. But
-files of one model have no name for the model, and neither has what was converted or saved without one.
+"""Finds the names under which a state meets those of a checkpoint. Mostly they are those of the state that was saved;
+but files of one model have no name for the model, nor has a checkpoint that was converted or saved without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,17 +19,14 @@ from bytecheckpoint.adapters.optimizers.forms import Reshaping, forms_of
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.formats.torch_optimizer import as_saved_here
 from bytecheckpoint.loading.match import Match, match_state
-from bytecheckpoint.loading.mismatches import MatchVerdict, share_findings
+from bytecheckpoint.loading.mismatches import MergedFindings, merge_findings
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.name_maps.fused_experts import has_separate_experts, with_fused_experts
-from bytecheckpoint.planner.coalesce import Fetch
-
-_Fit = tuple[int, int]
-"""How many shards were found, and that number less the problems."""
 
 
-class View(NamedTuple):
-    """What the caller wants to see of a checkpoint."""
+class NameScope(NamedTuple):
+    """A checkpoint under the names that the caller asks for."""
 
     manifest: Manifest
     rank: int
@@ -37,9 +34,9 @@ class View(NamedTuple):
     include: Sequence[str] | None
     exclude: Sequence[str] | None
 
-    def stored(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
-        """The checkpoint as these entries see it, with all of its names below this one, but for those at and below the
-        names beside it; as they are below "".
+    def view(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
+        """Returns the checkpoint as these entries see it, with all of its names below `below`, except those at and
+        below the names `beside`, which are below "".
         """
         forms = forms_of(entries)
         return CheckpointView(
@@ -55,10 +52,10 @@ class View(NamedTuple):
         )
 
     def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
-        """The name of the state, of these, below which the checkpoint can stand; "" where there is none, or several.
+        """Returns the name of the state, of these, below which the checkpoint can stand; "" for none or several.
 
-        A checkpoint holds an entry of its own for each of the others: plain data, as optimizers and schedulers have.
-        Where it lacks several of them, the name is that of the only one that is a model.
+        A checkpoint holds an entry of its own for each of the others: plain data, as optimizers and schedulers have. If
+        it lacks several of them, the name is that of the only one that is a model.
         """
         if len(names) < 2:
             return names[0] if names else ""
@@ -79,11 +76,6 @@ class WantedState(NamedTuple):
     cast: bool
     strict: bool
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the state's entries."""
-        return list(map(str, self.state))
-
 
 class Matched(NamedTuple):
     """A state compared with a checkpoint."""
@@ -92,17 +84,11 @@ class Matched(NamedTuple):
     stored: CheckpointView
     match: Match
     manifest: Manifest
-    """Of the checkpoint as it was compared: with stacks of experts, or as it is."""
-
-    @property
-    def fit(self) -> _Fit:
-        """How well they fit: what would be loaded, and that without what is in the way of loading."""
-        num_found = len(self.match.shards)
-        return num_found, num_found - len(self.match.problems)
+    """The checkpoint as it was compared: with stacks of experts, or unchanged."""
 
 
 class Fitted(NamedTuple):
-    """What all ranks have agreed to load."""
+    """The comparison that all ranks have chosen, and the plan to load it."""
 
     entries: list[Entry]
     stored: CheckpointView
@@ -110,56 +96,55 @@ class Fitted(NamedTuple):
     manifest: Manifest
     """As in Matched."""
     fetches: list[Fetch]
-    verdict: MatchVerdict
+    findings: MergedFindings
 
 
-def match_named(view: View, wanted: WantedState, *, below: str = "", beside: Collection[str] = ()) -> Matched:
-    """The state compared with the checkpoint as it is, or with the checkpoint below one of the state's names, but for
-    entries that stay beside it.
-    """
+def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", beside: Collection[str] = ()) -> Matched:
+    """Compares the state with the checkpoint as it is, or below one of the state's names, with entries beside it."""
     entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
-    stored = view.stored(entries, below, beside)
-    return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), view.manifest)
+    stored = scope.view(entries, below, beside)
+    return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), scope.manifest)
 
 
-def fit_state(ranks: Ranks, view: View, wanted: WantedState, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
-    """The state compared with the checkpoint as it is, and, where that lacks something, in other ways: below a name of
-    the state that is no entry of the checkpoint, and with stacks of the experts that it has in separate tensors.
-    Whichever fits best counts, on all ranks together.
+def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
+    """Compares the state with the checkpoint as it is, and, if that lacks something, in other ways: below a name of the
+    state that is no entry of the checkpoint, and with stacks of the experts that it has in separate tensors. Takes the
+    one that fits best on all ranks together.
 
     Raises what `plan` raises, and CheckpointMismatchError on every rank for what does not fit on any.
     """
+    names = list(map(str, wanted.state))
 
-    def judged(matched: Matched, *, other_name: str = "", has_experts: bool = False) -> Fitted:
+    def agree(matched: Matched, *, other_name: str = "", has_experts: bool = False) -> Fitted:
         fetches = plan(matched)
-        # The last of what can be refused: who receives the verdict knows that every rank has come this far.
-        verdict = share_findings(
+        # The last of what can be refused: a rank that receives the findings knows that every rank has come this far.
+        findings = merge_findings(
             ranks,
             matched.match,
             matched.stored,
-            wanted.names,
+            names,
             strict=wanted.strict,
             other_name=other_name,
             has_experts=has_experts,
         )
-        return Fitted(*matched, fetches, verdict)
+        return Fitted(*matched, fetches, findings)
 
-    as_it_is = match_named(view, wanted)
-    other_name = view.other_name(wanted.names, as_it_is.entries)
-    found = judged(as_it_is, other_name=other_name, has_experts=has_separate_experts(view.manifest))
-    if not found.verdict.is_open:
-        return found
-    other_name, fused = found.verdict.other_name, with_fused_experts(view.manifest)
-    views = [view] if fused is None else [view, view._replace(manifest=fused)]
-    others = [match_named(each, wanted) for each in views[1:]]
+    as_it_is = match_named(scope, wanted)
+    other_name = scope.other_name(names, as_it_is.entries)
+    fitted = agree(as_it_is, other_name=other_name, has_experts=has_separate_experts(scope.manifest))
+    if not fitted.findings.is_open:
+        return fitted
+    other_name, fused = fitted.findings.other_name, with_fused_experts(scope.manifest)
+    scopes = [scope] if fused is None else [scope, scope._replace(manifest=fused)]
+    candidates = [as_it_is, *(match_named(each, wanted) for each in scopes[1:])]
     if other_name:
-        beside = {*wanted.names, *_entries(as_it_is.stored)} - {other_name}
-        others += [match_named(each, wanted, below=other_name, beside=beside) for each in views]
-    return judged(_best_of(ranks, [as_it_is, *others]))
+        beside = {*names, *_entries(as_it_is.stored)} - {other_name}
+        candidates += [match_named(each, wanted, below=other_name, beside=beside) for each in scopes]
+    return agree(_best_of(ranks, candidates))
 
 
 def _entries(stored: CheckpointView) -> set[str]:
-    """State FQNs of the entries of a checkpoint, where it also has tensors that stand in none."""
+    """Returns the state FQNs of the entries of a checkpoint, if it also has tensors outside of entries."""
     found = {
         fqn
         for fqn, tree in stored.trees.items()
@@ -168,19 +153,16 @@ def _entries(stored: CheckpointView) -> set[str]:
     return set() if all(is_at_or_below(fqn, found) for fqn in stored.saved) else set(map(stored.rename, found))
 
 
-def _best_of(ranks: Ranks, found: Sequence[Matched]) -> Matched:
-    """The comparison that fits best on all ranks together, the first where several do."""
+def _best_of(ranks: Ranks, candidates: Sequence[Matched]) -> Matched:
+    """Returns the comparison that fits best on all ranks together, the first of several: one that finds any shard, with
+    most shards less problems. If include leaves out all that could be found, there is no problem, and that is no fit.
+    """
 
     def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        of_ranks = [msgspec.msgpack.decode(payload, type=list[_Fit]) for payload in payloads]
-        totals = [_total(fits) for fits in zip(*of_ranks, strict=True)]
-        return [msgspec.msgpack.encode(totals.index(max(totals)))] * len(payloads)
+        of_ranks = [msgspec.msgpack.decode(payload, type=list[tuple[int, int]]) for payload in payloads]
+        sums = [tuple(map(sum, zip(*counts, strict=True))) for counts in zip(*of_ranks, strict=True)]
+        scores = [(num_shards > 0, num_shards - num_problems) for num_shards, num_problems in sums]
+        return [msgspec.msgpack.encode(scores.index(max(scores)))] * len(payloads)
 
-    payload = msgspec.msgpack.encode([matched.fit for matched in found])
-    return found[msgspec.msgpack.decode(ranks.reduce_scatter(payload, choose), type=int)]
-
-
-def _total(fits: Iterable[_Fit]) -> tuple[bool, int]:
-    """Of all ranks. Where include leaves out all that could be found nothing is in the way, and that is no fit."""
-    num_found, balance = map(sum, zip(*fits, strict=True))
-    return num_found > 0, balance
+    payload = msgspec.msgpack.encode([(len(each.match.shards), len(each.match.problems)) for each in candidates])
+    return candidates[msgspec.msgpack.decode(ranks.reduce_scatter(payload, choose), type=int)]

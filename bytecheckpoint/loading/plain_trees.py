@@ -1,5 +1,5 @@
-"""The plain data of a checkpoint as a target gets it: what is chosen of it, under its new names, and as the nested
-state that torch saves.
+"""Converts the plain data of a checkpoint for a target: the selected part, under its new names, and as the nested state
+that torch saves.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 _NOTHING = object()
 _OF_NAMES = frozenset({"elsewhere", "outside_model"})
-"""Keys of an optimizer's tree that say where its parameters were, which names say as well."""
+"""Keys of an optimizer's tree that say where its parameters were, as their names do."""
 
 
 class TensorStub(NamedTuple):
     """Stands in a state for a tensor of the target."""
 
     number: int
-    """Several may have the same: they are one memory then, as tied weights are."""
+    """Index of the tensor; tied weights have the same."""
 
 
 class PlainData:
-    """What is chosen of a checkpoint's plain data."""
+    """The selected part of a checkpoint's plain data."""
 
-    def __init__(self, manifest: Manifest, selection: Selection, wish: SelectionRequest) -> None:
+    def __init__(self, manifest: Manifest, selection: Selection, request: SelectionRequest) -> None:
         self._manifest = manifest
         self._selection = selection
-        self._wish = wish
-        self._rename = Renamer(list(wish.rename), "")
+        self._request = request
+        self._rename = Renamer(list(request.rename), "")
         self.left_out: list[LeftOut] = []
-        """What `nested` has left out."""
+        """Values that `nested` has left out."""
         self._numbers = {tensor.fqn: number for number, tensor in enumerate(selection.wanted)}
         self._refuse_torn_optimizers()
 
     def objects(self) -> dict[str, bytes]:
-        """As a manifest has them."""
-        if self._wish.takes_all and not self._wish.rename:
+        """Returns the encoded trees by FQN, as in a manifest."""
+        if self._request.takes_all and not self._request.rename:
             return dict(self._manifest.objects)
         return {fqn: encode_plain(tree, fqn, keep_in_tree) for fqn, tree in self._trees().items()}
 
     def rank_objects(self) -> dict[str, Mapping[int, bytes]]:
-        """The same of those that differ from rank to rank. Their entries keep their names; what they refer to are the
-        tensors under their new ones.
+        """Returns the encoded trees that differ from rank to rank. Their entries keep their names; references are to
+        the new names of tensors.
         """
-        if self._wish.takes_all and not self._wish.rename:
+        if self._request.takes_all and not self._request.rename:
             return dict(self._manifest.rank_objects)
         found: dict[str, Mapping[int, bytes]] = {}
         for fqn, by_rank in self._manifest.rank_objects.items():
@@ -67,7 +67,7 @@ class PlainData:
         return found
 
     def _trees(self) -> dict[str, Any]:
-        """By their names in the target."""
+        """Returns the selected trees by their names in the target."""
         chosen = {fqn: self._chosen(fqn, tree) for fqn, tree in self._selection.trees.items()}
         # What has a dot belongs to a module, and goes by the names of its parameters.
         return {self._rename(fqn) if "." in fqn else fqn: tree for fqn, tree in chosen.items() if tree is not _NOTHING}
@@ -91,7 +91,7 @@ class PlainData:
                     kind="conflict",
                 )
             return type(value)(left_of) if left_of else _NOTHING
-        return value if self._wish.takes(fqn) else _NOTHING
+        return value if self._request.takes(fqn) else _NOTHING
 
     def _chosen_ref(self, fqn: str, ref: TensorRef) -> Any:
         names = self._selection.names
@@ -100,15 +100,15 @@ class PlainData:
         return TensorRef(names[ref.fqn]) if ref.fqn in names else _NOTHING
 
     def _has_optimizer(self, fqn: str, tree: Any) -> bool:
-        """Whether anything of it is chosen, or it by its own name."""
-        prefix, takes = join_fqn(fqn, "state."), self._wish.takes
+        """Returns True if any part of the optimizer is selected, or it by its own name."""
+        prefix, takes = join_fqn(fqn, "state."), self._request.takes
         if any(name.startswith(prefix) for name in self._selection.names) or any(map(takes, leaves(tree, fqn))):
             return True
-        return bool(self._wish.include) and takes(fqn)
+        return bool(self._request.include) and takes(fqn)
 
     def _refuse_torn_optimizers(self) -> None:
-        """Raises CheckpointMismatchError (conflict) where an optimizer would no longer find its parameters."""
-        renamed = {fqn for fqn, name in self._selection.names.items() if name != fqn} if self._wish.rename else set()
+        """Raises CheckpointMismatchError (conflict) if an optimizer would no longer find its parameters."""
+        renamed = {fqn for fqn, name in self._selection.names.items() if name != fqn} if self._request.rename else set()
         for fqn, tree in optimizers_in(self._selection.trees).items() if renamed else ():
             parameters = {name for group in tree["groups"].values() for name in group["params"]}
             named = parameters | {f"model.{name}" for name in parameters}
@@ -116,7 +116,7 @@ class PlainData:
             # Without the name of the model a parameter has the one that its optimizer knows it by.
             alike = {f"model.{name}" for name in parameters if self._selection.names.get(f"model.{name}") == name}
             torn = sorted(name for name in renamed - alike if name in named or name.startswith(state))
-            if torn and self._has_optimizer(fqn, tree) and self._wish.to != "hf":
+            if torn and self._has_optimizer(fqn, tree) and self._request.to != "hf":
                 raise CheckpointMismatchError(
                     f"rename gives {torn[0]!r:.200} another name, by which the optimizer {fqn!r} knows its parameters; "
                     "nothing was written: leave the optimizer out with exclude, or keep the names and rename when "
@@ -125,8 +125,8 @@ class PlainData:
                 )
 
     def nested(self) -> dict[Any, Any]:
-        """The state as torch saves it, with stubs for tensors: entries are dicts, optimizers what their state_dict()
-        gives, values of single ranks dicts by rank.
+        """Returns the state as torch saves it, with stubs for tensors: entries are dicts, optimizers what their
+        state_dict() gives, values of single ranks dicts by rank.
         """
         placed: set[str] = set()
         root = self._shared(placed)
@@ -139,7 +139,7 @@ class PlainData:
         return root
 
     def shared(self) -> dict[Any, Any]:
-        """The part of it that holds plain data which all ranks share, also with stubs for tensors."""
+        """Returns the part of it that all ranks share."""
         return self._shared(set())
 
     def _shared(self, placed: set[str]) -> dict[Any, Any]:
@@ -168,13 +168,13 @@ class PlainData:
             return type(value)({key: self._with_stubs(item, join_fqn(fqn, key), placed) for key, item in value.items()})
         if type(value) in (list, tuple):
             return type(value)(self._with_stubs(item, join_fqn(fqn, at), placed) for at, item in enumerate(value))
-        return value if self._wish.is_in_memory else as_plain(value)
+        return value if self._request.is_in_memory else as_plain(value)
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str, placed: set[str]) -> dict[str, Any]:
-        """What `torch.optim.Optimizer.state_dict()` gives, with parameters by name or, if it had none, by position; or
-        the same flat.
+        """Returns the state_dict() of the optimizer, with parameters by name or, if they had none, by position; or the
+        same flat.
 
-        Raises CheckpointMismatchError (conflict) where it is to be flat and has no names.
+        Raises CheckpointMismatchError (conflict) if it is to be flat and has no names.
         """
         known = {name for group in tree["groups"].values() for name in group["params"]}
 
@@ -196,7 +196,7 @@ class PlainData:
             for group in tree["groups"].values()
         ]
         rest = {key: value for key, value in tree.items() if key not in {"state", "groups", BY_POSITION}}
-        if not self._wish.flatten_optimizer:
+        if not self._request.flatten_optimizer:
             return {"state": state, "param_groups": groups, **rest}
         if tree.get(BY_POSITION):
             raise CheckpointMismatchError(
@@ -209,7 +209,7 @@ class PlainData:
         return flat_optimizer_state({"state": state, "param_groups": groups})
 
     def _place(self, root: dict[Any, Any], name: str, value: Any) -> None:
-        """Below its entry, where the checkpoint has entries; else under the whole of its name."""
+        """Puts a value below its entry if the checkpoint has entries, else under its whole name."""
         entry, _, rest = name.partition(".")
         is_entry = entry in root if self._is_flat else True
         inside = root.setdefault(entry, {}) if rest and is_entry else None
@@ -220,7 +220,7 @@ class PlainData:
 
     @property
     def _is_flat(self) -> bool:
-        """Whether names may have dots of their own, because torch or others have written them."""
+        """True if names may have dots of their own, because torch or others have written them."""
         return self._manifest.foreign_format not in {"", "deepspeed"}
 
 
@@ -231,7 +231,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def without_numpy(value: Any, fqn: str) -> Any:
-    """The same with tensors for arrays, lists where torch has no such dtype, and plain numbers for numpy's.
+    """Returns the value with tensors for arrays, lists if torch has no such dtype, and plain numbers for numpy's.
 
     Raises CheckpointMismatchError (conflict), which names the value, for what is none of these.
     """

@@ -1,4 +1,4 @@
-"""Stored bytes into shards: the load plan carried out. What a load and a look into a checkpoint have in common."""
+"""Carries out load plans: stored bytes into shards."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from functools import partial
 import torch
 
 from bytecheckpoint.adapters.shards import NEW_TUPLE, LocalShard
-from bytecheckpoint.loading.link_samples import check_samples
-from bytecheckpoint.loading.overwrite_state import Changes
-from bytecheckpoint.loading.replaced import noticing_replacement
+from bytecheckpoint.loading.links import check_samples
+from bytecheckpoint.loading.overwrite_state import StateChanges
+from bytecheckpoint.loading.replacement import detect_replacement
 from bytecheckpoint.loading.scatter import Targets, memory_of, place_all, takes_bytes
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.frames import FRAME_BYTES
+from bytecheckpoint.manifest.ranges import Fetch, Frame, ignore_bytes
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in
-from bytecheckpoint.planner.coalesce import Fetch, Frame
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files, zeros_in
 from bytecheckpoint.region import relative
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.range_reader import ALIGNMENT, FrameRead, Read, fetch_bytes, run_reads
+from bytecheckpoint.storage.range_reader import ALIGNMENT, max_bytes_at_once, run_fetches
 from bytecheckpoint.storage.store import Store, SupportsReadBytes
 
 _EXTENT_BYTES = 1 << 20
-"""The most that an extent of an ordinary file has."""
+"""Longest extent of an ordinary file."""
 
 
 class Source:
@@ -44,8 +44,8 @@ class Source:
         is_exchanged: bool,
         path: str | None = None,
     ) -> None:
-        """`is_exchanged` says whether ranks pass on to others what they read: that takes half of the scratch memory.
-        `path` is where it stands, as messages and reports show it, where that is not the folder.
+        """`is_exchanged` is True if ranks pass on to others what they read: that takes half of the scratch memory.
+        `path` is shown in messages and reports; the folder by default.
         """
         self.store = store
         self.folder = folder
@@ -53,35 +53,34 @@ class Source:
         self.options = options
         self.is_exchanged = is_exchanged
         self.path = join_name(str(store), folder) if path is None else path
-        self.changes = Changes()
+        self.changes = StateChanges()
         self._sampled: set[int] = set()
-        """Files that were compared with their samples."""
+        """Files that were compared with the samples of their link."""
 
     @property
     def _scratch_bytes(self) -> int:
-        """For reading."""
+        """Scratch memory for reading."""
         return self.options.scratch_bytes // 2 if self.is_exchanged else self.options.scratch_bytes
 
     @property
     def max_fetch_bytes(self) -> int:
-        """The most that is to be read at once."""
-        return fetch_bytes(self.store, scratch_bytes=self._scratch_bytes, threads=self.options.reader_threads)
+        """Longest fetch."""
+        return max_bytes_at_once(self.store, scratch_bytes=self._scratch_bytes, threads=self.options.reader_threads)
 
     def showing(self, manifest: Manifest) -> Source:
-        """The same checkpoint with its tensors under other names and in other shapes."""
+        """Returns the same checkpoint with its tensors under other names and in other shapes."""
         if manifest is self.manifest:
             return self
         options, is_exchanged = self.options, self.is_exchanged
         return Source(self.store, self.folder, manifest, options, is_exchanged=is_exchanged, path=self.path)
 
     def unit_bytes(self, fetches: Sequence[Fetch]) -> int:
-        """The most that is read at once of what others want too, unless an extent is longer."""
-        has_frames = any(fetch.frames for fetch in fetches)
-        # A frame of it is decompressed beside it.
+        """Returns the longest fetch of what other ranks want too, unless an extent is longer."""
+        has_frames = any(fetch.frames for fetch in fetches)  # which are decompressed beside it
         return max(self.max_fetch_bytes - (2 * FRAME_BYTES if has_frames else 0), 1)
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
-        """The reads that fill these shards, each from the stored tensor of its number; data files are looked at.
+        """Returns the fetches that fill these shards, each from the stored tensor of its number; checks the data files.
 
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file, replaced) or
         CheckpointCorruptError (truncated, checksum, unsupported_version); nothing has been read then.
@@ -99,7 +98,7 @@ class Source:
         elif isinstance(self.store, SupportsReadBytes) and options.verify:
             # Rows are widened to whole extents: the two copies of such a read must leave room for one on each thread.
             scratch_bytes = self._scratch_bytes - min(4 * _EXTENT_BYTES, self._scratch_bytes // 4)
-            max_fetch_bytes = fetch_bytes(self.store, scratch_bytes=scratch_bytes, threads=options.reader_threads)
+            max_fetch_bytes = max_bytes_at_once(self.store, scratch_bytes=scratch_bytes, threads=options.reader_threads)
         fetches = plan_load(
             self.manifest,
             wants,
@@ -111,13 +110,13 @@ class Source:
         return fetches
 
     def check_files(self, numbers: Iterable[int]) -> None:
-        """Makes sure that the data files of these numbers are there with their sizes, and that those which a link
-        points to are the ones that it was made for.
+        """Checks that the data files of these numbers have their sizes, and that those which a link points to are the
+        ones that it was made for.
 
         Raises CheckpointNotFoundError (missing_file, replaced) or CheckpointCorruptError (truncated, checksum).
         """
         wanted = set(numbers)
-        with noticing_replacement(self.store, self.folder, self.manifest):
+        with detect_replacement(self.store, self.folder, self.manifest):
             check_files(self.store, self.folder, self.manifest, wanted)
         if self.options.verify:
             new = [self.manifest.files[number] for number in sorted(wanted - self._sampled)]
@@ -125,19 +124,21 @@ class Source:
             self._sampled |= wanted
 
     def targets(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str], lanes: CopyStreams) -> Targets:
-        """The memory of these shards, as destinations of a load."""
+        """Returns the memory of these shards, as destinations of a load."""
         return Targets(shards, self._dtypes(stored_fqns), lanes)
 
-    def reads(self, fetches: Sequence[Fetch], targets: Targets, stored_fqns: Sequence[str]) -> list[Read]:
-        """The reads of a plan that was made for these shards."""
-        return [self._read(fetch, targets, stored_fqns) for fetch in fetches]
+    def with_targets(self, fetches: Sequence[Fetch], targets: Targets, stored_fqns: Sequence[str]) -> list[Fetch]:
+        """Returns the fetches of a plan that was made for these shards, with the memory that they go to."""
+        return [self._with_target(fetch, targets, stored_fqns) for fetch in fetches]
 
-    def run(self, reads: Sequence[Read], lanes: CopyStreams) -> None:
-        """Carries out these reads; copies into devices may still be under way until the lanes are closed."""
-        with noticing_replacement(self.store, self.folder, self.manifest):
-            run_reads(
+    def run(self, fetches: Sequence[Fetch], lanes: CopyStreams) -> None:
+        """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed."""
+        with detect_replacement(self.store, self.folder, self.manifest):
+            run_fetches(
                 self.store,
-                reads,
+                self.folder,
+                self.manifest.files,
+                fetches,
                 threads=self.options.reader_threads,
                 verify=self.options.verify,
                 scratch_bytes=self._scratch_bytes,
@@ -147,11 +148,11 @@ class Source:
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
         with streams_to(shard.tensor for shard in shards if not shard.address) as lanes:
-            self.run(self.reads(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
+            self.run(self.with_targets(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
         self.fill_zeros(shards, stored_fqns)
 
     def fill_zeros(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
-        """Zeroes what of these shards lies in no file because a name map has added it: the last step of a read."""
+        """Zeroes the elements of these shards that lie in no file because a name map added them: the last step."""
         if self.manifest.map_notes.zeros_file is None:
             return
         for shard, fqn in zip(shards, stored_fqns, strict=True):
@@ -163,55 +164,37 @@ class Source:
     def _dtypes(self, stored_fqns: Sequence[str]) -> list[str]:
         return [dtype for dtype, _ in self.manifest.describe_each(stored_fqns)]
 
-    def _read(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Read:
-        file = self.manifest.files[fetch.file]
+    def _with_target(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Fetch:
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
+        frames = tuple(frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
+        fetch = fetch._replace(wanted_by=partial(names_in, fetch, stored_fqns), frames=frames)
+        if memory is not None:
+            return fetch._replace(target=partial(_filled, memory, self.changes))
         place = partial(place_all, fetch.parts, fetch.byte_offset, targets)
-        return Read(
-            file=file,
-            name=join_name(self.folder, file.name),
-            byte_offset=fetch.byte_offset,
-            byte_length=fetch.byte_length,
-            target=None if memory is None else partial(_filled, memory, self.changes),
-            place=partial(_placed, place, self.changes) if memory is None and fetch.parts else _leave,
-            wanted_by=partial(names_in, fetch, stored_fqns),
-            frames=[frame_read(frame, targets, self.changes) for frame in fetch.frames],
-        )
+        return fetch._replace(place=partial(_placed, place, self.changes)) if fetch.parts else fetch
 
 
-def frame_read(frame: Frame, targets: Targets, changes: Changes) -> FrameRead:
-    """What a frame is for, with the memory that it goes to."""
+def frame_with_target(frame: Frame, targets: Targets, changes: StateChanges) -> Frame:
+    """Returns the frame with the memory that its raw bytes go to."""
     memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
-    place = partial(place_all, frame.parts, 0, targets) if memory is None else _leave
-    return FrameRead(
-        byte_offset=frame.byte_offset,
-        byte_length=frame.byte_length,
-        raw_bytes=frame.raw_bytes,
-        codec=frame.codec,
-        item_bytes=frame.item_bytes,
-        target=memory,
-        place=partial(_placed, place, changes),
-    )
+    place = partial(place_all, frame.parts, 0, targets) if memory is None else ignore_bytes
+    return frame._replace(target=memory, place=partial(_placed, place, changes))
 
 
 def _fitting(num_bytes: int) -> int:
-    """The bytes of a read that, widened to whole extents, mostly fits into that much pinned memory, of which torch
-    gives powers of two.
+    """Returns the length of a fetch that, widened to whole extents, mostly fits into that much pinned memory, of which
+    torch gives powers of two.
     """
     block_bytes = 1 << (num_bytes.bit_length() - 1)
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
 
 
 @contextmanager
-def _filled(memory: memoryview, changes: Changes) -> Iterator[memoryview]:
+def _filled(memory: memoryview, changes: StateChanges) -> Iterator[memoryview]:
     with changes.overwriting():
         yield memory
 
 
-def _placed(place: Callable[[memoryview], None], changes: Changes, content: memoryview) -> None:
+def _placed(place: Callable[[memoryview], None], changes: StateChanges, content: memoryview) -> None:
     with changes.overwriting():
         place(content)
-
-
-def _leave(content: memoryview) -> None:
-    """The bytes are in their target already, or are for frames only."""

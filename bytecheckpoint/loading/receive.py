@@ -16,12 +16,12 @@ from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.wire import WireHeader, check_digest, decode_checked, encode_checked
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.overwrite_state import Changes
-from bytecheckpoint.loading.read import Source, frame_read
+from bytecheckpoint.loading.overwrite_state import StateChanges
+from bytecheckpoint.loading.read import Source, frame_with_target
 from bytecheckpoint.loading.scatter import Targets, memory_of, place_all
+from bytecheckpoint.manifest.ranges import Fetch, Frame, Part
 from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
-from bytecheckpoint.planner.coalesce import Fetch, Frame, Part
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
 from bytecheckpoint.planner.exchange_split import packed
 from bytecheckpoint.runtime.buffers import ByteBudget
@@ -35,7 +35,7 @@ class Receiver:
     """The destination of received bytes. Used by one thread for each connection."""
 
     def __init__(
-        self, targets: Targets, stored_fqns: Sequence[str], *, scratch_bytes: int, verify: bool, changes: Changes
+        self, targets: Targets, stored_fqns: Sequence[str], *, scratch_bytes: int, verify: bool, changes: StateChanges
     ) -> None:
         self._targets = targets
         self._stored_fqns = stored_fqns
@@ -110,7 +110,7 @@ class Receiver:
             place_all(parts, 0, self._targets, scratch)
 
     def _place_frame(self, item: Frame, content: memoryview) -> None:
-        frame = frame_read(item, self._targets, self._changes)
+        frame = frame_with_target(item, self._targets, self._changes)
         raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
         decode_frame(frame.codec, content, frame.item_bytes, raw)
         frame.place(raw)
@@ -137,7 +137,7 @@ class CommonBytes:
         if ranks.rank == COORDINATOR:
             reads = []
             for start, content in zip(self._starts, self._contents, strict=True):
-                read = source.reads([Fetch(*start, len(content), (), is_direct=False)], targets, ())[0]
+                read = source.with_targets([Fetch(*start, len(content), (), is_direct=False)], targets, ())[0]
                 reads.append(read._replace(target=partial(_open, content), wanted_by=lambda *_: "what all ranks want"))
             source.run(reads, lanes)
         message = ranks.broadcast(encode_checked(self.content))

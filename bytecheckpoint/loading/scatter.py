@@ -1,6 +1,4 @@
-"""Bytes that were read, put where they belong in tensors: the load's half of what staging is to a save. It knows
-nothing of where in a file they lay.
-"""
+"""Scatters bytes that were read into tensor memory: what staging gathers in a save."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ import torch
 from bytecheckpoint.adapters.shards import LocalShard, flat_bytes, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest.ranges import BoxPart, FlatPart, Part
 from bytecheckpoint.memory.batched_copy import FEW_PIECES, scatter_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.host_to_device import CopyStream, CopyStreams
 from bytecheckpoint.memory.tensor_bytes import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
-from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Part
 from bytecheckpoint.planner.load_plan import box_layout
 
 
@@ -40,18 +38,18 @@ class Targets:
         self.shards = shards
         self.stored_dtypes = stored_dtypes
         self.addresses = np.array(addresses, np.int64)
-        """Of the first byte of each, where it is on the host and takes stored bytes as they are; else 0."""
+        """Address of the first byte of each shard that is on the host and takes stored bytes as they are; else 0."""
         self.byte_lengths = np.array(byte_lengths, np.int64)
-        """Of each, wherever it is, that takes stored bytes as they are; else 0."""
+        """Length of each shard, on any device, that takes stored bytes as they are; else 0."""
         self._lanes = lanes
 
     def lane(self, number: int) -> CopyStream | None:
-        """The way to a shard, where it is on a device that has one."""
+        """Returns the copy stream to a shard on a device that has one."""
         return self._lanes.to(self.shards[number].tensor)
 
 
 def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
-    """Whether stored bytes can be put into the shard's memory as they are."""
+    """Returns True if stored bytes can be put into the shard's memory as they are."""
     if shard.address or shard.dtype != stored_dtype:
         return shard.dtype == stored_dtype
     tensor = shard.tensor
@@ -59,7 +57,7 @@ def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
 
 
 def memory_of(part: Part, targets: Targets) -> memoryview | None:
-    """The host memory that the bytes of a part are for, where they can be put there as they are."""
+    """Returns the host memory of the bytes of a part, if they can be put there as they are."""
     if not isinstance(part, FlatPart) or not targets.addresses[part.want]:
         return None
     memory = as_bytes(targets.shards[part.want].tensor)
@@ -137,7 +135,7 @@ def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
 
 def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
     """Raises CheckpointMismatchError (dtype) for values that an integer dtype does not have: torch would make others of
-    them. That a floating-point dtype rounds is what it is for.
+    them. Floating-point dtypes may round.
     """
     dtype = torch_dtype(shard.dtype)
     if dtype.is_floating_point or dtype.is_complex:

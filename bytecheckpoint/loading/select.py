@@ -1,10 +1,8 @@
-"""Which tensors of a checkpoint a conversion takes, under which names and dtypes, and what it leaves out. It looks at
-the manifest alone.
-"""
+"""Selects the tensors of a checkpoint that a conversion takes, their names and dtypes. Looks at the manifest alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -22,14 +20,14 @@ from bytecheckpoint.region import whole
 TargetFormat = Literal["bcp", "hf", "dcp", "torch"]
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Those that are converted, and those into which."""
+"""Dtypes that are converted, and into which."""
 _MODELS = ("model", "module")
-"""Entries that hold a model; where there are both, as in DeepSpeed's folders, the first has full precision."""
+"""Entries that hold a model; if there are both, as in DeepSpeed's folders, the first has full precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectionRequest:
-    """What is asked for."""
+    """The options of a conversion that select tensors."""
 
     to: TargetFormat
     include: Sequence[str] = ()
@@ -38,9 +36,9 @@ class SelectionRequest:
     rename: Sequence[tuple[str, str]] = ()
     """Patterns and replacements for re.sub, applied in order to checkpoint FQNs, as the key_map of a load."""
     keep_names: bool = False
-    """Drop no name that stands before all others."""
+    """Keep a prefix that all names have."""
     dtype: str | None = None
-    """For what has one of FLOAT_DTYPES."""
+    """Target dtype of tensors that have one of FLOAT_DTYPES."""
     experts: str = ""
     """Names for the experts of an HF target: a key of EXPERT_NAMES, FUSED, or "" for those that `config.json` asks
     for."""
@@ -50,7 +48,9 @@ class SelectionRequest:
     """The tree stays in this process: plain data alone is something too, and values keep their types."""
 
     def takes(self, fqn: str) -> bool:
-        """A tensor that differs from rank to rank goes by the name of its value, too."""
+        """Returns True if the tensor is included. One that differs from rank to rank goes by the name of its value,
+        too.
+        """
         names = {fqn, without_content(fqn)}
         is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include for name in names)
         return is_included and not any(fnmatchcase(name, glob) for glob in self.exclude for name in names)
@@ -61,19 +61,19 @@ class SelectionRequest:
 
 
 class LeftOut(NamedTuple):
-    """Something of the checkpoint that the target does not get."""
+    """A part of the checkpoint that the target does not get."""
 
     name: str
-    """Of an entry of the state, or of a plain value."""
+    """Name of an entry of the state, or of a plain value."""
     num_tensors: int
     num_bytes: int
-    """Of tensors."""
+    """Bytes of the tensors."""
     why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """What the target gets."""
+    """The tensors that the target gets."""
 
     wanted: list[WantedTensor]
     names: Mapping[str, str]
@@ -82,57 +82,57 @@ class Selection:
     """Further names in the target -> the FQN there under which the tensor is written."""
     left_out: Sequence[LeftOut]
     dropped_prefix: str = ""
-    """What stood before all names of the checkpoint, with the dot."""
+    """Prefix of all names of the checkpoint, with the dot."""
     trees: Mapping[str, Any] = field(default_factory=dict)
-    """Plain data of the checkpoint, decoded, all of it."""
+    """All plain data of the checkpoint, decoded."""
 
 
 class ModelNames(NamedTuple):
-    """What a name map says of the tensors that come of it."""
+    """The names that a name map gives to tensors."""
 
     entries: Mapping[str, str]
-    """By FQN of each that is a model's: what stands before its name in the model, `model.` or nothing."""
+    """Prefix of the name in the model, `model.` or nothing, by FQN of the model's tensors."""
     kept: frozenset[str]
-    """Those that the map does not know, and that were asked for all the same."""
+    """FQNs that the map does not know, and that were asked for all the same."""
 
     def entry(self, fqns: Sequence[str]) -> str:
-        """What stands before the model of which these are, the first where there are two."""
+        """Returns the prefix of the model that these tensors are of, the first of two."""
         found = {self.entries[fqn] for fqn in fqns if fqn in self.entries}
         known = ["", *(f"{name}." for name in _MODELS)]
         return next((entry for entry in known if entry in found), min(found, default=""))
 
     def not_of_model(self, fqns: Sequence[str]) -> dict[str, str]:
-        """What is no tensor of it, and why."""
+        """Returns why each of these is no tensor of the model."""
         entry = self.entry(fqns)
         others = [fqn for fqn in fqns if self.entries.get(fqn) != entry and fqn not in self.kept]
         return dict.fromkeys(others, "no part of the model, by the name map")
 
 
-def select(manifest: Manifest, wish: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Raises CheckpointMismatchError (conflict) where nothing is left, or two tensors would get one name."""
+def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
+    """Selects. Raises CheckpointMismatchError (conflict) if nothing is left, or two tensors would get one name."""
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     every = [*manifest.tensors, *manifest.aliases]
-    taken = [fqn for fqn in every if wish.takes(fqn)]
+    taken = [fqn for fqn in every if request.takes(fqn)]
     left_out = _totals(manifest, set(every) - set(taken), lambda _: "not chosen by include and exclude")
-    if wish.to == "hf" and not wish.include:
+    if request.to == "hf" and not request.include:
         why = names_of_map.not_of_model(taken) if names_of_map else _not_of_a_model(manifest, taken, trees)
         left_out += _totals(manifest, why, why.__getitem__)
         taken = [fqn for fqn in taken if fqn not in why]
-    if not taken and every and not wish.is_in_memory:
+    if not taken and every and not request.is_in_memory:
         raise CheckpointMismatchError(
             f"none of the {len(every)} tensors is left to convert; nothing was written: widen include and exclude",
             kind="conflict",
         )
     prefix = ""
-    if wish.to == "hf" and not (wish.keep_names or wish.rename):
+    if request.to == "hf" and not (request.keep_names or request.rename):
         prefix = names_of_map.entry(taken) if names_of_map else _common_entry(manifest, taken, trees)
-    rename = Renamer(list(wish.rename), "")
+    rename = Renamer(list(request.rename), "")
     names = {fqn: rename(fqn).removeprefix(prefix) for fqn in taken}
     _refuse_equal(names)
     stored = {fqn: manifest.aliases.get(fqn, fqn) for fqn in taken}
     first = {stored_fqn: fqn for fqn, stored_fqn in reversed(stored.items())}
     return Selection(
-        wanted=[_wanted(manifest, stored_fqn, names[fqn], wish) for stored_fqn, fqn in _in_order(first, manifest)],
+        wanted=[_wanted(manifest, fqn, names[first[fqn]], request) for fqn in manifest.tensors if fqn in first],
         names=names,
         aliases={names[fqn]: names[first[of]] for fqn, of in stored.items() if first[of] != fqn},
         left_out=left_out,
@@ -141,14 +141,10 @@ def select(manifest: Manifest, wish: SelectionRequest, names_of_map: ModelNames 
     )
 
 
-def _in_order(first: Mapping[str, str], manifest: Manifest) -> Iterator[tuple[str, str]]:
-    return ((fqn, first[fqn]) for fqn in manifest.tensors if fqn in first)
-
-
-def _wanted(manifest: Manifest, stored_fqn: str, name: str, wish: SelectionRequest) -> WantedTensor:
+def _wanted(manifest: Manifest, stored_fqn: str, name: str, request: SelectionRequest) -> WantedTensor:
     dtype, shape = manifest.describe(stored_fqn)
-    is_converted = wish.dtype is not None and dtype in FLOAT_DTYPES
-    return same_tensor(name, wish.dtype or dtype if is_converted else dtype, shape, stored_fqn=stored_fqn)
+    is_converted = request.dtype is not None and dtype in FLOAT_DTYPES
+    return same_tensor(name, request.dtype or dtype if is_converted else dtype, shape, stored_fqn=stored_fqn)
 
 
 def _refuse_equal(names: Mapping[str, str]) -> None:
@@ -166,7 +162,7 @@ def _refuse_equal(names: Mapping[str, str]) -> None:
 
 
 def optimizers_in(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizers of a checkpoint, by FQN."""
+    """Returns the optimizers of a checkpoint by FQN."""
     found: dict[str, Any] = {}
 
     def look(fqn: str, value: Any) -> None:
@@ -182,19 +178,19 @@ def optimizers_in(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_plain_data(tree: Any) -> bool:
-    """Whether a tree is more than containers of tensors."""
+    """Returns True if a tree is more than containers of tensors."""
     if isinstance(tree, dict):
         return any(map(has_plain_data, tree.values()))
     return any(map(has_plain_data, tree)) if type(tree) in (list, tuple) else not isinstance(tree, TensorRef)
 
 
 def entry_of(fqn: str) -> str:
-    """The top-level name of the state."""
+    """Returns the top-level name of the state."""
     return fqn.partition(".")[0]
 
 
 def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> dict[str, str]:
-    """What is no tensor of a model, or of another one than is taken, and why."""
+    """Returns why each of these is no tensor of the model that is taken."""
     prefixes = tuple(join_fqn(fqn, "state.") for fqn in optimizers_in(trees))
     why = {fqn: "state of an optimizer" for fqn in fqns if fqn.startswith(prefixes)}
     why |= {fqn: "differs from rank to rank" for fqn in fqns if is_content_fqn(fqn)}
@@ -213,14 +209,14 @@ def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str,
 
 
 def _is_entry(name: str, manifest: Manifest, trees: Mapping[str, Any]) -> bool:
-    """Whether names below this one are in an entry of a state. In what others have written, only a container is one; a
-    name with a dot is no more than a name.
+    """Returns True if names below this one are in an entry. In other formats only a container is one; a dot is
+    part of the name.
     """
     return name in trees or manifest.foreign_format in {"", "deepspeed"}
 
 
 def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> str:
-    """The name of the entry that all these are below, with a dot; "" where there is none."""
+    """Returns the name of the entry that all these are below, with a dot; "" if there is none."""
     entries = {entry_of(fqn) for fqn in fqns}
     if len(entries) != 1 or not all("." in fqn for fqn in fqns):
         return ""
@@ -231,7 +227,7 @@ def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, A
 def _totals(
     manifest: Manifest, fqns: Sequence[str] | Mapping[str, str] | set[str], why: Callable[[str], str]
 ) -> list[LeftOut]:
-    """What is left out of each entry for one reason."""
+    """Returns what is left out of each entry, by reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for fqn in sorted(fqns):
         groups.setdefault((entry_of(fqn), why(fqn)), []).append(fqn)

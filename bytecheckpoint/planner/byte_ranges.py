@@ -1,5 +1,5 @@
-"""Exactly which bytes of a file something that is wanted is made of, without what lies between its rows, and for
-errors whose they are. It knows no rank and no tensor.
+"""Byte ranges of a file that wanted parts consist of, without the gaps between rows; and the tensors that they are of,
+for errors.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.errors import and_more
-from bytecheckpoint.planner.coalesce import BoxPart, Fetch, Frame, Part
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, Frame, Part
 
 
 class ByteRange(NamedTuple):
     """Bytes of a file, in rows of equal length and distance, in as many dimensions as it takes."""
 
     byte_offset: int
-    """Of the first, from the start of the file."""
+    """Offset of the first byte, from the start of the file."""
     lengths: tuple[int, ...]
-    """The last one in bytes."""
+    """Number of rows in each dimension; the last one in bytes."""
     strides: tuple[int, ...]
     """In bytes; the last one is 1."""
 
     @property
     def byte_length(self) -> int:
-        """Without what lies between rows."""
+        """Number of bytes, without gaps."""
         total = 1
         for length in self.lengths:
             total *= length
@@ -31,11 +31,11 @@ class ByteRange(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last byte, from the start of the file."""
+        """Offset behind the last byte, from the start of the file."""
         return self.byte_offset + 1 + sum((n - 1) * step for n, step in zip(self.lengths, self.strides, strict=True))
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether any of its bytes lies in this range of the file."""
+        """Returns True if any of its bytes lies in this range of the file."""
         if not self.byte_length or start >= min(end, self.end) or end <= self.byte_offset:
             return False
         if len(self.lengths) == 1:
@@ -53,7 +53,7 @@ class ByteRange(NamedTuple):
 
 
 def piece_of(item: Part | Frame) -> ByteRange:
-    """The bytes of the file that an item is made of."""
+    """Returns the bytes of the file that an item consists of."""
     if not isinstance(item, BoxPart):
         return ByteRange(item.byte_offset, (item.byte_length,), (1,))
     lengths, strides = [item_bytes_of(item)], [1]
@@ -69,14 +69,13 @@ def piece_of(item: Part | Frame) -> ByteRange:
 
 
 def item_bytes_of(part: BoxPart) -> int:
-    """How long an element is."""
+    """Returns the length of an element, in bytes."""
     return part.chunk.byte_length // part.chunk.region.numel
 
 
 def names_in(fetch: Fetch, fqns: Sequence[str], start: int, end: int) -> str:
-    """For an error, the tensors that a fetch needs bytes of this range of the file for; "" where there is none.
-
-    `fqns` are those of the wants of the load plan.
+    """Names the tensors for which a fetch needs bytes of this range of the file; "" if there is none. `fqns` are those
+    of the wants of the load plan.
     """
     touching = [item for item in (*fetch.parts, *fetch.frames) if piece_of(item).touches(start, end)]
     parts = [part for item in touching for part in (item.parts if isinstance(item, Frame) else (item,))]
@@ -84,5 +83,5 @@ def names_in(fetch: Fetch, fqns: Sequence[str], start: int, end: int) -> str:
 
 
 def first_names(fqns: Iterable[str]) -> str:
-    """These names, or the first of them where there are many."""
+    """Joins the names, or the first of many."""
     return and_more(sorted(set(fqns)), 3)

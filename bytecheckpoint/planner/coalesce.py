@@ -1,4 +1,4 @@
-"""Many wanted parts of a file turned into few, large reads, each of whole checksummed extents."""
+"""Turns many wanted parts of a file into few, large fetches, each of whole checksummed extents."""
 
 from __future__ import annotations
 
@@ -6,101 +6,32 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
-from bytecheckpoint.manifest import Chunk, DataFile
-from bytecheckpoint.region import Region
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Fetch, FlatPart, Frame, Part
 
 MIN_DIRECT_BYTES = 1 << 20
-"""What is smaller goes through scratch memory, where it shares a read with its neighbours."""
+"""Smaller parts go through scratch memory, where they share a fetch with their neighbours."""
 MAX_DIRECT_BYTES = 16 << 20
-"""Of a read into a target: short enough for several threads to share a large tensor."""
-
-
-class FlatPart(NamedTuple):
-    """Bytes of a file that are, in this order, bytes of a target's memory."""
-
-    want: int
-    """Index into the wants of the load plan."""
-    byte_offset: int
-    """From the start of the file."""
-    byte_length: int
-    target_byte_offset: int
-    """From the start of the target's memory."""
-
-
-class BoxPart(NamedTuple):
-    """A region of a chunk whose elements do not follow one another in the file or in the target."""
-
-    want: int
-    byte_offset: int
-    byte_length: int
-    """From the region's first element to its last, gaps included."""
-    region: Region
-    chunk: Chunk
-
-
-Part = FlatPart | BoxPart
-
-
-class Frame(NamedTuple):
-    """A frame of a compressed chunk that is wanted, and what its raw bytes are for."""
-
-    byte_offset: int
-    """From the start of the file. A frame is one extent."""
-    byte_length: int
-    raw_bytes: int
-    """How long it is when decompressed."""
-    codec: str
-    item_bytes: int
-    parts: tuple[Part, ...]
-    """Their byte offsets count from the first raw byte of the frame."""
-
-    @property
-    def is_direct(self) -> bool:
-        """The raw bytes are exactly those of the one part, a FlatPart, and can be made in its target's memory."""
-        first = self.parts[0]
-        return len(self.parts) == 1 and isinstance(first, FlatPart) and first.byte_length == self.raw_bytes
-
-
-class Fetch(NamedTuple):
-    """One read of a file, and what its bytes are for."""
-
-    file: int
-    byte_offset: int
-    byte_length: int
-    parts: tuple[Part, ...]
-    is_direct: bool
-    """The bytes are exactly those of the one part, a FlatPart, and can be read into its target's memory."""
-    frames: tuple[Frame, ...] = ()
-    """What has to be decompressed; it is not in `parts`."""
-
-    @property
-    def end(self) -> int:
-        return self.byte_offset + self.byte_length
-
-    @property
-    def all_parts(self) -> tuple[Part, ...]:
-        """Those in frames as well, whose byte offsets count from elsewhere."""
-        return (*self.parts, *(part for frame in self.frames for part in frame.parts))
+"""Longest fetch into a target: short enough for several threads to share a large tensor."""
 
 
 class ExtentIndex:
-    """Where the extents of a file begin and end. Without checksums every byte is an extent of its own."""
+    """The bounds of the extents of a file. Without checksums every byte is an extent of its own."""
 
     def __init__(self, file: DataFile, *, verify: bool) -> None:
         self._bounds = [0, *accumulate(file.extent_lengths)] if verify and file.extent_lengths else None
 
     def widen(self, start: int, end: int) -> tuple[int, int]:
-        """The smallest run of whole extents that contains the range."""
+        """Returns the smallest run of whole extents that contains the range."""
         if self._bounds is None or start == end:
             return start, end
         return self._bounds[bisect_right(self._bounds, start) - 1], self._bounds[bisect_left(self._bounds, end)]
 
     def widen_all(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same for many ranges."""
+        """Widens many ranges."""
         if self._bounds is None:
             return starts, ends
         bounds, is_empty = np.array(self._bounds, np.int64), starts == ends
@@ -109,7 +40,7 @@ class ExtentIndex:
         return np.where(is_empty, starts, firsts), np.where(is_empty, ends, lasts)
 
     def shrink(self, start: int, end: int) -> tuple[int, int]:
-        """The largest run of whole extents inside the range; empty where there is none."""
+        """Returns the largest run of whole extents inside the range; empty if there is none."""
         if self._bounds is None:
             return start, end
         first = self._bounds[bisect_left(self._bounds, start)]
@@ -126,7 +57,7 @@ def coalesce(
     max_gap_bytes: int,
     max_fetch_bytes: int,
 ) -> list[Fetch]:
-    """The reads of one file that serve all parts and frames.
+    """Returns the fetches of one file that serve all parts and frames.
 
     Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
     share; the rest is merged where gaps are small. A fetch, with the memory in which it decompresses one frame after
@@ -193,8 +124,8 @@ def _merge(
 
 
 def _runs(items: Sequence[Part | Frame], extents: ExtentIndex) -> Iterator[tuple[int, int, Sequence[Part | Frame]]]:
-    """The items in file order, and where the extents of each begin and end. Many small parts lie in the same extents
-    and come together; a frame, which is an extent, comes alone.
+    """Yields the items in file order, with the bounds of their extents. Small parts in the same extents come together;
+    a frame, which is an extent, comes alone.
     """
     starts = np.fromiter(map(attrgetter("byte_offset"), items), np.int64, len(items))
     ends = starts + np.fromiter(map(attrgetter("byte_length"), items), np.int64, len(items))
@@ -207,7 +138,7 @@ def _runs(items: Sequence[Part | Frame], extents: ExtentIndex) -> Iterator[tuple
 
 
 def _scratch_bytes(item: Part | Frame) -> int:
-    """A codec takes as much as a frame is long before it can put that anywhere."""
+    """Returns the memory to decompress an item: a codec allocates the raw bytes before they go to the target."""
     if not isinstance(item, Frame):
         return 0
     return item.raw_bytes if item.is_direct else 2 * item.raw_bytes

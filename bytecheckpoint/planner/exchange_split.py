@@ -8,8 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.byte_ranges import item_bytes_of
-from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
 from bytecheckpoint.region import Region, flat_span, intersect, split_flat_range
 

@@ -1,6 +1,4 @@
-"""Which frames of a compressed chunk a wanted region touches, and what the raw bytes of each are for. It decides what
-is decompressed, and decompresses nothing.
-"""
+"""Plans which frames of a compressed chunk are decompressed for a wanted region. Decompresses nothing."""
 
 from __future__ import annotations
 
@@ -9,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.manifest.frames import FRAME_BYTES, frame_bytes
-from bytecheckpoint.planner.coalesce import BoxPart, FlatPart, Frame, Part
+from bytecheckpoint.manifest.ranges import BoxPart, FlatPart, Frame, Part
 from bytecheckpoint.region import Region, flat_span, intersect, is_contiguous_in, split_flat_range
 
 
 def frame_parts(
     want: int, chunk: Chunk, common: Region, *, flat_target: Region | None, item_bytes: int
 ) -> Iterator[tuple[int, Part]]:
-    """The region `common` of a compressed chunk in parts that each lie in one frame, with the number of that frame.
+    """Yields the region `common` of a compressed chunk in parts that lie in one frame each, with its number.
 
     Byte offsets of the parts count from the frame's first raw byte. `flat_target` is the region whose memory takes raw
-    bytes, which contains `common`; None where elements have to be placed one by one.
+    bytes, which contains `common`; None if elements have to be placed one by one.
     """
     first, last = flat_span(common, chunk.region)
     start, end = first * item_bytes, last * item_bytes
@@ -38,7 +36,7 @@ def frame_parts(
 
 
 def _boxes(want: int, chunk: Chunk, common: Region, number: int, item_bytes: int) -> Iterator[BoxPart]:
-    """What of `common` lies in one frame: a run of a chunk's elements is a few boxes, each of them is cut."""
+    """Yields the boxes of `common` in one frame: a run of a chunk's elements is a few boxes, each is cut."""
     num_items = FRAME_BYTES // item_bytes
     first = number * num_items
     count = min(num_items, chunk.region.numel - first)

@@ -1,5 +1,5 @@
-"""Who reads what. The planner takes the manifest and the regions that are wanted, checks that stored chunks cover
-them, and turns them into reads; it touches no file and no tensor.
+"""Plans a load: checks that stored chunks cover the regions that are wanted, and turns them into fetches. Touches no
+file and no tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, SoleChunks
 from bytecheckpoint.manifest.frames import CODECS, unknown_codec
-from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
+from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
 from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
 from bytecheckpoint.planner.shard_owners import first_lines
 from bytecheckpoint.region import (
@@ -31,60 +32,49 @@ from bytecheckpoint.region import (
 
 
 class Want(NamedTuple):
-    """A region of a stored tensor that is wanted in some memory."""
+    """A region of a stored tensor, to be put into some memory."""
 
     fqn: str
-    """As it is stored; aliases are resolved."""
+    """The stored FQN; aliases are resolved."""
     region: Region
-    """Global coordinates."""
+    """In global coordinates."""
     is_flat: bool
     """The memory can take raw bytes: row-major without gaps, of the stored dtype."""
 
 
-class _Packed(NamedTuple):
-    """What is wanted of a compressed chunk."""
+class _PackedChunk(NamedTuple):
+    """The wanted parts of a compressed chunk."""
 
     chunk: Chunk
     item_bytes: int
     parts: dict[int, list[Part]]
-    """By number of the frame."""
+    """Parts by number of the frame."""
 
 
-class _OfFile(NamedTuple):
-    """What is wanted of a data file."""
+class _FileParts(NamedTuple):
+    """The wanted parts of a data file."""
 
     parts: list[Part]
-    packed: dict[int, _Packed]
-    """By byte offset of the chunk."""
-
-
-class _Found(NamedTuple):
-    """A chunk that holds elements of a want."""
-
-    number: int
-    """Of the want."""
-    want: Want
-    chunk: Chunk
-    common: Region
-    """What of the chunk is wanted."""
+    packed: dict[int, _PackedChunk]
+    """Compressed chunks by byte offset."""
 
 
 class _Limits(NamedTuple):
-    """How a strided region is cut."""
+    """Limits by which a strided region is cut."""
 
     item_bytes: int
     max_gap_bytes: int
-    """Between rows that are read as one."""
+    """Longest gap between rows that are read as one."""
     max_fetch_bytes: int
 
 
 def plan_load(
     manifest: Manifest, wants: Sequence[Want], *, verify: bool, max_gap_bytes: int, max_fetch_bytes: int
 ) -> list[Fetch]:
-    """The reads that fill all wants, in file order.
+    """Returns the fetches that fill all wants, in file order.
 
-    Raises CheckpointMismatchError (coverage) where chunks overlap or leave a part of a want uncovered; one error is
-    about all. Raises CheckpointCorruptError (unsupported_version) where a chunk has a codec that is not known.
+    Raises one CheckpointMismatchError (coverage) if chunks overlap or leave a part of a want uncovered, and
+    CheckpointCorruptError (unsupported_version) if a chunk has an unknown codec.
     """
     sole = _sole_chunks(manifest, wants)
     others = np.flatnonzero(~sole.is_sole).tolist()
@@ -102,14 +92,26 @@ def plan_load(
             if common is None or not num_wanted:
                 continue
             num_covered += common.numel
-            max_skipped = max_gap_bytes + (_mean_extent(manifest.files[chunk.file]) if verify else 0)
-            limits = _Limits(item_bytes, max_skipped, max_fetch_bytes)
-            found = _Found(index, want, chunk, common)
-            _add_chunk(of_files.setdefault(chunk.file, _OfFile([], {})), found, limits)
+            file = manifest.files[chunk.file]
+            # A gap has to be larger than an extent before reading around it reads less.
+            mean_extent = file.byte_length // max(1, len(file.extent_lengths)) if verify else 0
+            limits = _Limits(item_bytes, max_gap_bytes + mean_extent, max_fetch_bytes)
+            _add_chunk(
+                of_files.setdefault(chunk.file, _FileParts([], {})),
+                index,
+                want,
+                chunk=chunk,
+                common=common,
+                limits=limits,
+            )
         if num_covered < num_wanted:
             uncovered.append(_describe_hole(want, manifest))
     if uncovered:
-        raise _not_covered(uncovered)
+        raise CheckpointMismatchError(
+            f"the checkpoint does not hold every element of {len(uncovered)} tensors exactly once; nothing was loaded. "
+            "Take another step, or leave them out with exclude:\n" + first_lines(uncovered),
+            kind="coverage",
+        )
     if manifest.map_notes.zeros_file is not None:
         of_files.pop(manifest.map_notes.zeros_file, None)  # nothing has to be read
     _refuse_shared_bytes(manifest, wants, sole, used)
@@ -128,7 +130,7 @@ def plan_load(
 
 
 def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
-    """The parts of a region of a tensor that are zeros and lie in no file."""
+    """Returns the parts of a region of a tensor that are zeros and lie in no file."""
     file = manifest.map_notes.zeros_file
     chunks = manifest.table.chunks_meeting(fqn, region) if file is not None else ()
     found = (intersect(chunk.region, region) for chunk in chunks if chunk.file == file)
@@ -136,8 +138,8 @@ def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
 
 
 def _sole_chunks(manifest: Manifest, wants: Sequence[Want]) -> SoleChunks:
-    """The chunks of those wants that are for all of a tensor which lies in one chunk, as it is in memory. Of many small
-    tensors nearly all are like this: they are planned together, in operations on arrays.
+    """Returns the chunks of the wants for a whole tensor that lies in one chunk, as it is in memory. Nearly all of many
+    small tensors are like this: they are planned together, in operations on arrays.
     """
     fqns = [want.fqn for want in wants]
     sole, described = manifest.table.sole_chunks(fqns), manifest.describe_each(fqns)
@@ -147,22 +149,25 @@ def _sole_chunks(manifest: Manifest, wants: Sequence[Want]) -> SoleChunks:
     return sole._replace(is_sole=sole.is_sole & np.array(is_whole, bool))
 
 
-def _sole_parts(sole: SoleChunks) -> dict[int, _OfFile]:
+def _sole_parts(sole: SoleChunks) -> dict[int, _FileParts]:
     of_files = {}
     for file in np.unique(sole.files[sole.is_sole]).tolist():
         wants = np.flatnonzero(sole.is_sole & (sole.files == file))
         places = sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)
         rows = zip(wants.tolist(), *(column.tolist() for column in places), strict=True)
-        of_files[file] = _OfFile(list(map(partial(tuple.__new__, FlatPart), rows)), {})
+        of_files[file] = _FileParts(list(map(partial(tuple.__new__, FlatPart), rows)), {})
     return of_files
 
 
-def _add_chunk(of_file: _OfFile, found: _Found, limits: _Limits) -> None:
-    """Adds what is wanted of a chunk to what is wanted of its file."""
-    number, want, chunk, common = found
+def _add_chunk(of_file: _FileParts, number: int, want: Want, *, chunk: Chunk, common: Region, limits: _Limits) -> None:
+    """Adds the region `common` of a chunk, which the want of this number needs, to the parts of its file."""
     if chunk.codec != "none":
-        packed = of_file.packed.setdefault(chunk.byte_offset, _Packed(chunk, limits.item_bytes, {}))
-        _add_frames(packed, number, want, common)
+        if chunk.codec not in CODECS:
+            raise unknown_codec(chunk.codec, want.fqn)
+        packed = of_file.packed.setdefault(chunk.byte_offset, _PackedChunk(chunk, limits.item_bytes, {}))
+        flat_target = want.region if want.is_flat else None
+        for frame, part in frame_parts(number, chunk, common, flat_target=flat_target, item_bytes=limits.item_bytes):
+            packed.parts.setdefault(frame, []).append(part)
     elif want.is_flat and common == want.region == chunk.region:
         of_file.parts.append(FlatPart(number, chunk.byte_offset, chunk.byte_length, 0))
     else:
@@ -172,7 +177,7 @@ def _add_chunk(of_file: _OfFile, found: _Found, limits: _Limits) -> None:
 def _refuse_shared_bytes(
     manifest: Manifest, wants: Sequence[Want], sole: SoleChunks, used: Sequence[tuple[str, Chunk]]
 ) -> None:
-    """Raises CheckpointCorruptError (bad_manifest) where two of the chunks that are wanted share a byte."""
+    """Raises CheckpointCorruptError (bad_manifest) if two of the wanted chunks share a byte."""
     first_wants = {wants[index].fqn: index for index in np.flatnonzero(sole.is_sole).tolist()}
     # A tensor that is among these has no other chunk.
     others = {(fqn, *chunk[:4]): None for fqn, chunk in used if fqn not in first_wants}
@@ -185,21 +190,8 @@ def _refuse_shared_bytes(
     manifest.table.refuse_shared_bytes([*first_wants, *(place[0] for place in others)], files, starts, lengths)
 
 
-def _mean_extent(file: DataFile) -> int:
-    """In bytes. What lies between two ranges has to be larger than that before reading them apart reads less."""
-    return file.byte_length // max(1, len(file.extent_lengths))
-
-
-def _not_covered(lines: Sequence[str]) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"the checkpoint does not hold every element of {len(lines)} tensors exactly once; nothing was loaded. "
-        "Take another step, or leave them out with exclude:\n" + first_lines(lines),
-        kind="coverage",
-    )
-
-
 def _find_overlaps(manifest: Manifest, wants: Sequence[Want]) -> list[str]:
-    """Overlaps between chunks of one tensor, of which nobody could say which one is right."""
+    """Describes overlaps between chunks of one tensor: it is unknown which of them is right."""
     faults = {fqn: manifest.table.find_fault(fqn) for fqn in dict.fromkeys(want.fqn for want in wants)}
     overlaps = {fqn: fault.overlap if fault else None for fqn, fault in faults.items()}
     return [
@@ -214,16 +206,7 @@ def _describe_hole(want: Want, manifest: Manifest) -> str:
     return f"{want.fqn}: {describe(hole) if hole else 'a part'} of {describe(want.region)} lies in no chunk"
 
 
-def _add_frames(packed: _Packed, index: int, want: Want, common: Region) -> None:
-    chunk, item_bytes, by_frame = packed
-    if chunk.codec not in CODECS:
-        raise unknown_codec(chunk.codec, want.fqn)
-    flat_target = want.region if want.is_flat else None
-    for number, part in frame_parts(index, chunk, common, flat_target=flat_target, item_bytes=item_bytes):
-        by_frame.setdefault(number, []).append(part)
-
-
-def _frames(packed: Mapping[int, _Packed], file: DataFile) -> list[Frame]:
+def _frames(packed: Mapping[int, _PackedChunk], file: DataFile) -> list[Frame]:
     bounds = [0, *accumulate(file.extent_lengths)] if packed else []
     return [
         frame
@@ -233,7 +216,7 @@ def _frames(packed: Mapping[int, _Packed], file: DataFile) -> list[Frame]:
 
 
 def _parts(index: int, want: Want, chunk: Chunk, common: Region, limits: _Limits) -> Iterator[Part]:
-    """The wanted part of one chunk, in pieces that a fetch can hold and without gaps that are better left out."""
+    """Yields the wanted part of one chunk in pieces that a fetch can hold, without gaps that are better left out."""
     item_bytes = limits.item_bytes
     for region in split_at_gaps(common, chunk.region, limits.max_gap_bytes // item_bytes):
         first, last = flat_span(region, chunk.region)
@@ -255,7 +238,7 @@ def _box(index: int, chunk: Chunk, region: Region, item_bytes: int) -> BoxPart:
 
 
 def box_layout(part: BoxPart) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and strides, in elements, of a part's region in the bytes that were read for it."""
+    """Returns lengths and strides, in elements, of a part's region in the bytes that were read for it."""
     strides, stride = [], 1
     for length in reversed(part.chunk.region.lengths):
         strides.append(stride)
@@ -264,7 +247,7 @@ def box_layout(part: BoxPart) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def wanted_files(fetches: Sequence[Fetch]) -> Mapping[int, int]:
-    """How many bytes of each file are read."""
+    """Returns how many bytes of each file are read."""
     sizes: dict[int, int] = {}
     for fetch in fetches:
         sizes[fetch.file] = sizes.get(fetch.file, 0) + fetch.byte_length

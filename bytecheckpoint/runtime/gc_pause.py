@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, kept from looking through a million short-lived records that hold no cycle."""
+"""Pauses Python's cyclic garbage collector, which would look through a million short-lived records without a cycle."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No automatic collection inside: planning makes tuples by the hundred thousand, and each generation of them would
-    be walked again and again. Reference counting goes on.
+    """Pauses automatic collection: planning makes tuples by the hundred thousand, and each generation of them would be
+    walked again and again. Reference counting goes on.
 
-    It is for all threads of the process, so nothing inside may wait for another rank while training goes on.
+    This holds for all threads of the process, so nothing inside may wait for another rank while training goes on.
     """
     _PAUSE.begin()
     try:
@@ -24,17 +24,20 @@ def gc_paused() -> Iterator[None]:
 
 
 class _Pause:
-    """From when the first of several threads asks for it until the last of them is through."""
+    """A pause from when the first of several threads enters until the last one leaves."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside: list[int] = []
-        """Threads, as often as they have asked."""
+        """Threads, as often as they have entered."""
         self._was_enabled = False
-        os.register_at_fork(after_in_child=self._forget_others)
+        self._is_registered = False
 
     def begin(self) -> None:
         with self._lock:
+            if not self._is_registered:  # here, because an import registers nothing
+                os.register_at_fork(after_in_child=self._forget_others)
+                self._is_registered = True
             if not self._inside:
                 self._was_enabled = gc.isenabled()
             self._inside.append(threading.get_ident())
@@ -50,7 +53,7 @@ class _Pause:
             gc.enable()
 
     def _forget_others(self) -> None:
-        """A forked child has only the thread that forked."""
+        """Keeps, in a forked child, only the thread that forked."""
         self._lock = threading.Lock()
         if self._inside:
             self._inside = [thread for thread in self._inside if thread == threading.get_ident()]

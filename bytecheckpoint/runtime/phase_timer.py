@@ -1,4 +1,4 @@
-"""How long the phases of a save take, and when. It knows no phase by name but the stall."""
+"""Measures when the phases of a save begin and end. Knows no phase by name but the stall."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """One phase as it went. In seconds since the call."""
+    """The time of one phase, in seconds since the call."""
 
     phase: str
     start: float
@@ -22,7 +22,7 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self.started_at = time.time()
-        """By the wall clock, in seconds since 1970."""
+        """Wall-clock time of the call, in seconds since 1970."""
         self._started = time.perf_counter()
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
@@ -40,33 +40,35 @@ class PhaseTimer:
                 self._spans.append(Span(name, start, end))
 
     def add(self, name: str, seconds: float) -> None:
-        """Work that is not worth a span of its own."""
+        """Adds seconds to a phase, without a span."""
         with self._lock:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def end_stall(self) -> None:
-        """The call gives its thread back; only the first time counts."""
+        """Notes that the call returns; only the first time counts."""
         with self._lock:
             self._seconds.setdefault("stall", self.total)
 
     @property
     def total(self) -> float:
-        """Since the call, until now."""
+        """Seconds since the call."""
         return time.perf_counter() - self._started
 
     @property
     def age_s(self) -> float:
-        """As `total`, whose clock stands still while the host sleeps, but not less than the wall clock says."""
+        """Seconds since the call, at least those of the wall clock: the clock of `total` stands still while the host
+        sleeps.
+        """
         return max(self.total, time.time() - self.started_at)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By phase, so far."""
+        """Seconds by phase, so far."""
         with self._lock:
             return dict(self._seconds)
 
     @property
     def spans(self) -> list[Span]:
-        """Those that are over, in the order in which they ended."""
+        """Phases that have ended, in that order."""
         with self._lock:
             return list(self._spans)

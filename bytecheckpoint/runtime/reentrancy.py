@@ -1,5 +1,5 @@
-"""Threads that a save waits for. What interrupts one of them, as the handler of a signal does, must not wait for a save
-in its turn: neither would ever end. It knows nothing of what a save does.
+"""Guards against re-entrant saves: a signal handler that interrupts a thread which a save waits for must not wait for a
+save itself, because neither would ever end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REFUSAL = (
 
 
 class AwaitedThreads:
-    """Which threads a save waits for now."""
+    """The threads that a save waits for now."""
 
     def __init__(self) -> None:
         self._forget()
@@ -27,7 +27,7 @@ class AwaitedThreads:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """This thread is awaited for as long as the context lasts, which may end on another one, or until it leaves."""
+        """Notes this thread as awaited until the context ends, which may be on another thread, or until `leave`."""
         stay = object()
         self._threads[stay] = threading.get_ident()
         try:
@@ -36,26 +36,26 @@ class AwaitedThreads:
             self._threads.pop(stay, None)
 
     def leave(self) -> None:
-        """This thread is awaited no longer."""
+        """Notes that this thread is awaited no longer."""
         for stay, thread in list(self._threads.items()):
             if thread == threading.get_ident():
                 self._threads.pop(stay, None)
 
     def refuse(self) -> None:
-        """Raises CheckpointSaveError on a thread that a save waits for."""
+        """Raises CheckpointSaveError if a save waits for this thread."""
         if threading.get_ident() in list(self._threads.values()):
             raise CheckpointSaveError(_REFUSAL, kind="rank_failed")
 
     def _forget(self) -> None:
-        """A forked child has none of the saves."""
+        """Forgets the saves, which a forked child does not have."""
         self._threads: dict[object, int] = {}
-        """By stay: a thread may be awaited for several reasons."""
+        """Threads by context: one may be awaited for several reasons."""
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether this is what `refuse` has raised, on this thread: others hear of it in other words."""
+    """Returns True if `refuse` has raised this on this thread; other ranks get it in other words."""
     return isinstance(error, CheckpointSaveError) and error.message == _REFUSAL
 
 
 AWAITED = AwaitedThreads()
-"""One a process, as there is one turn to save."""
+"""One per process, because saves take turns in it."""

@@ -15,9 +15,9 @@ from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeft
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.overwrite_state import Changes
+from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver
-from bytecheckpoint.planner.coalesce import Fetch, FlatPart
+from bytecheckpoint.manifest.ranges import Fetch, FlatPart
 from bytecheckpoint.runtime.buffers import ByteBudget
 
 READER, PEER = 40, 41
@@ -288,7 +288,7 @@ class Sender:
 
 
 def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_received() -> None:
-    receiver = Receiver([], ["w"], scratch_bytes=100, verify=False, changes=Changes())
+    receiver = Receiver([], ["w"], scratch_bytes=100, verify=False, changes=StateChanges())
     fetch = Fetch(0, 0, 100, (FlatPart(0, 0, 8, 0),), is_direct=False)
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
         receiver.receive(Sender(), WireHeader(0, 0, 9), fetch)

@@ -320,7 +320,7 @@ def reading_on(rank: int, world_size: int, path: str) -> int:
     if rank == 0:
         state["own"] = {f"x{number}": torch.zeros(1 << 20) for number in range(20)}
     options = bcp.LoadOptions(exchange="on", timeout_s=60, reader_threads=1)
-    read = "bytecheckpoint.storage.range_reader._run"  # not read_into of the store, which gives the manifest as well
+    read = "bytecheckpoint.storage.range_reader._read"  # not read_into of the store, which gives the manifest as well
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(before("bytecheckpoint.loading.exchange._Exchange._stop", is_over.set))

@@ -14,7 +14,7 @@ import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
 WORLD_SIZE = 3
-SEAMS = {"planning": "bytecheckpoint.loading.read.plan_load", "reading": "bytecheckpoint.loading.read.run_reads"}
+SEAMS = {"planning": "bytecheckpoint.loading.read.plan_load", "reading": "bytecheckpoint.loading.read.run_fetches"}
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:

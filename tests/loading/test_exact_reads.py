@@ -27,7 +27,7 @@ from torch import nn
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import LocalShard, dtype_name
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.planner.coalesce import Fetch
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.layout import read_manifest

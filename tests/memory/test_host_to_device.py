@@ -67,7 +67,7 @@ def load_with(
     fqns = [shard.fqn for shard in shards]
     with CopyStreams(lanes_by_device, lanes_by_device.__getitem__) as lanes:
         targets = source.targets(shards, fqns, lanes)
-        source.run(source.reads(source.plan(shards, fqns), targets, fqns), lanes)
+        source.run(source.with_targets(source.plan(shards, fqns), targets, fqns), lanes)
 
 
 @pytest.fixture

@@ -249,7 +249,7 @@ def test_a_load_through_a_map_reads_again_what_is_replaced_meanwhile(tmp_path: P
 
     megatron = Megatron(padding=padding)
     options = through(TO_MEGATRON, **SIZES, padded_vocab_size=VOCABULARY + padding)
-    with before("bytecheckpoint.loading.read.run_reads", replace_once):
+    with before("bytecheckpoint.loading.read.run_fetches", replace_once):
         bcp.load(tmp_path, {"model": megatron}, options=options)
     check_same_logits(megatron, new)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.manifest import Chunk
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame
 from bytecheckpoint.planner.byte_ranges import first_names, names_in, piece_of
-from bytecheckpoint.planner.coalesce import BoxPart, Fetch, FlatPart, Frame
 from bytecheckpoint.region import Region, flat_span, whole
 
 OFFSET, ITEM_BYTES = 5, 2

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, open_manifest, tensor_record
 from bytecheckpoint.manifest import frames as framing
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner import coalesce as coalescing
 from bytecheckpoint.planner import frame_ranges as frame_planning
-from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, FlatPart, Frame, Part, coalesce
+from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load, wanted_files
 from bytecheckpoint.region import Region, relative, rows, whole
 

@@ -16,6 +16,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.saving.in_flight import wait_until_staged
 from bytecheckpoint.staging import compress, snapshots
 from bytecheckpoint.storage import range_reader
@@ -150,13 +151,13 @@ def test_reads_do_not_wait_for_scratch_memory_that_could_not_be_had(monkeypatch:
 
     monkeypatch.setattr("bytecheckpoint.storage.range_reader.np.empty", failing)
     file = DataFile("f", 1000)
-    reads = [
-        range_reader.Read(file, "f", start, 100, None, lambda _: None, lambda *_: "x") for start in range(0, 1000, 100)
-    ]
+    reads = [Fetch(0, start, 100, (), is_direct=False) for start in range(0, 1000, 100)]
 
     def run() -> None:
         memory = range_reader.HostMemory()
-        range_reader.run_reads(NoStore(), reads, threads=4, verify=False, scratch_bytes=100, memory=memory)
+        range_reader.run_fetches(
+            NoStore(), "", [file], reads, threads=4, verify=False, scratch_bytes=100, memory=memory
+        )
 
     assert isinstance(ends(run), MemoryError)
 
@@ -174,12 +175,12 @@ def test_an_interrupted_load_drops_the_reads_that_have_not_begun() -> None:
             ended.append(threading.current_thread().name)
 
     file = DataFile("f", 1000)
-    reads = [
-        range_reader.Read(file, "f", start, 10, None, lambda _: None, lambda *_: "x") for start in range(0, 1000, 10)
-    ]
+    reads = [Fetch(0, start, 10, (), is_direct=False) for start in range(0, 1000, 10)]
     with pytest.raises(KeyboardInterrupt):
-        range_reader.run_reads(
+        range_reader.run_fetches(
             Interrupting(),
+            "",
+            [file],
             reads,
             threads=3,
             verify=False,

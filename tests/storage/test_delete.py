@@ -106,7 +106,7 @@ def test_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
         bcp.open(tmp_path / "link")
 
 
-@pytest.mark.parametrize("moment", ["plan_load", "run_reads"])
+@pytest.mark.parametrize("moment", ["plan_load", "run_fetches"])
 def test_a_load_beside_a_deletion_takes_the_step_that_is_left(tmp_path: Path, moment: str) -> None:
     for step in (1, 2):
         bcp.save(tmp_path, state_of(float(step)), step=step)

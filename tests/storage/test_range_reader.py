@@ -10,6 +10,7 @@ import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.storage import range_reader
 
 LENGTHS = (10, 1, 30, 7, 52)
@@ -36,10 +37,19 @@ def read_all(content: bytes, *, step_bytes: int | None, into: memoryview | None)
     file = DataFile("f", len(CONTENT), LENGTHS, digests())
     placed: list[bytes] = []
     target = None if into is None else (lambda: nullcontext(into))
-    read = range_reader.Read(file, "f", 10, 90, target, lambda found: placed.append(bytes(found)), lambda *_: "x")
+    read = Fetch(
+        0,
+        10,
+        90,
+        (),
+        is_direct=False,
+        target=target,
+        place=lambda found: placed.append(bytes(found)),
+        wanted_by=lambda *_: "x",
+    )
     memory = range_reader.HostMemory()
     store = Telling(content, step_bytes)
-    range_reader.run_reads(store, [read], threads=1, verify=True, scratch_bytes=1000, memory=memory)
+    range_reader.run_fetches(store, "", [file], [read], threads=1, verify=True, scratch_bytes=1000, memory=memory)
     return placed[0]
 
 
@@ -80,12 +90,11 @@ class Meeting:
 def run_each(begin: Callable[[int], None], places: Sequence[Callable[[memoryview], None]], *, threads: int) -> None:
     """Reads of ten bytes each, from the begin of the file on."""
     file = DataFile("f", len(CONTENT))
-    reads = [
-        range_reader.Read(file, "f", 10 * number, 10, None, place, lambda *_: "x")
-        for number, place in enumerate(places)
-    ]
+    reads = [Fetch(0, 10 * number, 10, (), is_direct=False, place=place) for number, place in enumerate(places)]
     memory = range_reader.HostMemory()
-    range_reader.run_reads(Meeting(begin), reads, threads=threads, verify=False, scratch_bytes=10_000, memory=memory)
+    range_reader.run_fetches(
+        Meeting(begin), "", [file], reads, threads=threads, verify=False, scratch_bytes=10_000, memory=memory
+    )
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -138,8 +147,10 @@ def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monke
 
     monkeypatch.setattr(range_reader.ByteBudget, "take", take_told)
     file = DataFile("f", len(CONTENT))
-    reads = [range_reader.Read(file, "f", 25 * number, 25, None, pytest.fail, lambda *_: "x") for number in range(4)]
+    reads = [Fetch(0, 25 * number, 25, (), is_direct=False, place=pytest.fail) for number in range(4)]
     memory = range_reader.HostMemory()
     with pytest.raises(OSError, match="gone"):
-        range_reader.run_reads(Giving(fail), reads, threads=4, verify=False, scratch_bytes=1, memory=memory)
+        range_reader.run_fetches(
+            Giving(fail), "", [file], reads, threads=4, verify=False, scratch_bytes=1, memory=memory
+        )
     assert len(begun) == 1

@@ -162,7 +162,7 @@ def test_how_the_save_went_is_drawn(call, tmp_path) -> None:
 def test_a_checkpoint_without_telemetry_or_tensors_has_a_page(call, tmp_path) -> None:
     bcp.save(tmp_path / "c", {"x": 1})
     shutil.rmtree(tmp_path / "c" / "telemetry")
-    assert "no telemetry that can be understood" in words(page_of(call, tmp_path / "c"))
+    assert "no telemetry that can be decoded" in words(page_of(call, tmp_path / "c"))
 
 
 def test_thousands_of_ranks_and_layers_make_a_small_page(call, tmp_path) -> None:

@@ -13,17 +13,17 @@ from itertools import accumulate
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.loading.replaced import noticing_replacement
+from bytecheckpoint.loading.replacement import detect_replacement
 from bytecheckpoint.manifest import Chunk, Manifest
 from bytecheckpoint.manifest.frames import CODECS, unknown_codec
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, Frame, Part
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in
-from bytecheckpoint.planner.coalesce import BoxPart, ExtentIndex, Fetch, Frame, Part, coalesce
+from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
 from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
 from bytecheckpoint.region import flat_span, split_rows
 from bytecheckpoint.storage.layout import check_files
-from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.range_reader import FrameRead, HostMemory, Read, run_reads
+from bytecheckpoint.storage.range_reader import HostMemory, run_fetches
 
 from ..arguments import Opened
 from .element_values import decode_values, has_values
@@ -94,10 +94,9 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
     manifest, options = opened.manifest, LoadOptions()
     wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]
     # Before anything is planned: a manifest may claim a tensor of any size.
-    with noticing_replacement(opened.store, opened.folder, manifest):
+    with detect_replacement(opened.store, opened.folder, manifest):
         files = {file for fqn in wanted for file in manifest.tensors[fqn].files}
         check_files(opened.store, opened.folder, manifest, files)
-    fetches = list(_plan(manifest, wanted))
     found = {fqn: TensorStats() for fqn in wanted}
     lock = threading.Lock()
 
@@ -111,10 +110,11 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         with lock:
             on_progress(sum(part.byte_length for part in parts))
 
-    reads = [_read(opened, fetch, add, wanted) for fetch in fetches]
-    run_reads(
+    run_fetches(
         opened.store,
-        reads,
+        opened.folder,
+        manifest.files,
+        [_with_target(fetch, add, wanted) for fetch in _plan(manifest, wanted)],
         threads=options.reader_threads,
         verify=options.verify,
         scratch_bytes=options.scratch_bytes,
@@ -158,29 +158,9 @@ def _frames(index: int, chunk: Chunk, bounds: Sequence[int], item_bytes: int) ->
     return frames_of(chunk, {number: [part] for number, part in parts}, bounds, item_bytes=item_bytes)
 
 
-def _read(
-    opened: Opened, fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]
-) -> Read:
-    file = opened.manifest.files[fetch.file]
-    return Read(
-        file=file,
-        name=join_name(opened.folder, file.name),
-        byte_offset=fetch.byte_offset,
-        byte_length=fetch.byte_length,
-        target=None,
+def _with_target(fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]) -> Fetch:
+    return fetch._replace(
         place=partial(add, fetch.parts, fetch.byte_offset),
         wanted_by=partial(names_in, fetch, fqns),
-        frames=[_frame_read(frame, add) for frame in fetch.frames],
-    )
-
-
-def _frame_read(frame: Frame, add: Callable[[Sequence[Part], int, memoryview], None]) -> FrameRead:
-    return FrameRead(
-        byte_offset=frame.byte_offset,
-        byte_length=frame.byte_length,
-        raw_bytes=frame.raw_bytes,
-        codec=frame.codec,
-        item_bytes=frame.item_bytes,
-        target=None,
-        place=partial(add, frame.parts, 0),
+        frames=tuple(frame._replace(place=partial(add, frame.parts, 0)) for frame in fetch.frames),
     )

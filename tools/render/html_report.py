@@ -160,7 +160,7 @@ def _legend(names: Sequence[str]) -> str:
 
 def _save(records: SaveRecords) -> Iterator[str]:
     if not records.ranks:
-        yield _note("Nothing tells it: the checkpoint has no telemetry that can be understood.")
+        yield _note("The checkpoint has no telemetry that can be decoded.")
         return
     phases = phases_of(records.ranks)
     slowest = slowest_ranks(records.ranks, phases, _NUM_SLOWEST)

@@ -1,5 +1,5 @@
-"""A checkpoint that is replaced or deleted while it is read: files that it misses then are no damage, and the reader
-begins again. It reads the manifest that stands there now, and nothing else.
+"""Tells a checkpoint that was replaced or deleted while it was read, which is read again, from one with damaged files.
+Reads the manifest that stands there now, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from bytecheckpoint.storage.store import Store
 
 
 @contextmanager
-def noticing_replacement(store: Store, folder: str, manifest: Manifest) -> Iterator[None]:
-    """Turns the error about a missing file into one of kind `replaced` where another checkpoint stands there now."""
+def detect_replacement(store: Store, folder: str, manifest: Manifest) -> Iterator[None]:
+    """Turns the error about a missing file into one of kind `replaced` if another checkpoint stands there now."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -26,7 +26,7 @@ def noticing_replacement(store: Store, folder: str, manifest: Manifest) -> Itera
 
 
 def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: BaseException | None) -> None:
-    """Raises CheckpointNotFoundError (replaced) where the folder holds another checkpoint than this one, or none."""
+    """Raises CheckpointNotFoundError (replaced) if the folder holds another checkpoint than this one, or none."""
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
     zeros_file = manifest.map_notes.zeros_file  # which a name map has added
     written = [file for number, file in enumerate(manifest.files) if number != zeros_file]

@@ -74,7 +74,7 @@ def test_a_load_of_what_is_replaced_meanwhile_loads_the_new_one(place: Place, mo
     url, options = place
     bcp.save(url, state_of(1.0), storage_options=options)
     replace = once(lambda: bcp.save(url, state_of(2.0), storage_options=options, options=OVERWRITING))
-    seam = {"planning": "bytecheckpoint.loading.read.plan_load", "reading": "bytecheckpoint.loading.read.run_reads"}[
+    seam = {"planning": "bytecheckpoint.loading.read.plan_load", "reading": "bytecheckpoint.loading.read.run_fetches"}[
         moment
     ]
     state = state_of(-1.0)
@@ -90,7 +90,10 @@ def test_a_load_says_that_the_checkpoint_is_replaced_again_and_again(tmp_path: P
     def replace() -> None:
         bcp.save(tmp_path, state_of(2.0), options=OVERWRITING)
 
-    with before("bytecheckpoint.loading.read.run_reads", replace), pytest.raises(bcp.CheckpointNotFoundError) as raised:
+    with (
+        before("bytecheckpoint.loading.read.run_fetches", replace),
+        pytest.raises(bcp.CheckpointNotFoundError) as raised,
+    ):
         bcp.load(tmp_path, state_of(-1.0))
     assert raised.value.kind == "replaced"
     assert "Nothing is damaged" in str(raised.value)
@@ -99,7 +102,10 @@ def test_a_load_says_that_the_checkpoint_is_replaced_again_and_again(tmp_path: P
 def test_an_error_after_another_attempt_says_what_the_first_has_left(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(1.0))
     replace = once(lambda: bcp.save(tmp_path, {"other": torch.ones(3)}, options=OVERWRITING))
-    with before("bytecheckpoint.loading.read.run_reads", replace), pytest.raises(bcp.CheckpointMismatchError) as raised:
+    with (
+        before("bytecheckpoint.loading.read.run_fetches", replace),
+        pytest.raises(bcp.CheckpointMismatchError) as raised,
+    ):
         bcp.load(tmp_path, state_of(-1.0))
     assert "was replaced by another save" in str(raised.value)
     assert "The state" in str(raised.value) or "Nothing of the state" in str(raised.value)

@@ -1,0 +1,99 @@
+"""Ranges of data files that a load reads: the planner makes them, the loading package attaches the memory that they go
+to, and the storage carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from bytecheckpoint.manifest.records import Chunk
+from bytecheckpoint.region import Region
+
+
+class FlatPart(NamedTuple):
+    """Bytes of a file that are, in this order, bytes of a target's memory."""
+
+    want: int
+    """Index into the wants of the load plan."""
+    byte_offset: int
+    """From the start of the file; in a frame, from its first raw byte."""
+    byte_length: int
+    target_byte_offset: int
+    """From the start of the target's memory."""
+
+
+class BoxPart(NamedTuple):
+    """A region of a chunk whose elements do not follow one another in the file or in the target."""
+
+    want: int
+    byte_offset: int
+    byte_length: int
+    """From the region's first element to its last, gaps included."""
+    region: Region
+    chunk: Chunk
+
+
+Part = FlatPart | BoxPart
+
+
+def ignore_bytes(_: memoryview) -> None:
+    """Does nothing: the bytes are in their target already, or only frames need them."""
+
+
+def name_nothing(*_: int) -> str:
+    """Returns "": no tensor needs bytes of the range."""
+    return ""
+
+
+class Frame(NamedTuple):
+    """A frame of a compressed chunk that is wanted, and the use of its raw bytes."""
+
+    byte_offset: int
+    """From the start of the file. A frame is one extent."""
+    byte_length: int
+    raw_bytes: int
+    """Length when decompressed."""
+    codec: str
+    item_bytes: int
+    parts: tuple[Part, ...]
+    target: memoryview | None = None
+    """Memory that the raw bytes are decompressed into; None if they go through scratch memory."""
+    place: Callable[[memoryview], None] = ignore_bytes
+    """Called with the raw bytes, from any thread."""
+
+    @property
+    def is_direct(self) -> bool:
+        """True if the raw bytes are exactly those of the one part, a FlatPart, and can be made in its target."""
+        first = self.parts[0]
+        return len(self.parts) == 1 and isinstance(first, FlatPart) and first.byte_length == self.raw_bytes
+
+
+class Fetch(NamedTuple):
+    """One read of a file, and the use of its bytes."""
+
+    file: int
+    """Index into the files of the manifest."""
+    byte_offset: int
+    byte_length: int
+    parts: tuple[Part, ...]
+    is_direct: bool
+    """The bytes are exactly those of the one part, a FlatPart, and can be read into its target's memory."""
+    frames: tuple[Frame, ...] = ()
+    """Frames to decompress, which are not in `parts`."""
+    target: Callable[[], AbstractContextManager[memoryview]] | None = None
+    """Gives the memory that the bytes are read into; None if they go through scratch memory."""
+    place: Callable[[memoryview], None] = ignore_bytes
+    """Called with the verified bytes, from any thread."""
+    wanted_by: Callable[[int, int], str] = name_nothing
+    """Names the tensors that need bytes between two places of the file, for an error; "" if none does."""
+
+    @property
+    def end(self) -> int:
+        return self.byte_offset + self.byte_length
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """The parts of the fetch and of its frames."""
+        return (*self.parts, *(part for frame in self.frames for part in frame.parts))
