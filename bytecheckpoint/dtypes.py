@@ -1,6 +1,4 @@
-"""The names of torch's dense dtypes and what an element of each takes, so that planner, manifest and storage can count
-bytes. It knows no torch and nothing of what the bits of an element mean.
-"""
+"""Names and element sizes of torch's dense dtypes, so that planner, manifest and storage count bytes without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +18,9 @@ DTYPE_ITEMSIZES: dict[str, int] = {
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element. Raises CheckpointMismatchError (dtype) for a name that is not in DTYPE_ITEMSIZES."""
+    """Returns the bytes of one element. Raises CheckpointMismatchError (dtype) for a name that is not in
+    DTYPE_ITEMSIZES.
+    """
     size = DTYPE_ITEMSIZES.get(dtype)
     if size is None:
         raise CheckpointMismatchError(

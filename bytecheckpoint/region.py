@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 _FEW_REGIONS = 16
-"""So many are compared with one another sooner than arrays of them are made."""
+"""Regions up to which comparing each pair is faster than making arrays."""
 
 
 class Region(NamedTuple):
-    """A box: where it starts and how far it reaches, in elements, one number a dimension."""
+    """A box: its start and its extent, in elements, one number a dimension."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -31,43 +31,41 @@ class Region(NamedTuple):
 
 
 def describe(region: Region) -> str:
-    """A region as people write it: `[0:4, 8:16]`."""
+    """Returns a region as text: `[0:4, 8:16]`."""
     return "[" + ", ".join(f"{offset}:{end}" for offset, end in zip(region.offsets, region.ends, strict=True)) + "]"
 
 
 class TilingFault(NamedTuple):
-    """Why regions do not tile a shape: `hole` is a part that none covers, `overlap` one that two cover."""
+    """A fault of regions that do not tile a shape: `hole` is a part that none covers, `overlap` one that two cover."""
 
     hole: Region | None
     overlap: Region | None
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """The region that is all of a tensor of this shape."""
+    """Returns the region that is all of a tensor of this shape."""
     return Region((0,) * len(shape), tuple(shape))
 
 
 def intersect(a: Region, b: Region) -> Region | None:
-    """The part that both cover, or None where they share no element. Two 0-d regions share their one element."""
+    """Returns the part that both cover; None if they share no element. Two 0-d regions share their one element."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     lengths = tuple(min(a_end, b_end) - offset for a_end, b_end, offset in zip(a.ends, b.ends, offsets, strict=True))
     return Region(offsets, lengths) if all(length > 0 for length in lengths) else None
 
 
 def relative(region: Region, to: Region) -> Region:
-    """The same region in the coordinates of `to`, which contains it."""
+    """Returns the region in the coordinates of `to`, which contains it."""
     return Region(tuple(map(int.__sub__, region.offsets, to.offsets)), region.lengths)
 
 
 def shifted(region: Region, offsets: Sequence[int]) -> Region:
-    """The region in the coordinates of what it is a part of, where that begins at these offsets: the inverse of
-    `relative`.
-    """
+    """Returns the region moved by these offsets: the inverse of `relative`."""
     return Region(tuple(map(int.__add__, region.offsets, offsets)), region.lengths)
 
 
 def split_flat_range(shape: Sequence[int], start: int, length: int) -> list[Region]:
-    """Regions that, one after the other, are elements `start` to `start + length` of the row-major flat tensor.
+    """Returns regions that, one after the other, are elements `start` to `start + length` of the row-major flat tensor.
 
     At each position the largest block that is aligned to a suffix of the shape is taken, so there are at most
     2 * len(shape) - 1 regions. A length of 0 gives no region; a range that leaves the tensor raises ValueError.
@@ -105,7 +103,7 @@ def _outermost_dim(position: int, end: int, suffix_numels: Sequence[int]) -> int
 
 
 def split_rows(region: Region, max_numel: int) -> list[Region]:
-    """The region cut along its outer dimensions into parts of at most `max_numel` elements, in row-major order.
+    """Cuts the region along its outer dimensions into parts of at most `max_numel` elements, in row-major order.
 
     A part is a run of rows of the outermost dimension that can be cut; only where one row is too large is the next
     dimension cut as well. `max_numel` is at least 1.
@@ -123,7 +121,7 @@ def split_rows(region: Region, max_numel: int) -> list[Region]:
 
 
 def rows(region: Region, dim: int, first: int, count: int) -> Region:
-    """Rows `first` to `first + count` of the region, counted from its own start along `dim`."""
+    """Returns rows `first` to `first + count` of the region, counted from its own start along `dim`."""
     offsets, lengths = list(region.offsets), list(region.lengths)
     offsets[dim] += first
     lengths[dim] = count
@@ -131,7 +129,7 @@ def rows(region: Region, dim: int, first: int, count: int) -> Region:
 
 
 def is_contiguous_in(inner: Region, outer: Region) -> bool:
-    """Whether the inner region's elements lie without gaps in the row-major memory of the outer one.
+    """Returns True if the inner region's elements lie without gaps in the row-major memory of the outer one.
 
     `inner` lies inside `outer` and is not empty.
     """
@@ -141,7 +139,7 @@ def is_contiguous_in(inner: Region, outer: Region) -> bool:
 
 
 def flat_span(inner: Region, outer: Region) -> tuple[int, int]:
-    """First element and one past the last element of `inner` in the row-major memory of `outer`, gaps included.
+    """Returns the first and one past the last element of `inner` in the row-major memory of `outer`, gaps included.
 
     `inner` lies inside `outer` and is not empty.
     """
@@ -155,7 +153,7 @@ def flat_span(inner: Region, outer: Region) -> tuple[int, int]:
 
 
 def split_at_gaps(inner: Region, outer: Region, max_gap: int) -> list[Region]:
-    """The inner region cut into parts between which more than `max_gap` elements of the outer one's row-major memory
+    """Cuts the inner region into parts between which more than `max_gap` elements of the outer one's row-major memory
     lie, and inside which no gap is as long as that.
 
     `inner` lies inside `outer` and is not empty. The parts are in row-major order.
@@ -177,9 +175,9 @@ def split_at_gaps(inner: Region, outer: Region, max_gap: int) -> list[Region]:
 
 
 def find_tiling_fault(shape: Sequence[int], regions: Sequence[Region]) -> TilingFault | None:
-    """None where the regions cover every element of the shape exactly once, else a hole or an overlap to show.
+    """Returns None if the regions cover every element of the shape exactly once, else a hole or an overlap.
 
-    Empty regions do not matter. A region that reaches out of the shape is given as the overlap.
+    Empty regions do not matter. A region that reaches out of the shape is returned as the overlap.
     """
     target = whole(shape)
     filled = [region for region in regions if region.numel]
@@ -216,7 +214,9 @@ def _find_overlap(regions: list[Region]) -> Region | None:
 
 
 def _separate(regions: list[Region]) -> list[list[Region]]:
-    """The regions in two groups or more, with a cut across one dimension between each; none where no cut does that."""
+    """Returns the regions in two groups or more, with a cut across one dimension between each; [] if there is no
+    cut.
+    """
     for dim in range(len(regions[0].offsets)):
         parts: list[list[Region]] = []
         reached = -1
@@ -239,7 +239,7 @@ def _compare(regions: Iterable[Region]) -> Region | None:
 
 
 def _sweep(regions: Sequence[Region]) -> Region | None:
-    """Compares each region with those that begin within it along one dimension: that in which these are fewest."""
+    """Compares each region with those that begin within it along one dimension, the one with fewest of these."""
     starts = np.array([region.offsets for region in regions], np.int64).reshape(len(regions), -1)
     ends = starts + np.array([region.lengths for region in regions], np.int64).reshape(starts.shape)
     if not starts.shape[1]:
@@ -259,7 +259,7 @@ def _sweep(regions: Sequence[Region]) -> Region | None:
 
 
 def find_hole(target: Region, regions: Iterable[Region]) -> Region | None:
-    """A part of `target` that none of the regions covers, or None."""
+    """Returns a part of `target` that none of the regions covers, or None."""
     uncovered = [target] if target.numel else []
     # In this order the uncovered parts stay few: what lies before a region was covered or never will be.
     for region in sorted(regions):
@@ -270,7 +270,7 @@ def find_hole(target: Region, regions: Iterable[Region]) -> Region | None:
 
 
 def subtract(region: Region, taken: Region) -> list[Region]:
-    """Regions that together are what is left of `region` without `taken`; at most two a dimension."""
+    """Returns regions that together are `region` without `taken`; at most two a dimension."""
     common = intersect(region, taken)
     if common is None:
         return [region] if region.numel else []
@@ -289,20 +289,20 @@ def subtract(region: Region, taken: Region) -> list[Region]:
 
 
 def grid_counts(shape: Sequence[int], part: Sequence[int]) -> list[int]:
-    """How many parts of these lengths a regular grid has along each dimension: a tensor cut into parts of one shape, of
-    which those at the upper edges are what is left, as FSDP, tensor parallelism and meshes of them cut tensors.
+    """Returns the number of parts along each dimension of a regular grid: a tensor cut into parts of one shape, smaller
+    at the upper edges, as FSDP, tensor parallelism and meshes of them cut tensors.
     """
     return [-(-length // of_part) for length, of_part in zip(shape, part, strict=True)]
 
 
 def grid_regions(shape: Sequence[int], part: Sequence[int]) -> list[Region]:
-    """All parts, in row-major order."""
+    """Returns all parts, in row-major order."""
     offsets = product(*(range(0, length, of_part) for length, of_part in zip(shape, part, strict=True)))
     return [Region(at, tuple(map(min, part, map(int.__sub__, shape, at)))) for at in offsets]
 
 
 def parts_meeting(shape: Sequence[int], part: Sequence[int], region: Region) -> list[tuple[int, Region]]:
-    """The parts that share elements with the region: where each stands in `grid_regions`, and what it is."""
+    """Returns the parts that share elements with the region: index in `grid_regions`, and region of each."""
     if not region.numel:
         return []
     counts = grid_counts(shape, part)
@@ -316,12 +316,12 @@ def parts_meeting(shape: Sequence[int], part: Sequence[int], region: Region) -> 
 
 
 def count_parts_meeting(part: Sequence[int], region: Region) -> int:
-    """How many parts share elements with the region."""
+    """Returns the number of parts that share elements with the region."""
     return prod(map(len, _spans(part, region)))
 
 
 def _spans(part: Sequence[int], region: Region) -> list[range]:
-    """Along each dimension, the parts that the region meets."""
+    """Returns along each dimension the parts that the region meets."""
     return [
         range(offset // of_part, -(-end // of_part))
         for offset, end, of_part in zip(region.offsets, region.ends, part, strict=True)
@@ -329,9 +329,9 @@ def _spans(part: Sequence[int], region: Region) -> list[range]:
 
 
 def part_of_grid(shape: Sequence[int], coordinates: Sequence[int], num_regions: int) -> tuple[int, ...] | None:
-    """The lengths of a part where these regions are such a grid, in row-major order and without empty ones; else None.
+    """Returns the lengths of a part if these regions are such a grid, in row-major order and none empty; else None.
 
-    `coordinates` are those of one region after the other: its offsets, then its lengths.
+    `coordinates` has offsets, then lengths of one region after the other.
     """
     num_dims = len(shape)
     part = tuple(coordinates[num_dims : 2 * num_dims])

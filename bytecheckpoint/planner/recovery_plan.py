@@ -1,5 +1,5 @@
-"""What is to become of the saves that dead processes have left in local stages: which can be finished, by whom, and of
-which nothing can come. Pure: it looks at what ranks have found, and at what they say of the path.
+"""The plan of a recovery: for each save that a dead process left in local stages, the verdict and the ranks that
+act.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _LEFT_TO_CLEAN_UP = "what it has brought to the path is left to `bcp gc`, becaus
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank of a save has left on a disk, as a rank that sees the disk describes it."""
+    """The data that one rank of a save left on a disk, as described by a rank that sees the disk."""
 
     name: str
-    """Of the folder in the local stage: ranks that share a disk find the same."""
+    """Name of the folder in the local stage: ranks that share a disk find the same."""
     save_id: str
     rank: int
     num_ranks: int
     folder: str
-    """Of the checkpoint, inside the store."""
+    """Folder of the checkpoint, inside the store."""
     step: int | None
     overwrite: bool
     replaces: list[str]
-    """Save ids of what stood there, or was on its way there, when the save began."""
+    """Ids of saves that were at the path, or on their way there, when this save began."""
     host: str
     started_at: float
     is_alive: bool
@@ -40,22 +40,22 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
     is_complete: bool
     """Every file of the rank was durable. One that did not get so far has reported nothing."""
     damage: str = ""
-    """Why the manifest that is on this disk cannot be read."""
+    """The reason why the manifest on this disk cannot be read."""
 
 
 class TargetFolder(NamedTuple):
-    """What is at the path of a save."""
+    """The folder that a save goes to, as it is now."""
 
     save_id: str | None
-    """Of the checkpoint that is committed there; empty where there is none, None where it cannot be read."""
+    """Save id of the committed checkpoint; empty if there is none, None if it cannot be read."""
     sizes: Mapping[str, int]
-    """Of data files, by name in the checkpoint, in bytes."""
+    """Bytes of data files, by name in the checkpoint."""
     in_the_way: str = ""
     """Path of a committed checkpoint beside which none may be committed there; empty where there is none."""
 
 
 class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to do with one folder of its local stage, which is removed in the end."""
+    """One rank's work on one folder of its local stage, which is removed in the end."""
 
     name: str
     save_id: str
@@ -68,7 +68,7 @@ class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
-    """What becomes of one save."""
+    """The outcome for one save."""
 
     save_id: str
     folder: str
@@ -83,22 +83,22 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecoveryPlan(NamedTuple):
-    """By rank what it does, and what becomes of each save."""
+    """The work of each rank, and the verdict on each save."""
 
     tasks: Sequence[Sequence[RecoveryTask]]
     verdicts: Sequence[RecoveryVerdict]
 
 
 def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, TargetFolder]) -> RecoveryPlan:
-    """`found` is what each rank sees, `there` what is at the folders that it is about."""
+    """Plans from the parts that each rank sees, and the folders that their saves go to."""
     tasks: list[list[RecoveryTask]] = [[] for _ in found]
     loads = [0] * len(found)
     verdicts: list[RecoveryVerdict] = []
     busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
     claimed: dict[str, str] = {}
-    """By folder the id of the save that has been chosen for it."""
+    """Folder -> id of the save that is chosen for it."""
     by_root: dict[str, tuple[bool, str]] = {}
-    """By root whether steps are finished below it or a checkpoint at it, and where the first of them is."""
+    """Root -> True if steps are finished below it, False if a checkpoint at it; and the folder of the first of them."""
     for parts in _newest_first(found):
         folder, is_step = parts[0].folder, parts[0].step is not None
         root = folder.rpartition("/")[0] if is_step else folder
@@ -121,7 +121,7 @@ def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, Tar
 
 
 def _newest_first(found: Sequence[Sequence[StagedPart]]) -> list[list[StagedPart]]:
-    """The parts of each save, each once, those of its first rank first."""
+    """Returns the parts of each save, each once, by rank; newest save first."""
     saves: dict[str, dict[str, StagedPart]] = {}
     for part in (part for of_rank in found for part in of_rank):
         saves.setdefault(part.save_id, {})[part.name] = part
@@ -148,7 +148,7 @@ class _Save:
         return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, instead_of_by)
 
     def _may_arrive(self) -> bool:
-        """Whether its manifest can have been sent: it never is before all data is at the path."""
+        """Returns True if the manifest can have been sent: it never is before all data is at the path."""
         if self._pending is not None:
             needed = self._pending.needed or {}
             return all(self._there.sizes.get(name) == byte_length for name, byte_length in needed.items())
@@ -207,7 +207,7 @@ class _Save:
         return f"seen are the parts of ranks {ranks} of {self._parts[0].num_ranks}; run it where the others are"
 
     def work(self, verdict: RecoveryVerdict) -> list[tuple[StagedPart, list[str], bool]]:
-        """The folders that are dealt with: what is uploaded from each, and whether its manifest is committed."""
+        """Returns the folders with work: the uploads from each, and True if its manifest is committed."""
         if verdict.outcome not in {"committed", "removed"}:
             return []
         if verdict.outcome == "removed" or self._pending is None:

@@ -105,14 +105,14 @@ def test_an_interrupt_between_two_steps_of_staging_ends_it(
 def test_an_interrupt_before_the_first_frame_of_a_chunk_ends_compressing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = compress._Chunk.add
+    original = compress._CompressedChunk.add
 
     def interrupted(self: Any, number: int, *arguments: Any) -> float:
         if number == 0:
             raise KeyboardInterrupt
         return original(self, number, *arguments)
 
-    monkeypatch.setattr(compress._Chunk, "add", interrupted)
+    monkeypatch.setattr(compress._CompressedChunk, "add", interrupted)
     options = bcp.SaveOptions(codec="zstd", writer_threads=2)
     error = ends(lambda: bcp.save(tmp_path, {"x": torch.zeros(2 << 20)}, options=options))
     assert isinstance(error, KeyboardInterrupt)
