@@ -5,12 +5,12 @@ a function that every rank calls (or the coordinator alone); a fault runs in its
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,16 +34,17 @@ class Seam:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.owner.__name__}.{self.name}"
+        """The dotted name, by which a program that a test starts finds it again: see `seam_named`."""
+        module = "" if isinstance(self.owner, ModuleType) else f"{self.owner.__module__}."
+        return f"{module}{self.owner.__name__}.{self.name}"
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        if isinstance(self.owner, ModuleType):
-            return _seam_of_module, (self.owner.__name__, self.name)
-        return Seam, (self.owner, self.name)
+    def __reduce__(self) -> tuple[Callable[[str], Seam], tuple[str]]:
+        return seam_named, (str(self),)
 
 
-def _seam_of_module(module: str, name: str) -> Seam:
-    return Seam(import_module(module), name)
+def seam_named(dotted: str) -> Seam:
+    owner, _, name = dotted.rpartition(".")
+    return Seam(pkgutil.resolve_name(owner), name)
 
 
 SAVE_PHASES = {

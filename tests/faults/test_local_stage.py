@@ -36,12 +36,12 @@ def outcomes(saves: list[bcp.RecoveredSave]) -> list[tuple[int | None, str]]:
 PROGRAM = """
 import os, signal, sys
 import bytecheckpoint as bcp
-from faults.seams import before, state_of
+from faults.seams import before, seam_named, state_of
 
 root, stage, function = sys.argv[1:]
 options = bcp.SaveOptions(local_stage=stage)
 bcp.save(root, state_of(0, 1.0), step=1, options=options)
-with before(function, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+with before(seam_named(function), lambda: os.kill(os.getpid(), signal.SIGKILL)):
     handle = bcp.save(root, state_of(0, 2.0), step=2, async_save=True, options=options)
     handle.result(20)
 """
@@ -61,7 +61,7 @@ def test_a_process_that_dies_loses_nothing_that_was_durable(
     launcher: Launcher, tmp_path: Path, stage: Path, options: bcp.SaveOptions, death: str
 ) -> None:
     function, outcome = DEATHS[death]
-    ended = launcher.run(PROGRAM, tmp_path / "run", stage, function)
+    ended = launcher.run(PROGRAM, tmp_path / "run", stage, str(function))
     assert ended.exit_code == -signal.SIGKILL, ended.output
     assert loads_as(tmp_path / "run", 0, 1.0, step=1)
     assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(2, outcome)]

@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
+from bytecheckpoint import api
+from bytecheckpoint.runtime import threads
+from bytecheckpoint.staging import file_image
 from faults.launcher import Launcher
-from faults.seams import loads_as
+from faults.seams import Seam, loads_as
 
 HANDLER = """
 import os, signal, sys, threading
 import torch
 from bytecheckpoint.saving import write
-from faults.seams import Seam, before, state_of
+from bytecheckpoint.staging.file_image import LiveFile
+from faults.seams import Seam, before, seam_named, state_of
 
 path = sys.argv[1]
-GATHER = "bytecheckpoint.staging.file_image.LiveFile.gather"
+GATHER = Seam(LiveFile, "gather")
 signals = [signal.SIGUSR1]
 begun, go = threading.Event(), threading.Event()
 
@@ -42,20 +46,18 @@ except bcp.CheckpointSaveError as error:
     print("refused:", error)
 bcp.save(f"{path}/next", state_of(0, 3.0), async_save=True).result(20)
 """
-STAGE, PLAN, HAND_OVER = (
-    "GATHER",
-    "'bytecheckpoint.api.collect_all'",
-    "'bytecheckpoint.runtime.threads.ThreadPool.begin'",
-)
+STAGE = Seam(file_image.LiveFile, "gather")
+PLAN = Seam(api, "collect_all")
+HAND_OVER = Seam(threads.ThreadPool, "begin")
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "function"), [("copy", PLAN), ("copy", STAGE), ("copy", HAND_OVER), ("lazy", HAND_OVER)]
+    ("snapshot", "seam"), [("copy", PLAN), ("copy", STAGE), ("copy", HAND_OVER), ("lazy", HAND_OVER)]
 )
 def test_a_handler_that_saves_inside_an_asynchronous_save_is_refused(
-    launcher: Launcher, tmp_path: Path, snapshot: str, function: str
+    launcher: Launcher, tmp_path: Path, snapshot: str, seam: Seam
 ) -> None:
-    code = REFUSED.replace("FUNCTION", function).replace("SNAPSHOT", repr(snapshot))
+    code = REFUSED.replace("FUNCTION", f"seam_named('{seam}')").replace("SNAPSHOT", repr(snapshot))
     ended = launcher.run(HANDLER + code, tmp_path)
     assert ended.exit_code == 0, ended.output
     assert "refused: this thread is inside a save" in ended.output
